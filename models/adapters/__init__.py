@@ -59,12 +59,7 @@ class Adapted(NamedTuple):
 
 
 def attach(model: PreTrainedModel, params: BaseParams, rng: torch.Generator) -> Adapted:
-    """Put an adapter into a model, in place; its logits are the base's, or those of the base quantized.
-
-    Args:
-        model: a plain model in float32.
-        params: settings of a method of this family.
-        rng: draws first weights.
+    """Put an adapter into a plain model in float32, in place; its logits are the base's, or those of it quantized.
 
     Raises:
         ValueError: the model is not plain, such as one that has an adapter, or the method can't be put into it.

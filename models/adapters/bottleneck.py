@@ -61,9 +61,7 @@ class Bottleneck(nn.Module):
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
     """Put two adapters into each block, and let the blocks' norms be trained; see `models.adapters`.
 
-    Raises:
-        ValueError: a block doesn't end its attention and MLP with linear layers of Llama's names, or the middle is no
-            narrower than the width.
+    ValueError if attention and MLP don't end with linear layers of Llama's names, or are no wider than the middle.
     """
     width = model.config.hidden_size
     if params.width >= width:

@@ -5,7 +5,7 @@ have all of and which at small sizes are most of what a pass multiplies. As they
 follow the traffic.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -17,21 +17,11 @@ from transformers import AutoConfig
 
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafting import draft_format
-from models.drafting.draft_files import made_for, require_llama_layout
+from models.drafting.draft_files import require_llama_layout, require_vocab_size
 from models.drafting.features import FeatureDraft, layer_config
+from models.drafts import require_width
 from models.layers.packed_linear import Borrowed
 from models.layers.vocabulary import choose_vocabulary
-from models.targets import describe
-
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-)
 
 
 class BorrowingDraft(FeatureDraft):
@@ -42,12 +32,8 @@ class BorrowingDraft(FeatureDraft):
     token_map: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Make what is borrowed, without values; see `borrow`.
-
-        Args:
-            config: as in config.json.
-        """
-        super().__init__(config, torch.empty(0))
+        """Make what is borrowed, without values; see `borrow`."""
+        super().__init__(config)
         size = config["draft_vocab_size"]
         self.num_target_layers = 0
         self.register_buffer("target_norm", torch.ones(config["hidden_size"]), persistent=False)
@@ -55,12 +41,11 @@ class BorrowingDraft(FeatureDraft):
         self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
 
     def borrow(self, target_dir: Path) -> Self:
-        """Take over what is the target's and never trained or saved, for the vocabulary as it is; return the draft."""
+        """See the base; for the vocabulary as it is."""
         self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
-        self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
         self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
         self.output = Borrowed(output_embedding(target_dir)[self.token_map])
-        return self
+        return super().borrow(target_dir)
 
     @property
     def vocabulary(self) -> Tensor:
@@ -74,11 +59,7 @@ class BorrowingDraft(FeatureDraft):
 
     def combine(self, hidden: Tensor) -> Tensor:
         """The last residual stream as it is; ValueError if the states are of another width."""
-        if hidden.shape[-1] != len(self.target_norm):
-            raise ValueError(
-                f"{type(self).__name__} reads the target's last hidden state, {len(self.target_norm)} wide; got states "
-                f"of width {hidden.shape[-1]}"
-            )
+        require_width(self, hidden, len(self.target_norm))
         return hidden
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -109,9 +90,6 @@ Kind = TypeVar("Kind", bound=BorrowingDraft)
 class Format(draft_format.Format[Kind]):
     """See the base; with the functions that make such a draft, and let it follow the traffic."""
 
-    def __init__(self, family: str, architectures: tuple[str, ...], draft: Callable[[dict[str, Any]], Kind]) -> None:
-        super().__init__(family, architectures, draft, SIZES)
-
     def start(self, vocab_size: int, own: Mapping[str, Any], target_dir: Path, token_counts: np.ndarray) -> Kind:
         """Make a draft with what it borrows, its own weights without values.
 
@@ -126,15 +104,10 @@ class Format(draft_format.Format[Kind]):
         """
         source = AutoConfig.from_pretrained(target_dir)
         require_llama_layout(source.model_type, self._family)
-        if vocab_size > source.vocab_size:
-            raise ValueError(f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {vocab_size}")
-        config = layer_config(source) | {
-            "architectures": list(self._architectures),
-            "draft_vocab_size": vocab_size or source.vocab_size,
-            "redraft": made_for(describe(target_dir)),
-            **own,
-        }
-        return self.renew(self._draft(config), target_dir, token_counts)
+        size = vocab_size or source.vocab_size
+        require_vocab_size(size, source.vocab_size)
+        draft = self.new({**layer_config(source), "draft_vocab_size": size, **own}, target_dir)
+        return Format.renew(self, draft, target_dir, token_counts)
 
     def renew(self, draft: Kind, target_dir: Path, token_counts: np.ndarray) -> Kind:
         """Let the draft vocabulary follow the traffic within its size."""

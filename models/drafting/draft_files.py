@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from models.params import BaseParams, validate
 from models.targets import MODEL_TYPES, TargetCard
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -107,17 +108,11 @@ def require_tensors(tensors: dict[str, Tensor], wanted: Shapes) -> None:
 def require_llama_layout(model_type: str, family: str) -> None:
     """Raise ValueError if a family can't read a target's layers and norms."""
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"{family} reads targets of the Llama layout; got model_type {model_type!r}")
+        raise ValueError(f"{family} reads targets of Llama's layout, {', '.join(MODEL_TYPES)}; got {model_type!r}")
 
 
 def require_vocabulary(name: str, token_ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless what a draft can say, [D] target ids, ascends within the target's vocabulary.
-
-    Args:
-        name: of the tensor that says so.
-        token_ids: what it says.
-        vocab_size: V.
-    """
+    """Raise ValueError unless what tensor `name` lets a draft say, [D] target ids, ascends within 0 to V − 1."""
     if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size or not bool((token_ids.diff() > 0).all()):
         raise ValueError(
             f"{name} must name ascending tokens of 0 to {vocab_size - 1}; "
@@ -126,18 +121,26 @@ def require_vocabulary(name: str, token_ids: Tensor, vocab_size: int) -> None:
 
 
 def require_whole_vocabulary(family: str, size: int, vocab_size: int) -> None:
-    """Raise ValueError unless a draft says every token of the target's, as vLLM's drafts of a family do.
-
-    Args:
-        family: its name.
-        size: D, the draft's tokens.
-        vocab_size: V.
-    """
+    """Raise ValueError unless a draft's `size` tokens are all of the target's, as in vLLM's drafts of such a family."""
     if size != vocab_size:
         raise ValueError(
             f"vLLM's drafts of family {family} say every token of the target's {vocab_size or 'vocabulary'}, this one "
             f'{size}: set vocab_size = 0 in [draft], or engine "torch"'
         )
+
+
+def require_vocab_size(size: int, vocab_size: int) -> None:
+    """Raise ValueError if a new draft is to say more tokens than the target's `vocab_size`, or none."""
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"draft vocab_size must be 1 to {vocab_size}, the target's; got {size}")
+
+
+def read_params(config: Mapping[str, Any], family: str, params: type[BaseParams], directory: Path) -> Any:
+    """Return the settings that a draft's config keeps under its family's name; ValueError if there are none such."""
+    table = config.get(family)
+    if not isinstance(table, dict):
+        raise ValueError(f'draft {directory.name}: config.json has "{family}" {table!r}; wanted its settings')
+    return validate(params, table, f"draft {directory.name}")
 
 
 def made_for(target: TargetCard) -> dict[str, str]:
@@ -146,13 +149,9 @@ def made_for(target: TargetCard) -> dict[str, str]:
 
 
 def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Stack tensors as vLLM's layers of the Llama kind do.
+    """Stack tensors as vLLM's layers of the Llama kind do; return each parameter's name with its tensors in order.
 
-    Args:
-        names: name that a parameter would have in vLLM if nothing were stacked, to the checkpoint's tensor.
-
-    Returns:
-        name of each parameter, to the tensors that it is stacked of.
+    `names` are those that parameters would have in vLLM if nothing were stacked, with the checkpoint's tensor.
     """
     parameters = {}
     for name, tensor in names.items():

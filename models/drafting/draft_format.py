@@ -1,13 +1,14 @@
 """The directory of a draft that has weights of its own and borrows others of the target, which are never saved.
 
 A family's file makes one `Format`, whose functions are those of `models.drafts.Family` that such families share.
-Tensors are bfloat16; `token_map` names the draft's tokens where they are a part of the target's.
+Tensors are bfloat16. Where the draft's tokens are a part of the target's, `token_map` names them, or `d2t` as offsets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,35 +17,20 @@ from models.checkpoints.checkpoint import read_stored
 from models.drafting.draft_files import (
     Shapes,
     check_config,
+    made_for,
     read_config,
     require_tensors,
     require_vocabulary,
     write_config,
 )
+from models.drafts import Draft
 from models.targets import TargetCard, describe
 
 WEIGHTS = "model.safetensors"
+HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+LAYER_SIZES = (*HEAD_SIZES, "intermediate_size", "draft_vocab_size")
 
-
-class Borrower(Protocol):
-    """A module that says what it is by a config, and takes over what is the target's."""
-
-    config: dict[str, Any]
-
-    def borrow(self, target_dir: Path) -> Self:
-        """Take over what is the target's and never trained or saved; return the draft."""
-
-    def float(self) -> Self:
-        """Return the draft in float32."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors by name."""
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> Any:
-        """Take tensors by name."""
-
-
-Kind = TypeVar("Kind", bound=Borrower)
+Kind = TypeVar("Kind", bound=Draft)
 
 
 class Format(Generic[Kind]):
@@ -55,9 +41,22 @@ class Format(Generic[Kind]):
         family: str,
         architectures: tuple[str, ...],
         draft: Callable[[dict[str, Any]], Kind],
-        sizes: Sequence[str],
+        sizes: Sequence[str] = LAYER_SIZES,
     ) -> None:
         self._family, self._architectures, self._draft, self._sizes = family, architectures, draft, sizes
+
+    def config(self, own: Mapping[str, Any], target_dir: Path) -> dict[str, Any]:
+        """Return the config.json of a draft for a target, with what is its own."""
+        made = {"architectures": list(self._architectures), "redraft": made_for(describe(target_dir))}
+        return {**made, **own}
+
+    def new(self, own: Mapping[str, Any], target_dir: Path) -> Kind:
+        """Make a draft of such a config with what it borrows, its own weights without values."""
+        return self._draft(self.config(own, target_dir)).borrow(target_dir)
+
+    def renew(self, draft: Kind, target_dir: Path, token_counts: np.ndarray) -> Kind:
+        """Return the draft as it is: its vocabulary stays."""
+        return draft
 
     def save(self, draft: Kind, directory: Path) -> None:
         """Write config.json and bfloat16 safetensors into `directory`."""
@@ -87,19 +86,23 @@ class Format(Generic[Kind]):
             )
         served = None if like is None else read_config(like, self._family, self._architectures)
         check_config(config, directory, served, target)
-        tensors = read_stored(directory)
+        self.require_fit(read_stored(directory), config)
+
+    def require_fit(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """Raise ValueError unless tensors are such a draft's, its vocabulary an ascending part of the target's."""
         require_tensors(tensors, self.expected_shapes(config))
         if "token_map" in tensors:
             require_vocabulary("token_map", tensors["token_map"], config["vocab_size"])
+        if "d2t" in tensors:
+            require_vocabulary("d2t", tensors["d2t"] + torch.arange(len(tensors["d2t"])), config["vocab_size"])
 
     def expected_shapes(self, config: dict[str, Any]) -> Shapes:
         """Return shape and dtype of every tensor of a checkpoint."""
         with torch.device("meta"):
             draft = self._draft(config)
-        return {
-            name: (tuple(tensor.shape), torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in draft.state_dict().items()
-        }
+        dtype = getattr(torch, str(config.get("dtype", "bfloat16")), torch.bfloat16)
+        tensors = draft.state_dict().items()
+        return {name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in tensors}
 
     def vllm_config(self, directory: Path) -> dict[str, Any]:
         """Raise a ValueError: the engine that serves can't draft with it."""

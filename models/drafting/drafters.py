@@ -19,9 +19,8 @@ class Observer(Protocol):
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
         """Take in a pass of the target; `extend` follows with what came of it.
 
-        Args:
-            token_ids: [n] int64, the last certain token and those that were proposed, of a prompt its last token alone.
-            logits: [n, V] of what follows each.
+        `token_ids` [n] int64 are the last certain token and those that were proposed, of a prompt its last token
+        alone, and `logits` [n, V] of what follows each.
         """
 
 
@@ -38,15 +37,10 @@ class Expander(Protocol):
     """A drafter that can go on from any node of a tree; see `models.trees.Expand`."""
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """Say what follows some nodes of a tree after the last certain token.
+        """Return [n, V] log-probabilities of what follows some nodes of a tree after the last certain token.
 
-        Args:
-            token_ids: target ids of the tree so far.
-            parents: of each; -1 is the last certain token.
-            nodes: which ones, -1 too.
-
-        Returns:
-            [n, V] log-probabilities, −∞ of what can't be drafted.
+        `token_ids` and `parents` are of the tree so far; node −1 is the last certain token. What can't be drafted
+        has −∞.
         """
 
 
@@ -102,9 +96,7 @@ class QueryingDrafter(Protocol):
         """Say what is to be read beside what it has just proposed; what comes of it is handed to `hear`."""
 
     def hear(self, states: Tensor, row: int) -> None:
-        """Take in what the target made of that; `extend` was called before.
+        """Take in [m, H] last states, normed, that the target made of that; `extend` was called before.
 
-        Args:
-            states: [m, H] last hidden states, normed.
-            row: that of the last token that was accepted, 0 of the last certain one.
+        `row` is that of the last token that was accepted, 0 of the last certain one.
         """

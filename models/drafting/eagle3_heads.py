@@ -13,35 +13,23 @@ say every token has none, because the engine makes no room for it.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.checkpoints.checkpoint import output_embedding, read_stored, read_tensor, tensor_names
-from models.drafting.draft_files import (
-    Shapes,
-    check_config,
-    fused,
-    made_for,
-    read_config,
-    require_llama_layout,
-    require_tensors,
-    require_vocabulary,
-    write_config,
-)
+from models.checkpoints.checkpoint import output_embedding, read_tensor, tensor_names
+from models.drafting import draft_format
+from models.drafting.draft_files import fused, require_llama_layout, require_vocab_size
+from models.drafting.draft_format import WEIGHTS
 from models.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
-from models.drafts import EngineWeights
+from models.drafts import EngineWeights, require_width
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
-from models.targets import TargetCard, describe
-
-WEIGHTS = "model.safetensors"
 
 
 class HeadParams(BaseParams):
@@ -86,8 +74,8 @@ class TappedDraft(LayeredDraft):
     norm: Scale
     lm_head: nn.Linear
 
-    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
-        super().__init__(config, embedding)
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
         hidden = config["hidden_size"]
         self.fc = linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
         self.make_layers()
@@ -116,10 +104,7 @@ class TappedDraft(LayeredDraft):
 
     def combine(self, hidden: Tensor) -> Tensor:
         """One product of all tapped states; ValueError if they are of another width."""
-        if hidden.shape[-1] != self.fc.in_features:
-            raise ValueError(
-                f"{type(self).__name__} reads states of width {self.fc.in_features}; got width {hidden.shape[-1]}"
-            )
+        require_width(self, hidden, self.fc.in_features)
         combined: Tensor = self.fc(hidden)
         return combined
 
@@ -182,48 +167,35 @@ def is_subset(config: dict[str, Any]) -> bool:
     return bool(config["draft_vocab_size"] != config["vocab_size"])
 
 
-class Format(Generic[Tapped]):
-    """The directory of a family of such drafts: those functions of `models.drafts.Family` that all of them share."""
+class Format(draft_format.Format[Tapped]):
+    """See the base; with the functions that make such a draft, and let it follow the traffic.
+
+    `start` sets a new draft's layers, of the target's directory and the number of its last layer.
+    """
 
     def __init__(
         self,
         family: str,
         architectures: tuple[str, ...],
-        head: Callable[[dict[str, Any], Tensor], Tapped],
+        draft: Callable[[dict[str, Any]], Tapped],
         start: Callable[[Tapped, Path, int], None],
     ) -> None:
-        """Take what differs.
-
-        Args:
-            family: its name.
-            architectures: of its config.json; the first is written.
-            head: makes a draft without weights, of its config and the target's embedding.
-            start: sets a new draft's layers, of the target's directory and the number of its last layer.
-        """
-        self._family, self._architectures, self._head, self._start = family, architectures, head, start
+        super().__init__(family, architectures, draft)
+        self._start = start
 
     def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Make a draft whose `fc` passes the deepest tapped layer through, and which says what the target says of it.
 
-        Args:
-            params: the head's shape.
-            target_dir: the target's directory (Llama layout).
-            token_counts: [V] how often each target token occurs in the traffic.
-
-        Raises:
-            ValueError: the target is not of the Llama layout, or `params` don't fit it.
+        See `models.drafts.Family`.
         """
         source = AutoConfig.from_pretrained(target_dir)
         require_llama_layout(source.model_type, self._family)
-        if not 1 <= params.vocab_size <= source.vocab_size:
-            raise ValueError(
-                f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {params.vocab_size}"
-            )
+        require_vocab_size(params.vocab_size, source.vocab_size)
         layers = params.aux_layers or _default_layers(source.num_hidden_layers)
         if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= source.num_hidden_layers:
             raise ValueError(f"aux_layers must ascend within 0 to {source.num_hidden_layers}; got {list(layers)}")
-        config = self.config(source, params.vocab_size, layers, describe(target_dir)) | params.more(source.vocab_size)
-        head = self._head(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
+        config = {**layer_config(source), "draft_vocab_size": params.vocab_size, **tapping(layers)}
+        head = self.new(config | params.more(source.vocab_size), target_dir)
         with torch.no_grad():
             head.fc.weight.zero_()
             head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
@@ -243,62 +215,6 @@ class Format(Generic[Tapped]):
                 if token in known:
                     draft.lm_head.weight[row] = before[known[token]]
         return draft
-
-    def save(self, draft: Tapped, directory: Path) -> None:
-        """Write config.json and bfloat16 safetensors into `directory`, as the engine loads them."""
-        tensors = {
-            name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
-            for name, tensor in draft.state_dict().items()
-        }
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        write_config(draft.config, self._family, directory)
-
-    def load(self, directory: Path, target_dir: Path) -> Tapped:
-        """Read a head back, in float32, with the target's embedding beside it.
-
-        Raises:
-            ValueError: as `check`.
-        """
-        self.check(directory, like=None, target=describe(target_dir))
-        config = read_config(directory, self._family, self._architectures)
-        head = self._head(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
-        head.load_state_dict(load_file(directory / WEIGHTS))
-        return head.float()
-
-    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
-        """See `models.drafts.Family`; a vocabulary map that points outside the target's is refused as well."""
-        config = read_config(directory, self._family, self._architectures)
-        if config["hidden_size"] != target.hidden_size:
-            raise ValueError(
-                f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
-            )
-        served = None if like is None else read_config(like, self._family, self._architectures)
-        check_config(config, directory, served, target)
-        self.require_fit(read_stored(directory), config)
-
-    def expected_shapes(self, config: dict[str, Any]) -> Shapes:
-        """Return shape and dtype of every tensor of a checkpoint."""
-        with torch.device("meta"):
-            head = self._head(config, torch.empty(1, 1))
-        dtype = getattr(torch, config.get("dtype", "bfloat16"))
-        return {
-            name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in head.state_dict().items()
-        }
-
-    def require_fit(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        """Raise ValueError unless tensors are a head's, its vocabulary an ascending part of the target's."""
-        require_tensors(tensors, self.expected_shapes(config))
-        if "d2t" in tensors:
-            require_vocabulary("d2t", tensors["d2t"] + torch.arange(len(tensors["d2t"])), config["vocab_size"])
-
-    def config(self, source: Any, vocab_size: int, layers: tuple[int, ...], card: TargetCard) -> dict[str, Any]:
-        """Return the config.json of a head with a layer like those of `source`, a transformers configuration."""
-        config = layer_config(source) | {
-            "architectures": list(self._architectures),
-            "draft_vocab_size": vocab_size,
-            "redraft": made_for(card),
-        }
-        return config | tapping(layers)
 
 
 def tapping(layers: tuple[int, ...]) -> dict[str, Any]:

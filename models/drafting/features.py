@@ -13,13 +13,15 @@ Letters beyond those of `models.drafts`: n rows of a pass, J width of what queri
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
+from models.checkpoints.checkpoint import read_tensor
 from models.drafting.path_drafters import FeatureDrafter
 from models.drafts import Draft, KeepRows, Rows, Unrolled
 from models.layers.decoder import rope_frequencies
@@ -36,20 +38,19 @@ class LayeredDraft(Draft):
     embedding: Tensor
     frequencies: Tensor
 
-    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
-        """Take what all of them need of a config.
-
-        Args:
-            config: as in config.json.
-            embedding: [V, H] the target's.
-        """
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Take what all of them need of a config.json."""
         super().__init__()
         self.config = config
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
-        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("embedding", torch.empty(0), persistent=False)
         frequencies, self.rope_scale = rope_frequencies(LlamaConfig(**config), self.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def borrow(self, target_dir: Path) -> Self:
+        self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
+        return self
 
     def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
         """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width].
@@ -68,6 +69,7 @@ class LayeredDraft(Draft):
         sequence: Tensor,
         index: Tensor,
         text: tuple[Tensor, Tensor],
+        seen: Tensor | None = None,
     ) -> Tensor:
         """Attention of packed rows to their text and to what is their own.
 
@@ -75,14 +77,15 @@ class LayeredDraft(Draft):
             queries: [n, S, heads, width] of each row; rows of one sequence are contiguous.
             own: keys and values [n, m, kv heads, width], all of which a row's queries see.
             sequence, index: [n] as in `Rows`.
-            text: keys and values [B, T, kv heads, width], which they see up to their index.
+            text: keys and values [B, T, kv heads, width].
+            seen: [n, T] which of these a row sees; None for all up to its index.
 
         Returns:
             [n, S, heads·width].
         """
         if len(queries) == 1:
-            seen = sequence[0], slice(int(index[0]) + 1)
-            keys, values = (torch.cat([of_text[seen], mine[0]]) for of_text, mine in zip(text, own, strict=True))
+            rows = slice(int(index[0]) + 1) if seen is None else seen[0]
+            keys, values = (torch.cat([one[sequence[0]][rows], mine[0]]) for one, mine in zip(text, own, strict=True))
             return self._attend_one(queries[0], keys, values)[None]
         queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
         own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
@@ -92,9 +95,9 @@ class LayeredDraft(Draft):
             *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
         ):
             here = slice(start, start := start + count)
-            limit = int(index[here].max()) + 1
+            limit = int(index[here].max()) + 1 if seen is None else seen.shape[1]
             keys, values = (one[number, :limit] for one in text)
-            unseen = torch.arange(limit, device=index.device) > index[here, None]
+            unseen = torch.arange(limit, device=index.device) > index[here, None] if seen is None else ~seen[here]
             scores = torch.einsum("nskgw,tkw->nskgt", queries[here], keys)
             scores = scores.masked_fill(unseen[:, None, None, None], float("-inf"))
             weights = torch.cat([scores, own_scores[here]], dim=-1).float().softmax(-1).to(queries.dtype)
@@ -114,11 +117,11 @@ class LayeredDraft(Draft):
         return by_query.flatten(1)
 
     def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
-        """[…, H] → […, H] with the output of a layer's MLP added."""
+        """[…, H] → […, H] with the output of a layer's MLP added, […, 2 H] of one that ends in two vectors."""
         mlp = layer["mlp"]
         x = self.normed(residual, layer["post_attention_layernorm"])
         added: Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
-        return residual + added
+        return (residual if added.shape == residual.shape else torch.cat([residual, residual], dim=-1)) + added
 
     def normed(self, x: Tensor, scale: "Scale") -> Tensor:
         """RMSNorm over the last axis."""
@@ -162,14 +165,8 @@ class FeatureDraft(LayeredDraft):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """First unroll's inputs for every token.
 
-        Args:
-            hidden: [B, T, A·H].
-            token_ids: [B, T] the token after each.
-            start: position of the first one.
-            rng: of training's noise; None where nothing is learnt.
-
-        Returns:
-            combined hidden states [B, T, H], keys and values [B, T, kv heads, width].
+        Returns combined hidden states [B, T, H], keys and values [B, T, kv heads, width], of tapped states [B, T,
+        A·H] and the token [B, T] after each; `start` is the first one's position, `rng` of training's noise.
         """
         combined = self.combine(hidden)
         if rng is not None:
@@ -179,7 +176,6 @@ class FeatureDraft(LayeredDraft):
         return combined, keys, values
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`."""
         num_steps = min(num_steps, self.max_depth or num_steps)
         following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
         combined, keys, values = self.context(rows.hidden, following, rng=rows.rng)
@@ -200,7 +196,6 @@ class FeatureDraft(LayeredDraft):
         return drafted
 
     def drafter(self, max_len: int) -> FeatureDrafter:
-        """See `models.drafts.Draft`."""
         return FeatureDrafter(self, max_len)
 
     def advance(
@@ -252,12 +247,9 @@ class Scale(nn.Module):
 
 
 def decoder_layer(config: dict[str, Any], num_inputs: int, norms: Sequence[str]) -> nn.ModuleDict:
-    """Make a layer of Llama's kind, without values for its matrices.
+    """Make a layer of Llama's kind that reads J inputs, without values for its matrices.
 
-    Args:
-        config: as in config.json.
-        num_inputs: J.
-        norms: names of those before the attention, which are the family's own.
+    `norms` names those before the attention, which are the family's own.
     """
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
@@ -281,6 +273,13 @@ def decoder_layer(config: dict[str, Any], num_inputs: int, norms: Sequence[str])
             ),
         }
     )
+
+
+def start_as(layer: nn.Module, target_dir: Path, number: int) -> None:
+    """Let a layer start as one of the target's; norms of queries and keys stay as they are."""
+    for name, parameter in layer.named_parameters():
+        if not name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.copy_(read_tensor(target_dir, f"model.layers.{number}.{name}"))
 
 
 def layer_config(source: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ Letters beyond those of `models.drafts`: n rows of a pass.
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,12 +26,11 @@ from transformers import AutoConfig
 
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafting import draft_format
-from models.drafting.draft_files import made_for, require_llama_layout
+from models.drafting.draft_files import require_llama_layout, require_vocab_size
 from models.drafting.proposal import Proposal
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, require_width, step_by_step
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
-from models.targets import describe
 from models.trees import path_to
 
 SIZES = ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers")
@@ -59,11 +58,7 @@ class Heads(Draft):
     norm: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Make the modules, without weights; see `borrow`.
-
-        Args:
-            config: as in config.json.
-        """
+        """Make the modules, without weights; see `borrow`."""
         super().__init__()
         self.config, self.num_target_layers, self.eps = config, 0, 0.0
         hidden, size = config["hidden_size"], config["truncated_vocab_size"]
@@ -81,19 +76,13 @@ class Heads(Draft):
 
     @abstractmethod
     def inputs(self, head: int, state: Tensor, token_ids: Tensor) -> Tensor:
-        """Return what a head reads.
+        """Return what a head, counted from 0, reads, [n, num_inputs · H].
 
-        Args:
-            head: from 0.
-            state: [n, H] the target's last hidden state, normed.
-            token_ids: [n, head + 1] the last certain token and those that the heads before have drafted.
-
-        Returns:
-            [n, num_inputs · H].
+        `state` [n, H] is the target's last hidden state, normed; `token_ids` [n, head + 1] are the last certain
+        token and those that the heads before have drafted.
         """
 
     def borrow(self, target_dir: Path) -> Self:
-        """Take over what is the target's and never trained or saved; return the draft."""
         config = AutoConfig.from_pretrained(target_dir)
         self.num_target_layers, self.eps = config.num_hidden_layers, config.rms_norm_eps
         self.norm = read_tensor(target_dir, "model.norm.weight").float()
@@ -119,16 +108,8 @@ class Heads(Draft):
         return self.max_depth
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """[n, H] the target's last residual stream → [n, H] what its output matrix multiplies.
-
-        Raises:
-            ValueError: the states are of another width.
-        """
-        if hidden.shape[-1] != len(self.norm):
-            raise ValueError(
-                f"{type(self).__name__} reads the target's last hidden state, {len(self.norm)} wide; got states of "
-                f"width {hidden.shape[-1]}"
-            )
+        """[n, H] the target's last residual stream → what its output matrix multiplies; ValueError at another width."""
+        require_width(self, hidden, len(self.norm))
         return functional.rms_norm(hidden.float(), self.norm.shape, self.norm, self.eps)
 
     def say(self, head: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +118,6 @@ class Heads(Draft):
         return hidden, self.lm_heads[head](hidden)
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`."""
         state = self.normed(rows.hidden[rows.sequence, rows.index])
 
         def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +128,6 @@ class Heads(Draft):
         return step_by_step(running, min(num_steps, self.max_depth), keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
@@ -184,23 +163,16 @@ class _Drafter:
         self._hidden = self._last = torch.empty(0)
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         self._hidden, self._last = hidden[-1:], token_ids[-1:]
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base; each head is a pass."""
-        draft, token_ids = self.draft, self._last
-        state, num_tokens = draft.normed(self._hidden), min(num_tokens, draft.max_depth)
-        proposed, drawn_from = [], []
-        for head in range(num_tokens):
-            logits = draft.say(head, state, token_ids[None])[1][0]
-            token, q = draw(logits)
-            token_ids = functional.pad(token_ids, (0, 1), value=token)
-            proposed.append(token)
-            drawn_from.append(q)
-            if head + 1 < num_tokens and go_on is not None and not go_on(confidence(logits)):
-                break
-        return Proposal.chain(proposed, drawn_from, token_ids.device)
+        draft, last, state = self.draft, int(self._last), self.draft.normed(self._hidden)
+
+        def after(proposed: list[int]) -> Tensor:
+            return draft.say(len(proposed), state, torch.tensor([[last, *proposed]], device=state.device))[1][0]
+
+        return draft_chain(after, min(num_tokens, draft.max_depth), draw, go_on, state.device)
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """See `models.drafting.drafters.Expander`; nothing follows a node that is as deep as there are heads."""
@@ -220,48 +192,30 @@ class _Drafter:
 
 
 class Format(draft_format.Format[Heads]):
-    """See the base; with the functions that make heads, and let them be.
+    """See the base; with the function that makes heads.
 
     The names in config.json and of the tensors are those of vLLM's Medusa.
     """
 
-    def __init__(
-        self, family: str, architectures: tuple[str, ...], model_type: str, draft: Callable[[dict[str, Any]], Heads]
-    ) -> None:
-        super().__init__(family, architectures, draft, SIZES)
-        self._model_type = model_type
-
     def create(self, params: HeadsParams, target_dir: Path, token_counts: np.ndarray) -> Heads:
-        """Make heads that say what the target's last state says.
-
-        Args:
-            params: their shape.
-            target_dir: the target's directory (Llama layout).
-            token_counts: [V] how often each target token occurs in the traffic.
-
-        Raises:
-            ValueError: the target is not of the Llama layout, or has fewer tokens than the heads.
-        """
+        """Make heads that say what the target's last state says; see `models.drafts.Family`."""
         source = AutoConfig.from_pretrained(target_dir)
         require_llama_layout(source.model_type, self._family)
-        card = describe(target_dir)
-        if params.vocab_size > card.vocab_size:
-            raise ValueError(f"draft vocab_size must be 1 to {card.vocab_size}, the target's; got {params.vocab_size}")
-        size = params.vocab_size or card.vocab_size
-        draft = self._draft(
+        size = params.vocab_size or source.vocab_size
+        require_vocab_size(size, source.vocab_size)
+        draft = self.new(
             {
-                "architectures": list(self._architectures),
-                "model_type": self._model_type,
-                "hidden_size": card.hidden_size,
+                "model_type": self._family,
+                "hidden_size": source.hidden_size,
                 "num_heads": params.num_heads,
                 "num_hidden_layers": params.num_layers,
-                "vocab_size": card.vocab_size,
+                "vocab_size": source.vocab_size,
                 "truncated_vocab_size": size,
                 "medusa_fc_bias": True,
                 "dtype": "bfloat16",
-                "redraft": made_for(card),
-            }
-        ).borrow(target_dir)
+            },
+            target_dir,
+        )
         vocabulary = choose_vocabulary(token_counts, size)
         rows = output_embedding(target_dir)[vocabulary]
         with torch.no_grad():
@@ -269,8 +223,4 @@ class Format(draft_format.Format[Heads]):
             for block, matrix in zip(draft.blocks, draft.lm_heads, strict=True):
                 block.pass_through()  # type: ignore[operator]  # of a list of modules no more is known
                 matrix.weight.copy_(rows)  # type: ignore[operator]  # nor of its tensor
-        return draft
-
-    def renew(self, draft: Heads, target_dir: Path, token_counts: np.ndarray) -> Heads:
-        """Return the draft as it is; its vocabulary stays."""
         return draft

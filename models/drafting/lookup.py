@@ -72,13 +72,7 @@ class Store:
             self._text.extend([*text, self._BORDER])
 
     def continuations(self, end: list[int], longest: int, num_tokens: int) -> list[list[int]]:
-        """Return what followed the longest match of a text's end, of its latest places first.
-
-        Args:
-            end: of the text.
-            longest: the most tokens of a match.
-            num_tokens: the most tokens of a continuation.
-        """
+        """Return what followed the longest match, up to `longest` tokens, of a text's end, the latest places first."""
         found = list(self._text.places(end, longest, MAX_STORED_PLACES))
         most, continuations = max(found, default=(0, 0))[0], []
         for place in (place for size, place in found if size == most):

@@ -45,13 +45,7 @@ class Outcome(NamedTuple):
 
 
 def draw(q: Tensor, num_siblings: int, siblings: Siblings, rng: torch.Generator) -> Drawn:
-    """Draw the siblings of B places; without replacement by Gumbel-top-k, arXiv:2402.14160.
-
-    Args:
-        q: [B, V].
-        num_siblings: k.
-        siblings: how.
-        rng: on the device of q.
+    """Draw the k siblings of B places by q [B, V]; without replacement by Gumbel-top-k, arXiv:2402.14160.
 
     Raises:
         ValueError: k is no number of siblings, or more than the tokens that have probability.
@@ -71,16 +65,7 @@ def draw(q: Tensor, num_siblings: int, siblings: Siblings, rng: torch.Generator)
 
 
 def most_kept(p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings) -> Tensor:
-    """Return the greatest chance with which a lossless rule can keep one of k siblings.
-
-    Args:
-        p: [B, V].
-        q: [B, V].
-        num_siblings: k.
-        siblings: how they are drawn.
-
-    Returns:
-        [B] float64.
+    """Return [B] float64 the greatest chance with which a lossless rule can keep one of k siblings, of p and q [B, V].
 
     Raises:
         ValueError: p and q have different shapes, or as in `draw`.
@@ -106,14 +91,7 @@ def most_kept(p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings) -> Te
 
 
 def exact_outcome(choose: Choose, p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings) -> Outcome:
-    """Return what a rule makes of a place, as a sum over all siblings that may be drawn.
-
-    Args:
-        choose: the rule's.
-        p: [V].
-        q: [V] with few tokens that have probability.
-        num_siblings: k.
-        siblings: how they are drawn.
+    """Return what a rule makes of a place with p and q [V], few of q above 0, as a sum over all siblings that may come.
 
     Raises:
         ValueError: of so many tokens there are more than a million outcomes, or as in `draw`.
@@ -147,14 +125,7 @@ def _check(q: Tensor, num_siblings: int, siblings: Siblings) -> None:
 
 
 def _law(q: Tensor, drawn: Tensor, num_siblings: int, siblings: Siblings) -> Tensor:
-    """Return what the next sibling is drawn from.
-
-    Args:
-        q: [M, V].
-        drawn: [M, j] the siblings before it.
-        num_siblings: of all.
-        siblings: how.
-    """
+    """Return what the next sibling is drawn from, of q [M, V] after the siblings [M, j] before it."""
     if siblings == "independent":
         return q
     if siblings == "certain" or (siblings == "certain but one" and drawn.shape[1] < num_siblings - 1):

@@ -10,7 +10,7 @@ before it, so q is that draft's distribution and verification is as lossless as 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +22,6 @@ from models.layers.decoder import Cache, Decoder
 PAPER = "arXiv:2407.01955"
 
 
-class Nesting(Protocol):
-    """A draft that is a language model with others nested in it."""
-
-    @property
-    def nested(self) -> tuple[int, ...]:
-        """See `models.drafts.Draft`."""
-
-    def decoder(self) -> Decoder:
-        """Return the whole draft's forward pass."""
-
-
 class NestedReader(Reader):
     """See `models.drafting.drafters.Nested`; until it is told from when on a draft is sure enough, the whole draft
     drafts.
@@ -42,9 +31,7 @@ class NestedReader(Reader):
         said_by: layers to how many tokens the draft of so many has said.
     """
 
-    draft: Nesting
-
-    def __init__(self, draft: Nesting, max_len: int) -> None:
+    def __init__(self, draft: Any, max_len: int) -> None:
         super().__init__(draft, max_len)
         self._ends = (*draft.nested, draft.decoder().num_layers)
         self._waiting: list[Tensor] = []  # of each part but the first, [n, H] of the rows that have yet to go through
@@ -52,11 +39,9 @@ class NestedReader(Reader):
         self.said_by = dict.fromkeys(self._ends, 0)
 
     def take_from(self, sure: float) -> None:
-        """See the base."""
         self.sure = sure
 
     def decoder(self) -> Decoder:
-        """See the base."""
         return self.draft.decoder()
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
@@ -68,7 +53,6 @@ class NestedReader(Reader):
         return super().expand(token_ids, parents, nodes)
 
     def _read(self, token_ids: Tensor, cache: Cache) -> Tensor:
-        """See the base."""
         decoder, state = self.decoder(), self.decoder().embed(token_ids)
         cache.length += len(token_ids)
         for number, end in enumerate(self._ends):

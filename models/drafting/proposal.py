@@ -66,13 +66,7 @@ class Proposal:
     def chain(
         cls, token_ids: Sequence[int], q: Sequence[Tensor | None] = (), device: torch.device | str = "cpu"
     ) -> "Proposal":
-        """Return one block without branches.
-
-        Args:
-            token_ids: N target ids.
-            q: what each was drawn from, [V]; empty or all None where no chance was in it.
-            device: where the tokens are wanted.
-        """
+        """Return one block without branches: N target ids, and q [V] of each, None where no chance was in it."""
         drawn_from = [one for one in q if one is not None]
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
         return cls(tokens, tuple(range(-1, len(token_ids) - 1)), torch.stack(drawn_from)[None] if drawn_from else None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.drafting.proposal import Proposal
-from models.drafts import Draw, GoOn, confidence
+from models.drafts import Draw, GoOn, draft_chain
 from models.layers.decoder import Cache, Decoder
 from models.trees import lay_out
 
@@ -38,7 +38,6 @@ class Reader(ABC):
         """Return what reads."""
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         self.known += token_ids.tolist()[1 if self.known else 0 :]
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
@@ -50,21 +49,15 @@ class Reader(ABC):
         return decoder.logits(states[rows]).log_softmax(-1)
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         decoder, cache = self.decoder(), self._cut_back()
-        unread = self.known[cache.length :]
-        proposed: list[int] = []
-        drawn_from: list[Tensor | None] = []
-        while True:
-            logits = self._read(torch.tensor(unread, device=decoder.device), cache)
-            token, q = draw(logits)
-            unread = [token]
-            proposed.append(token)
-            drawn_from.append(q)
-            if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
-                break
-        self._held = self.known + proposed[:-1]
-        return Proposal.chain(proposed, drawn_from, decoder.device)
+
+        def after(proposed: list[int]) -> Tensor:
+            unread = proposed[-1:] or self.known[cache.length :]
+            return self._read(torch.tensor(unread, device=decoder.device), cache)
+
+        proposal = draft_chain(after, num_tokens, draw, go_on, decoder.device)
+        self._held = self.known + proposal.token_ids[0, :-1].tolist()
+        return proposal
 
     def _read(self, token_ids: Tensor, cache: Cache) -> Tensor:
         """Take [n] tokens into the cache, and return the logits [V] of what follows the last."""

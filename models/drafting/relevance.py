@@ -15,15 +15,7 @@ SATURATION, BY_LENGTH = 1.2, 0.75  # k₁ and b
 
 
 def score(parts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:
-    """Score parts of a text.
-
-    Args:
-        parts: token ids of each.
-        question: token ids.
-
-    Returns:
-        a score from 0 for each; 0 where it has no token of the question.
-    """
+    """Score parts of a text by a question, token ids; 0 for a part that has no token of it."""
     counts = [Counter(part) for part in parts]
     mean = sum(map(len, parts)) / max(len(parts), 1)
     scores = [0.0] * len(parts)

@@ -7,22 +7,22 @@ writes its own in their place. Layers before the first that lacks a sublayer rea
 states are handed on to the target's pass, which need not go through them again (`models.layers.decoder.Begun`).
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from models.drafting.draft_files import read_config, require_llama_layout
 from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, Weightless
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
+from models.drafting.weightless import Format, Kind, Weightless
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, step_by_step
 from models.layers.decoder import Begun, Cache, Decoder, Sublayers
 from models.params import BaseParams
-from models.targets import MODEL_TYPES, TargetCard
+from models.targets import TargetCard, describe
 from models.trees import lay_out
 
 
@@ -36,6 +36,10 @@ class TargetRunner(Draft):
     target_dir: Path
     _decoder: Decoder | None = None
 
+    def borrow(self, target_dir: Path) -> Self:
+        self.target_dir = target_dir
+        return self
+
     def decoder(self) -> Decoder:
         """Return a copy of the target in float32, for whoever asks outside of an engine."""
         device = str(self.vocabulary.device)
@@ -45,12 +49,13 @@ class TargetRunner(Draft):
 
 
 class TargetPart(TargetRunner):
-    """A draft that runs a part of the target."""
+    """A draft that runs a part of the target.
 
-    @property
-    @abstractmethod
-    def skipped(self) -> Sublayers:
-        """What it leaves out of the target; neither nothing nor everything."""
+    Attributes:
+        skipped: what it leaves out of the target; neither nothing nor everything.
+    """
+
+    skipped: Sublayers
 
 
 class SelfDraft(TargetPart, Weightless):
@@ -75,20 +80,12 @@ class SelfDraft(TargetPart, Weightless):
         return step_by_step(torch.arange(len(starts), device=starts.device), num_steps, keep, say)
 
     def states(self, target: Decoder, token_ids: Tensor, starts: Sequence[int], num_tokens: int) -> Iterator[Tensor]:
-        """Yield what it makes of some tokens from each start on, [num_tokens, H], after the target's keys before it.
-
-        Args:
-            target: the target.
-            token_ids: [T] of a text that ends with the last such token.
-            starts: places in it.
-            num_tokens: of each.
-        """
+        """Yield [num_tokens, H] that it makes of a text [T] from each start on, after the target's keys before it."""
         cache = Cache(target, max(starts) + len(starts) * num_tokens)
         target.forward(token_ids[: max(starts)], cache)
         yield from read_ahead(target, token_ids, cache, starts, num_tokens, self.skipped)
 
     def drafter(self, max_len: int) -> "TreeDrafter":
-        """See `models.drafts.Draft`."""
         return TreeDrafter(self, max_len)
 
 
@@ -118,7 +115,6 @@ class SharedTarget:
         return None
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         if not self.known:
             self.num_asked = len(token_ids) - 1
         self.known += token_ids.tolist()[1 if self.known else 0 :]
@@ -149,28 +145,24 @@ class Drafter(SharedTarget):
         return Begun(whole.pop(), torch.cat([one.states for one in self._begun])) if whole - {0} else None
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         super().extend(token_ids, hidden)
         self._begun = []
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         target, cache = self.target_and_cache()
-        start, last, skipped = cache.length, self.known[-1], self.draft.skipped
-        proposed: list[int] = []
-        drawn_from: list[Tensor | None] = []
+        start = cache.length
         self._begun = []
-        while True:
-            states, begun = target.partial(torch.tensor([last], device=target.device), cache, skipped)
+
+        def after(proposed: list[int]) -> Tensor:
+            last = torch.tensor([*self.known[-1:], *proposed][-1:], device=target.device)
+            states, begun = target.partial(last, cache, self.draft.skipped)
             logits = self._logits(target, states, begun)[0]
-            last, q = draw(logits)
-            proposed.append(last)
-            drawn_from.append(q)
             self._begun.append(begun)
-            if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
-                break
+            return logits
+
+        proposal = draft_chain(after, num_tokens, draw, go_on, target.device)
         cache.length = start
-        return Proposal.chain(proposed, drawn_from, target.device)
+        return proposal
 
     def _logits(self, target: Decoder, states: Tensor, begun: Begun) -> Tensor:
         """[n, V] of what follows rows, from what `Decoder.partial` returned of them."""
@@ -191,50 +183,32 @@ class TreeDrafter(Drafter):
         return target.logits(states[rows]).log_softmax(-1)
 
 
-class SelfFormat(Format):
+class SelfFormat(Format[Kind]):
     """The directory of such a family: as of one without weights, but a draft knows its target."""
 
-    def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> SelfDraft:
+    def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Kind:
         """Make a draft for a target; `token_counts` are not read.
 
         Raises:
             ValueError: the target's layers are not of Llama's layout, or `params` don't fit them.
         """
-        model_type = AutoConfig.from_pretrained(target_dir).model_type
-        if model_type not in MODEL_TYPES:
-            raise ValueError(f"{params.name} takes targets of {', '.join(MODEL_TYPES)}; got {model_type}")
-        return self._of(super().create(params, target_dir, token_counts), target_dir)
-
-    def load(self, directory: Path, target_dir: Path) -> SelfDraft:
-        """Read a draft back; ValueError as `check`."""
-        return self._of(super().load(directory, target_dir), target_dir)
+        require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, params.name)
+        return super().create(params, target_dir, token_counts)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Raise ValueError if the draft was made for another target, or does not fit its layers or the served one."""
         super().check(directory, like, target)
         try:
-            self._read(directory)
+            self._draft(read_config(directory, self._family, self._architectures))
         except ValueError as error:
             raise ValueError(f"draft {directory.name}: {error}") from error
 
-    def _new_config(self, params: BaseParams, card: TargetCard) -> dict[str, Any]:
-        return super()._new_config(params, card) | {"num_hidden_layers": card.num_layers}
-
-    def _of(self, draft: Weightless, target_dir: Path) -> SelfDraft:
-        found = cast("SelfDraft", draft)
-        found.target_dir = target_dir
-        return found
+    def config(self, own: Mapping[str, Any], target_dir: Path) -> dict[str, Any]:
+        return super().config({**own, "num_hidden_layers": describe(target_dir).num_layers}, target_dir)
 
 
 def read_aside(target: Decoder, token_ids: Tensor, cache: Cache, start: int, skipped: Sublayers) -> Tensor:
-    """Read tokens through a part of the target, and leave the cache as it was.
-
-    Args:
-        target: whose part.
-        token_ids: [n] int64.
-        cache: of the target, with what comes before them.
-        start: how many of its tokens come before them.
-        skipped: what is left out.
+    """Read tokens [n] through a part of the target behind the first `start` of a cache, which stays as it was.
 
     Returns:
         [n, H] last hidden states, normed.
@@ -251,15 +225,9 @@ def read_aside(target: Decoder, token_ids: Tensor, cache: Cache, start: int, ski
 def read_ahead(
     target: Decoder, token_ids: Tensor, cache: Cache, starts: Sequence[int], num_tokens: int, skipped: Sublayers
 ) -> Tensor:
-    """Read what follows several places of a text through a part of the target, each after the target's own keys.
+    """Read what follows several places of a text [T] through a part of the target, each after the target's own keys.
 
-    Args:
-        target: whose part.
-        token_ids: [T] int64, the text.
-        cache: of the target, with the text up to the last start at least, and room for what is read; it stays so long.
-        starts: places, from 0.
-        num_tokens: read from each.
-        skipped: what is left out.
+    The cache holds the text up to the last start at least, with room for what is read; it stays so long.
 
     Returns:
         [starts, num_tokens, H] last hidden states, normed.
@@ -274,6 +242,16 @@ def read_ahead(
     states, _ = target.partial(read.flatten(), cache, skipped, parents)
     cache.length = length
     return states.view(*read.shape, -1)
+
+
+def after_exit(exit_layer: Any, num_layers: int) -> Sublayers:
+    """Return the sublayers of a target's layers behind an exit; ValueError if it is not before the last of them."""
+    if type(exit_layer) is not int or not 1 <= exit_layer < num_layers:
+        raise ValueError(
+            f"exit_layer must be 1 to {num_layers - 1}, before the last of the target's layers; got {exit_layer}"
+        )
+    rest = frozenset(range(exit_layer, num_layers))
+    return Sublayers(rest, rest)
 
 
 def require_part(skipped: Sublayers, num_layers: int) -> None:

@@ -26,12 +26,7 @@ class SubsetSearch:
     """
 
     def __init__(self, num_items: int, rng: torch.Generator, size: int | None = None) -> None:
-        """Start with nothing tried.
-
-        Args:
-            num_items: what a subset is of, the numbers from 0.
-            rng: where chance comes from.
-            size: of all subsets; None for any from 1.
+        """Start with nothing tried, of subsets of `num_items` items, all of a size unless that is None.
 
         Raises:
             ValueError: there are no items, or fewer than a subset is to have.

@@ -8,15 +8,17 @@ engine).
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.drafting.draft_files import check_config, made_for, read_config, write_config
-from models.drafts import Draft, KeepRows, Rows, Unrolled
-from models.params import BaseParams, validate
+from models.drafting import draft_format
+from models.drafting.draft_files import check_config, read_config, read_params, write_config
+from models.drafting.proposal import Proposal
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled
+from models.params import BaseParams
 from models.targets import TargetCard, describe
 
 
@@ -73,6 +75,30 @@ class TextDraft(Weightless):
                 running = running[keep(step, running, logits)]
         return drafted
 
+    def drafter(self, max_len: int) -> "TextDrafter":
+        return TextDrafter(self)
+
+
+class TextDrafter:
+    """See `models.drafts.Drafter`.
+
+    Attributes:
+        known: all tokens that are certain.
+        device: where they came from.
+    """
+
+    def __init__(self, draft: TextDraft) -> None:
+        self.draft = draft
+        self.known: list[int] = []
+        self.device = torch.device("cpu")
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        self.known += token_ids.tolist()[1 if self.known else 0 :]
+        self.device = token_ids.device
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        return Proposal.chain(self.draft.follow(self.known, num_tokens), device=self.device)
+
 
 class TargetDraft(Weightless):
     """One whose drafts follow from what the target said in earlier passes, which no log tells."""
@@ -87,63 +113,39 @@ class TargetDraft(Weightless):
         )
 
 
-class Format:
-    """The directory of a family without weights: those functions of `models.drafts.Family` that all of them share."""
+Kind = TypeVar("Kind", bound=Weightless)
+
+
+class Format(draft_format.Format[Kind]):
+    """The directory of a family without weights, of which there is config.json alone."""
 
     def __init__(
         self,
         family: str,
         architectures: tuple[str, ...],
         params: type[BaseParams],
-        draft: Callable[[Any, dict[str, Any]], Weightless],
+        draft: Callable[[Any, dict[str, Any]], Kind],
     ) -> None:
-        self._family, self._architectures, self._params, self._draft = family, architectures, params, draft
+        super().__init__(family, architectures, lambda config: draft(params(**config[family]), config), ())
+        self._params = params
 
-    def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Weightless:
+    def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Kind:
         """Make a draft for a target; `token_counts` are not read."""
-        return self._draft(params, self._new_config(params, describe(target_dir)))
+        own = {self._family: params.model_dump(mode="json"), "vocab_size": describe(target_dir).vocab_size}
+        return self.new(own, target_dir)
 
-    def renew(self, draft: Weightless, target_dir: Path, token_counts: np.ndarray) -> Weightless:
-        """Return the draft as it is: it follows every text by itself."""
-        return draft
-
-    def save(self, draft: Weightless, directory: Path) -> None:
+    def save(self, draft: Kind, directory: Path) -> None:
         """Write config.json into `directory`."""
         write_config(draft.config, self._family, directory)
 
-    def load(self, directory: Path, target_dir: Path) -> Weightless:
+    def load(self, directory: Path, target_dir: Path) -> Kind:
         """Read a draft back; ValueError as `check`."""
         self.check(directory, like=None, target=describe(target_dir))
-        return self._read(directory)
+        return self._draft(read_config(directory, self._family, self._architectures)).borrow(target_dir)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""
         config = read_config(directory, self._family, self._architectures)
         served = None if like is None else read_config(like, self._family, self._architectures)
         check_config(config, directory, served, target)
-        self._read_params(config, directory)
-
-    def vllm_config(self, directory: Path) -> dict[str, Any]:
-        """Raise a ValueError: vLLM has no such proposer."""
-        raise ValueError(f'vLLM can\'t draft with family {self._family}; engine "torch" can')
-
-    def vllm_weights(self, directory: Path) -> None:
-        """Return None: there is nothing to load."""
-
-    def _new_config(self, params: BaseParams, card: TargetCard) -> dict[str, Any]:
-        return {
-            "architectures": list(self._architectures),
-            self._family: params.model_dump(mode="json"),
-            "vocab_size": card.vocab_size,
-            "redraft": made_for(card),
-        }
-
-    def _read(self, directory: Path) -> Weightless:
-        config = read_config(directory, self._family, self._architectures)
-        return self._draft(self._read_params(config, directory), config)
-
-    def _read_params(self, config: dict[str, Any], directory: Path) -> BaseParams:
-        table = config.get(self._family)
-        if not isinstance(table, dict):
-            raise ValueError(f'draft {directory.name}: config.json has "{self._family}" {table!r}; wanted its settings')
-        return validate(self._params, table, f"draft {directory.name}")
+        read_params(config, self._family, self._params, directory)

@@ -78,9 +78,7 @@ class Drafter(Protocol):
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         """Take in what is certain. A drafted token that was accepted comes again, with the target's states on its path.
 
-        Args:
-            token_ids: [n+1] int64, the token that `hidden` begins at and n tokens after it.
-            hidden: [n, A·H] the target's tapped states of all but the last.
+        `token_ids` [n+1] int64 are the token that `hidden` [n, A·H], tapped states, begins at and n tokens after it.
         """
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
@@ -101,6 +99,7 @@ class Draft(nn.Module, ABC):
     """What training, scoring and the reference engine ask of a draft.
 
     Attributes:
+        config: as in config.json, where it has weights or settings.
         taps: residual streams of the target that it reads, counted as layers done, ascending; may be empty.
         vocabulary: [D] target ids of its tokens, ascending.
         procedure: how it is trained.
@@ -114,6 +113,7 @@ class Draft(nn.Module, ABC):
         asks: whether its drafters ask `go_on`; not those that make no pass.
     """
 
+    config: Any
     procedure: ClassVar[Procedure] = Procedure()
     max_depth: int | None = None
     max_unroll: int | None = None
@@ -129,6 +129,10 @@ class Draft(nn.Module, ABC):
     @property
     @abstractmethod
     def vocabulary(self) -> Tensor: ...
+
+    def borrow(self, target_dir: Path) -> Self:
+        """Take over what is the target's and never trained or saved, nothing in some families; return the draft."""
+        return self
 
     @property
     def nested(self) -> tuple[int, ...]:
@@ -203,9 +207,39 @@ def step_by_step(
     return drafted
 
 
+def require_width(draft: Draft, hidden: Tensor, width: int) -> None:
+    """Raise ValueError unless tapped states [..., A·H] are as wide as what a draft reads."""
+    if hidden.shape[-1] != width:
+        raise ValueError(
+            f"{type(draft).__name__} reads the target's states after layers {draft.taps}, {width} wide; got states of "
+            f"width {hidden.shape[-1]}"
+        )
+
+
 def confidence(logits: Tensor) -> float:
     """Return the highest probability that a draft gives, [D] logits taken at temperature 1."""
     return float(logits.float().softmax(-1).max())
+
+
+def draft_chain(
+    after: Callable[[list[int]], Tensor], num_tokens: int, draw: Draw, go_on: GoOn | None, device: torch.device | str
+) -> Proposal:
+    """Draft one token after the other.
+
+    Args:
+        after: from the tokens that are drafted already to the logits [D] of what follows them.
+        num_tokens, draw, go_on: as in `Drafter.propose`.
+        device: where the tokens are wanted.
+    """
+    proposed: list[int] = []
+    drawn_from: list[Tensor | None] = []
+    while True:
+        logits = after(proposed)
+        token, q = draw(logits)
+        proposed.append(token)
+        drawn_from.append(q)
+        if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
+            return Proposal.chain(proposed, drawn_from, device)
 
 
 class EngineWeights(NamedTuple):
@@ -297,27 +331,14 @@ class Limited(Family, Protocol):
     """A family of which vLLM can compute some drafts and not others."""
 
     def require_served(self, params: Any, num_draft_tokens: int) -> None:
-        """Raise ValueError if vLLM can't draft with what is made by `params`; says what to set.
-
-        Args:
-            params: the family's `Params`.
-            num_draft_tokens: K as served.
-        """
+        """Raise ValueError, which says what to set, if vLLM can't draft K tokens with what is made by `params`."""
 
 
 class Collector(Family, Protocol):
     """A family that drafts from texts which it keeps."""
 
     def collect(self, draft: Any, texts: Sequence[Sequence[int]]) -> None:
-        """Keep texts in a draft, in place of those that it kept.
-
-        Args:
-            draft: of the family.
-            texts: token ids of each.
-
-        Raises:
-            ValueError: a token is not one of the vocabulary.
-        """
+        """Keep texts, token ids of each, in place of those that a draft kept; ValueError at one of no vocabulary."""
 
 
 class Searcher(Family, Protocol):
@@ -331,14 +352,9 @@ class Searcher(Family, Protocol):
         seed: int,
         on_progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """Fit a draft; it begins with what the draft is.
+        """Fit a draft, beginning with what it is, to answers: token ids of each prompt and of what the target answered.
 
-        Args:
-            draft: of the family.
-            answers: token ids of each prompt and of what the target answered.
-            num_draft_tokens: K as served.
-            seed: of the search.
-            on_progress: called with what is done, of how much, and a word about it.
+        `num_draft_tokens` is K as served; `on_progress` is called with what is done, of how much, and a word about it.
 
         Raises:
             ValueError: the answers are too few or too short.
@@ -349,13 +365,9 @@ class Publisher(Family, Protocol):
     """A family whose drafts vLLM serves without redraft, in a layout of their own."""
 
     def publish(self, directory: Path, into: Path, target: Mapping[str, Any], num_draft_tokens: int) -> None:
-        """Write a draft so that `vllm serve INTO` serves it with its target.
+        """Write a draft so that `vllm serve INTO` serves it with its target, K tokens a step unless it is told another.
 
-        Args:
-            directory: of the draft, as it is saved here.
-            into: an empty directory.
-            target: `name_or_path`, a directory or a hub's id, and `architectures`.
-            num_draft_tokens: K, that vLLM drafts in each step unless it is told another.
+        `into` is empty; `target` has `name_or_path`, a directory or a hub's id, and `architectures`.
         """
 
 
@@ -366,20 +378,11 @@ class Adopter(Family, Protocol):
         """Whether a config.json is that of a draft in a layout that `adopt` reads."""
 
     def adopt(self, directory: Path, target_dir: Path) -> Draft:
-        """Take a draft that somebody else trained.
-
-        Args:
-            directory: config.json, safetensors files, and a tokenizer.json if it has one.
-            target_dir: the target that it is to draft for.
+        """Take a draft that somebody else trained: config.json, safetensors files, and a tokenizer.json if it has one.
 
         Raises:
             ValueError: it does not fit the target, or is of a shape that is not supported; names what does not fit.
         """
 
     def readings(self, draft: Draft, directory: Path, target_dir: Path) -> Mapping[str, Draft]:
-        """Return what an adopted draft may be as far as its files tell, by what differs: itself first, or alone.
-
-        Args:
-            draft: as `adopt` returned it.
-            directory, target_dir: see `adopt`.
-        """
+        """Return what an adopted draft may be as far as its files tell, by what differs: itself first, or alone."""

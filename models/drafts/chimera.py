@@ -26,9 +26,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding
 from models.drafting.borrowing import BorrowingDraft, Format
-from models.drafting.features import decoder_layer, linear
+from models.drafting.draft_format import LAYER_SIZES
+from models.drafting.features import decoder_layer, linear, start_as
 from models.drafting.heads import Block
 from models.drafting.path_drafters import FeatureDrafter
 from models.drafts import Procedure, Rows
@@ -66,10 +67,7 @@ class Chimera(BorrowingDraft):
     procedure = Procedure(loss=feature_l2.Params(), follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """See the base; ValueError if there is no head."""
         super().__init__(config)
-        if not isinstance(config.get("num_heads"), int) or config["num_heads"] < 1:
-            raise ValueError(f"chimera has num_heads {config.get('num_heads')!r}; wanted a number from 1")
         width = config["hidden_size"]
         self.max_depth = config["num_heads"]
         self.trigram = Block(3 * width, width, 2)
@@ -142,7 +140,6 @@ class Chimera(BorrowingDraft):
         return guessed, self.heads[step](torch.cat([guessed, feature], dim=-1))
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
 
@@ -156,7 +153,6 @@ class _Drafter(FeatureDrafter):
         self._before = torch.empty(0, dtype=torch.int64, device=draft.embedding.device)
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         super().extend(token_ids, hidden)
         read = torch.cat([self._before, token_ids])[-3:-1]
         embedded = functional.embedding(read.flip(0), self.draft.embedding)
@@ -165,7 +161,7 @@ class _Drafter(FeatureDrafter):
         self._before = read[-1:]
 
 
-_format = Format(FAMILY, ARCHITECTURES, Chimera)
+_format = Format(FAMILY, ARCHITECTURES, Chimera, (*LAYER_SIZES, "num_heads"))
 save, load, check = _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
@@ -173,20 +169,13 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Chimera:
     """Make a draft whose layer is the target's last, with a trigram encoder of chance values.
 
-    Args:
-        params: its shape.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout, or has fewer tokens than the draft.
+    See `models.drafts.Family`.
     """
     draft = _format.start(params.vocab_size, {"num_heads": params.num_heads}, target_dir, token_counts)
     width = draft.config["hidden_size"]
     rng, bound = torch.Generator().manual_seed(0), (3 * width) ** -0.5
     with torch.no_grad():
-        for name, parameter in draft.layer.named_parameters():
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{draft.num_target_layers - 1}.{name}"))
+        start_as(draft.layer, target_dir, draft.num_target_layers - 1)
         draft.trigram.pass_through()
         for parameter in draft.trigram.residual.parameters():
             parameter.uniform_(-bound, bound, generator=rng)

@@ -25,9 +25,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding
 from models.drafting.borrowing import BorrowingDraft, Format
-from models.drafting.features import Scale, decoder_layer
+from models.drafting.draft_format import LAYER_SIZES
+from models.drafting.features import Scale, decoder_layer, start_as
 from models.drafts import Procedure
 from models.losses import feature_regression
 from models.params import BaseParams
@@ -91,16 +92,10 @@ class Clover(BorrowingDraft):
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=0.7)
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """See the base.
-
-        Raises:
-            ValueError: the attention decoder's heads do not divide its width, or there is no head to train.
-        """
+        """See the base; ValueError if the attention decoder's heads do not divide its width."""
         width, num_heads = config["hidden_size"], config["num_attention_heads"]
         if width % num_heads:
             raise ValueError(f"clover's {num_heads} attention heads share a width that they divide; got {width}")
-        if not isinstance(config.get("num_heads"), int) or config["num_heads"] < 1:
-            raise ValueError(f"clover has num_heads {config.get('num_heads')!r}; wanted a number from 1")
         super().__init__(config)
         self.max_unroll = config["num_heads"]
         self.before, self.regressive = (AttentionDecoder(width, num_heads, self.eps) for _ in range(2))
@@ -149,7 +144,7 @@ class Clover(BorrowingDraft):
         return super().say(self.normed(state.chunk(2, dim=-1)[1], self.norm))
 
 
-_format = Format(FAMILY, ARCHITECTURES, Clover)
+_format = Format(FAMILY, ARCHITECTURES, Clover, (*LAYER_SIZES, "num_heads"))
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
@@ -157,21 +152,13 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Clover:
     """Make a draft whose block is the target's last layer, and to which tokens say nothing yet.
 
-    Args:
-        params: its shape.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout, has fewer tokens than the draft, or a width that its attention
-            heads do not divide.
+    See `models.drafts.Family`.
     """
     draft = _format.start(params.vocab_size, {"num_heads": params.num_heads}, target_dir, token_counts)
     with torch.no_grad():
         for decoder in (draft.before, draft.regressive):
             decoder.add_nothing()
-        for name, parameter in draft.layer.named_parameters():
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{draft.num_target_layers - 1}.{name}"))
+        start_as(draft.layer, target_dir, draft.num_target_layers - 1)
         draft.norm.weight.copy_(draft.target_norm)
         for product in (draft.first, draft.later):
             product.bias.zero_()

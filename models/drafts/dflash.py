@@ -28,9 +28,9 @@ from torch.nn import functional
 from models.checkpoints.checkpoint import read_tensor
 from models.drafting.draft_files import read_config
 from models.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
-from models.drafting.features import Scale, decoder_layer
+from models.drafting.features import Scale, decoder_layer, start_as
 from models.drafting.path_drafters import PathDrafter
-from models.drafts import EngineWeights, KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"
@@ -98,7 +98,6 @@ class DFlash(TappedDraft):
         return self.max_depth
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`."""
         injected = self.inject(rows.hidden, torch.arange(rows.hidden.shape[1], device=rows.hidden.device))
         last = rows.token_ids[rows.sequence, rows.index + 1]
         states = self.run_block(last, rows.sequence, rows.index, injected)
@@ -112,15 +111,10 @@ class DFlash(TappedDraft):
         return [self._keys_values(layer, combined, positions) for layer in self.layers]
 
     def run_block(self, last: Tensor, sequence: Tensor, index: Tensor, injected: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Run the block of rows [n] through all layers.
+        """Run the block of rows [n], behind the last certain token of each, through all layers: [n, size − 1, H].
 
-        Args:
-            last: [n] the last certain token of each.
-            sequence, index: [n] as in `Rows`; rows of one sequence are contiguous.
-            injected: as `inject` returns.
-
-        Returns:
-            [n, block size − 1, H] of the masks.
+        `sequence` and `index` [n] are as in `Rows`, rows of one sequence contiguous; `injected` is what `inject`
+        returns.
         """
         token_ids = functional.pad(last[:, None], (0, self.max_depth), value=self.mask_token_id)
         positions = index[:, None] + 1 + torch.arange(token_ids.shape[1], device=index.device)
@@ -136,7 +130,6 @@ class DFlash(TappedDraft):
         return state[:, 1:]
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
     def _keys_values(self, layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +158,6 @@ class _Drafter(PathDrafter):
         self._run_by: DFlash | None = None
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         start, stop = self._length, self._length + len(hidden)
         positions = torch.arange(start, stop, device=hidden.device)
         for held, new in zip(self._text, self.draft.inject(hidden[None].float(), positions), strict=True):
@@ -185,15 +177,13 @@ class _Drafter(PathDrafter):
 def _start(draft: DFlash, target_dir: Path, last: int) -> None:
     """Start each layer as one of the target's last ones, the norms of queries and keys at 1."""
     draft.hidden_norm.weight.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
-    for number, layer in enumerate(draft.layers):
-        source = max(last + 1 - len(draft.layers) + number, 0)
-        for name, parameter in layer.named_parameters():
-            if not name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.copy_(read_tensor(target_dir, f"model.layers.{source}.{name}"))
+    for number, layer in enumerate(draft.layers, last + 1 - len(draft.layers)):
+        start_as(layer, target_dir, max(number, 0))
 
 
 _format = Format(FAMILY, ARCHITECTURES, DFlash, _start)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
+vllm_weights = engine_weights
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
@@ -208,15 +198,5 @@ def require_served(params: Params, num_draft_tokens: int) -> None:
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
-    num_tokens = config["block_size"] - 1
-    return {
-        "method": "dflash",
-        "model": str(directory),
-        "num_speculative_tokens": num_tokens,
-        "parallel_drafting": True,
-    }
-
-
-def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file, with vLLM's names for its tensors."""
-    return engine_weights(directory)
+    settings = {"num_speculative_tokens": config["block_size"] - 1, "parallel_drafting": True}
+    return {"method": "dflash", "model": str(directory), **settings}

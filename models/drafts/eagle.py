@@ -9,8 +9,14 @@ are not learnt, so which ones they are can follow the traffic. Training is of on
 smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
 for the errors that further steps start from.
 
-With FSPAD (`models.drafting.fspad`), two options: the embedding gates what the two together become, and the layer makes
-a vector to say tokens from and another that is the feature. Loss and weights are the same.
+With FSPAD, two options, with the same loss and weights, which add nothing to a new draft. Feature sampling: what a
+feature leaves open, the token after it settles; its embedding e says in the width of an MLP what of the two is taken:
+
+    s = g + W_down (SiLU(W_gate e) ⊙ W_up norm(g)),   g = W [e; f]
+
+Partial alignment: a feature that is near the target's may say the wrong token, and one that says the right token may be
+far from it. So the layer's MLP ends in two vectors, h + MLP(h)₁ and h + MLP(h)₂: the first is what tokens are said
+from, and is trained by these alone; the second is aligned with the target's feature, and is what the next step reads.
 
 A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE, and served; one of a part of it is not,
 nor one with FSPAD (read in vLLM 0.32: model_executor/models/llama_eagle.py has no map of tokens, and neither part).
@@ -25,21 +31,21 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import tensor_names
-from models.drafting.borrowing import Format
+from models.checkpoints.checkpoint import read_tensor, tensor_names
+from models.drafting.borrowing import Format, NormedDraft
 from models.drafting.draft_files import fused, read_config, require_whole_vocabulary
 from models.drafting.draft_format import WEIGHTS
-from models.drafting.features import decoder_layer, linear
-from models.drafting.fspad import OPTIONS, FspadDraft
+from models.drafting.features import Scale, decoder_layer, linear
 from models.drafts import EngineWeights, Procedure
 from models.losses import feature_regression
 from models.params import BaseParams
 
-PAPER = "arXiv:2401.15077; its options: arXiv:2408.15562"
+PAPER = "arXiv:2401.15077; its options: arXiv:2408.15562, github.com/Luc4Gui/FSPAD"
 FAMILY = "eagle"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
 TRAINED = True
 SERVED = True
+OPTIONS = ("feature_sampling", "partial_alignment")
 
 
 class Params(BaseParams):
@@ -64,17 +70,47 @@ class Params(BaseParams):
         return tuple(name for name in OPTIONS if getattr(self, name))
 
 
-class Eagle(FspadDraft):
-    """The layer; parameters carry the names of the checkpoint."""
+class Sampler(nn.Module):
+    """Feature sampling."""
+
+    def __init__(self, width: int, inner: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.post_attention_layernorm = Scale(width)  # the name that its code gives it
+        into = {"gate_proj": linear(width, inner), "up_proj": linear(width, inner)}
+        self.mlp = nn.ModuleDict({**into, "down_proj": linear(inner, width)})
+
+    def forward(self, joined: Tensor, embedded: Tensor) -> Tensor:
+        """[…, H] g and […, H] embeddings → […, H] s."""
+        normed = functional.rms_norm(joined, joined.shape[-1:], self.post_attention_layernorm.weight, self.eps)
+        gated = functional.silu(self.mlp["gate_proj"](embedded)) * self.mlp["up_proj"](normed)
+        sampled: Tensor = joined + self.mlp["down_proj"](gated)
+        return sampled
+
+
+class Eagle(NormedDraft):
+    """The layer; parameters carry the names of the checkpoint.
+
+    Between two steps it hands on what was said from and what is fed on, side by side, [n, 2 H], or only one where the
+    two are the same.
+    """
 
     max_unroll = 1  # in training every step reads the target's features
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:
+        """See the base; ValueError if one of the options is neither true nor false."""
         super().__init__(config)
-        hidden = config["hidden_size"]
+        for name in OPTIONS:
+            if not isinstance(config.get(name, False), bool):
+                raise ValueError(f"{name} must be true or false; got {config[name]!r}")
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        self.sampler = Sampler(hidden, inner, self.eps) if config.get("feature_sampling", False) else None
         self.fc = linear(2 * hidden, hidden)
-        self.layers = nn.ModuleList([self.widen(decoder_layer(config, hidden, ()))])
+        layer: Any = decoder_layer(config, hidden, ())
+        if config.get("partial_alignment", False):
+            layer["mlp"]["down_proj"] = linear(inner, 2 * hidden)
+        self.layers = nn.ModuleList([layer])
 
     @property
     def layer(self) -> Any:
@@ -84,11 +120,20 @@ class Eagle(FspadDraft):
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """One product of the embedding and the feature; J = H."""
         embedded = functional.embedding(token_ids, self.embedding)
-        return self.sampled(self.fc(torch.cat([embedded, self.fed(state)], dim=-1)), embedded)
+        joined: Tensor = self.fc(torch.cat([embedded, self.fed(state)], dim=-1))
+        return joined if self.sampler is None else self.sampler(joined, embedded)
 
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
         """The product."""
         return joined
+
+    def fed(self, state: Tensor) -> Tensor:
+        """[…, H] features or […, 2 H] what a step handed on → […, H] the part that is fed on."""
+        return state[..., -self.config["hidden_size"] :]
+
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The one is aligned, the other says tokens."""
+        return self.fed(state), super().say(state[..., : self.config["hidden_size"]], step)[1]
 
 
 _format = Format(FAMILY, ARCHITECTURES, Eagle)
@@ -98,19 +143,18 @@ renew, save, load, check = _format.renew, _format.save, _format.load, _format.ch
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
     """Make a draft whose layer is the target's last, and to which the embedding says nothing yet.
 
-    Args:
-        params: what it is trained with.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout, or has fewer tokens than the draft.
+    See `models.drafts.Family`.
     """
     own = {"feature_noise": params.noise, **dict.fromkeys(params.chosen, True)}
     draft = _format.start(params.vocab_size, own, target_dir, token_counts)
-    draft.start_as_last_layer(target_dir)
-    hidden = draft.config["hidden_size"]
+    hidden, last = draft.config["hidden_size"], f"model.layers.{draft.num_target_layers - 1}"
     with torch.no_grad():
+        for module in (draft.layer, *([draft.sampler] if draft.sampler else [])):
+            for name, parameter in module.named_parameters():
+                stored = read_tensor(target_dir, f"{last}.{name}")
+                parameter.copy_(stored if parameter.shape == stored.shape else torch.cat([stored, stored]))
+        if draft.sampler is not None:
+            draft.sampler.mlp.get_parameter("down_proj.weight").zero_()
         draft.fc.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=-1))
     return draft
 

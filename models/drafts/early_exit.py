@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.drafting.self_draft import SelfDraft, SelfFormat, require_part
-from models.layers.decoder import Cache, Decoder, Sublayers
+from models.drafting.self_draft import SelfDraft, SelfFormat, after_exit
+from models.layers.decoder import Cache, Decoder
 from models.params import BaseParams
 
 PAPER = "arXiv:2404.16710, section 4.2"
@@ -44,19 +44,7 @@ class EarlyExit(SelfDraft):
 
     def __init__(self, params: Params, config: dict[str, Any]) -> None:
         super().__init__(params, config)
-        num_layers, exit_layer = config["num_hidden_layers"], params.exit_layer
-        if exit_layer is None or not exit_layer < num_layers:
-            raise ValueError(
-                f"exit_layer must be 1 to {num_layers - 1}, before the last of the target's layers; got {exit_layer}"
-            )
-        rest = frozenset(range(exit_layer, num_layers))
-        self._skipped = Sublayers(rest, rest)
-        require_part(self._skipped, num_layers)
-
-    @property
-    def skipped(self) -> Sublayers:
-        """All after the exit."""
-        return self._skipped
+        self.skipped = after_exit(params.exit_layer, config["num_hidden_layers"])
 
     def states(self, target: Decoder, token_ids: Tensor, starts: Sequence[int], num_tokens: int) -> Iterator[Tensor]:
         """See the base; one pass makes all, because what the first layers know of a token is the target's own."""
@@ -69,17 +57,8 @@ renew, save, load, check = _format.renew, _format.save, _format.load, _format.ch
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
-def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> SelfDraft:
-    """Make a draft for a target.
-
-    Args:
-        params: where it exits.
-        target_dir: the target's directory.
-        token_counts: not read.
-
-    Raises:
-        ValueError: the target is of another layout, or its last layer is not after the exit.
-    """
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> EarlyExit:
+    """Make a draft for a target; see `models.drafts.Family`."""
     if params.exit_layer is None:
         quarter = max(AutoConfig.from_pretrained(target_dir).num_hidden_layers // 4, 1)
         params = params.model_copy(update={"exit_layer": quarter})

@@ -21,9 +21,8 @@ no dropout between the LSTM's two layers, and the decoder layer starts as the ta
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,10 +30,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import read_tensor
 from models.drafting.borrowing import Format, NormedDraft
-from models.drafting.features import decoder_layer
-from models.drafting.path_drafters import PathDrafter
+from models.drafting.draft_format import LAYER_SIZES
+from models.drafting.features import decoder_layer, start_as
+from models.drafting.path_drafters import Node, NodeDrafter, stacked
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import feature_regression
 from models.params import BaseParams
@@ -70,10 +69,7 @@ class Falcon(NormedDraft):
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """See the base; ValueError if a pass drafts nothing."""
         super().__init__(config)
-        if not isinstance(config.get("tokens_per_pass"), int) or config["tokens_per_pass"] < 1:
-            raise ValueError(f"tokens_per_pass must be a number from 1; got {config.get('tokens_per_pass')!r}")
         hidden = config["hidden_size"]
         self.per_pass: int = config["tokens_per_pass"]
         self.lstm = nn.LSTM(2 * hidden, hidden, num_layers=2, batch_first=True)
@@ -150,19 +146,11 @@ class Falcon(NormedDraft):
         index: Tensor,
         text: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Any, KeyValues]:
-        """Go on from what a pass drafted.
+        """Go on from what a pass drafted: features [n, k, H] that follow, and `own` and `memory` with these in them.
 
-        Args:
-            features: [n, k, H] that it made.
-            token_ids: [n, k] that were drafted from them.
-            places: [n, k] where these features stand.
-            own: keys and values of what was drafted before, [n, m, kv heads, width] each.
-            memory: what the LSTM remembered then.
-            sequence, index: [n] as in `Rows`.
-            text: keys and values [B, T, kv heads, width].
-
-        Returns:
-            features [n, k, H] that follow, and `own` and `memory` with these in them.
+        `features` [n, k, H] are what it made, at `places` [n, k], `token_ids` [n, k] what was drafted from them,
+        `own` keys and values [n, m, kv heads, width] of what was drafted before, `memory` what the LSTM remembered
+        then; the rest is as in `attend`.
         """
         block, memory = self.read(features, token_ids, memory)
         new = self.keys_values(block, places)
@@ -186,17 +174,9 @@ class Falcon(NormedDraft):
     def glance(
         self, rows: Rows, features: Tensor, following: Tensor, ends: Tensor, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Put truth in the place of some inputs.
+        """Put truth in the place of some of the features [B, T, H], without noise, and of the tokens [B, T] after them.
 
-        Args:
-            rows: the batch.
-            features: [B, T, H], without noise.
-            following: [B, T] the tokens after them.
-            ends: the row numbers that end a block.
-            rng: draws the noise, blocks, and how many of each.
-
-        Returns:
-            features, with noise where they are not of the truth that is shown, and tokens.
+        `ends` are the row numbers that end a block. Returns both, with noise on features that are not of the truth.
         """
         noisy = self.noise(features, rng)
         sequence, index = rows.sequence[ends], rows.index[ends]
@@ -241,42 +221,24 @@ class Falcon(NormedDraft):
         return found[0].contiguous(), found[1].contiguous()
 
     def drafter(self, max_len: int) -> "_Drafter":  # type: ignore[override]  # it drafts otherwise
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
 
-class _Block(NamedTuple):
-    """What a pass came to.
-
-    Attributes:
-        states, logits: [k, H], [k, D].
-        own: keys and values [m, kv heads, width] of all tokens but the certain ones.
-        memory: h and c, [2, H] each.
-    """
-
-    states: Tensor
-    logits: Tensor
-    own: tuple[Tensor, ...]
-    memory: KeyValues
-
-
-class _Drafter(PathDrafter):
-    """See the base; a pass is run once for all that goes on from the same k tokens."""
+class _Drafter(NodeDrafter):
+    """See the base; a node's state is [k, H], its memory h and c, [2, H] each."""
 
     draft: Falcon
 
     def __init__(self, draft: Falcon, max_len: int) -> None:
-        self.draft = draft
+        super().__init__(draft)
+        self.per_pass = draft.per_pass
         shape = (1, max_len, draft.num_kv_heads, draft.head_dim)
         self._text = tuple(torch.empty(shape, device=draft.embedding.device) for _ in range(2))
         self._read = torch.empty(1, max_len, draft.config["hidden_size"], device=draft.embedding.device)
         self._length = 0
         self._memory: KeyValues | None = None
-        self._blocks: dict[tuple[int, ...], _Block] = {}  # by the tokens after the last certain one
-        self._run_by = draft
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         start, stop = self._length, self._length + len(hidden)
         features = self.draft.combine(hidden[None].float())
         read, self._memory = self.draft.read(features, token_ids[None, 1:], self._memory)
@@ -284,32 +246,21 @@ class _Drafter(PathDrafter):
         self._read[:, start:stop] = read
         for held, part in zip(self._text, new, strict=True):
             held[:, start:stop] = part
-        self._length, self._blocks = stop, {}
-
-    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the logits [n, D] after some tokens; passes that were not yet made are, level by level."""
-        if self._run_by is not self.draft:
-            self._blocks, self._run_by = {}, self.draft
-        size = self.draft.per_pass
-        beginnings = {path[:length] for path in paths for length in range(0, len(path) + 1, size)}
-        for _, level in groupby(sorted(beginnings - self._blocks.keys(), key=len), key=len):
-            self._run(list(level))
-        return torch.stack([self._blocks[path[: len(path) // size * size]].logits[len(path) % size] for path in paths])
+        self._length, self._nodes = stop, {}
 
     def _run(self, level: Sequence[tuple[int, ...]]) -> None:
-        """Make the passes after beginnings of one length, whose own beginnings have been."""
-        draft, size = self.draft, self.draft.per_pass
+        draft, size = self.draft, self.per_pass
         text = (self._text[0][:, : self._length], self._text[1][:, : self._length])
         device = self._read.device
         row = torch.zeros(len(level), dtype=torch.int64, device=device)
         index = row + self._length - 1
         if depth := len(level[0]):
-            above = [self._blocks[path[:-size]] for path in level]
+            above = [self._nodes[path[:-size]] for path in level]
             tokens = torch.tensor([path[-size:] for path in level], device=device)
             places = index[:, None] + 1 + depth - size + torch.arange(size, device=device)
-            own: Any = tuple(torch.stack(one) for one in zip(*(block.own for block in above), strict=True))
-            memory: Any = tuple(torch.stack(one, dim=1) for one in zip(*(block.memory for block in above), strict=True))
-            states = torch.stack([block.states for block in above])
+            own: Any = stacked(node.own for node in above)
+            memory: Any = tuple(torch.stack(one, dim=1) for one in zip(*(node.memory for node in above), strict=True))
+            states = torch.stack([node.state for node in above])
             states, own, memory = draft.next_pass(states, tokens, places, own, memory, row, index, text)
         else:
             states, memory = draft.first_pass(self._read, text, row, index), self._memory
@@ -318,10 +269,10 @@ class _Drafter(PathDrafter):
         for number, path in enumerate(level):
             h, c = memory
             kept = (h[:, number], c[:, number])
-            self._blocks[path] = _Block(states[number], logits[number], tuple(one[number] for one in own), kept)
+            self._nodes[path] = Node(states[number], logits[number], tuple(one[number] for one in own), kept)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Falcon)
+_format = Format(FAMILY, ARCHITECTURES, Falcon, (*LAYER_SIZES, "tokens_per_pass"))
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
@@ -329,13 +280,7 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Falcon:
     """Make a draft whose layer is the target's last, with an LSTM of chance values, the same each time.
 
-    Args:
-        params: its shape, and what it is trained with.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout, or has fewer tokens than the draft.
+    See `models.drafts.Family`.
     """
     own = {"feature_noise": params.noise, "tokens_per_pass": params.tokens_per_pass}
     draft = _format.start(params.vocab_size, own, target_dir, token_counts)
@@ -343,6 +288,5 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Falcon
     with torch.no_grad():
         for parameter in draft.lstm.parameters():
             parameter.uniform_(-bound, bound, generator=rng)
-        for name, parameter in draft.layer.named_parameters():
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{draft.num_target_layers - 1}.{name}"))
+        start_as(draft.layer, target_dir, draft.num_target_layers - 1)
     return draft

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.checkpoints.checkpoint import read_tensor
-from models.drafting.heads import Format, Heads, HeadsParams
+from models.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import Procedure
 from models.losses import cross_entropy
 
@@ -46,7 +46,6 @@ class Hydra(Heads):
         self.register_buffer("embedding", torch.empty(0), persistent=False)
 
     def borrow(self, target_dir: Path) -> Self:
-        """See the base."""
         self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
         return super().borrow(target_dir)
 
@@ -59,6 +58,6 @@ class Hydra(Heads):
         return torch.cat([state, functional.embedding(token_ids, self.embedding).flatten(1)], dim=-1)
 
 
-_format = Format(FAMILY, ARCHITECTURES, "hydra", Hydra)
+_format = Format(FAMILY, ARCHITECTURES, Hydra, SIZES)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.drafting.proposal import Proposal
 from models.drafting.weightless import Format, TargetDraft
-from models.drafts import Draw, GoOn, confidence
+from models.drafts import Draw, GoOn, draft_chain
 from models.params import BaseParams
 
 PAPER = "arXiv:2410.01699, algorithm 1; greedy: arXiv:2305.10427"
@@ -34,7 +34,6 @@ class Jacobi(TargetDraft):
     """Nothing but the target."""
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
@@ -51,22 +50,13 @@ class _Drafter:
         self._said = logits
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         self._num_certain = len(token_ids) - 1
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         if self._said is None:
             return Proposal.chain([])
-        proposed: list[int] = []
-        drawn_from: list[Tensor | None] = []
-        while True:
-            logits = self._said[min(self._num_certain + len(proposed), len(self._said) - 1)]
-            token, q = draw(logits)
-            proposed.append(token)
-            drawn_from.append(q)
-            if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
-                return Proposal.chain(proposed, drawn_from, self._said.device)
+        said, first, last = self._said, self._num_certain, len(self._said) - 1
+        return draft_chain(lambda made: said[min(first + len(made), last)], num_tokens, draw, go_on, said.device)
 
 
 _format = Format(FAMILY, ARCHITECTURES, Params, Jacobi)

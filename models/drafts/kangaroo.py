@@ -7,27 +7,28 @@ paper's second exit, from drafting once the draft is unsure, is length policy `c
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 
-from models.checkpoints.checkpoint import output_embedding, read_stored, read_tensor
-from models.drafting.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
-from models.drafting.self_draft import Drafter, TargetPart
-from models.drafts import KeepRows, Rows, Unrolled, step_by_step
-from models.layers.decoder import Begun, Cache, Decoder, Sublayers, rope_frequencies
+from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.drafting import draft_format
+from models.drafting.draft_files import read_config, require_llama_layout
+from models.drafting.draft_format import HEAD_SIZES
+from models.drafting.features import LayeredDraft, layer_config, linear
+from models.drafting.self_draft import Drafter, TargetPart, after_exit
+from models.drafts import KeepRows, Rows, Unrolled, require_width, step_by_step
+from models.layers.decoder import Begun, Cache, Decoder
 from models.params import BaseParams
-from models.targets import MODEL_TYPES, TargetCard, describe
+from models.targets import TargetCard
 
 PAPER = "arXiv:2404.18911"
 FAMILY = "kangaroo"
-WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("KangarooDraft",)
 TRAINED = True
 SERVED = False
@@ -44,31 +45,26 @@ class Params(BaseParams):
     exit_layer: int | None = Field(None, ge=1)
 
 
-class Kangaroo(TargetPart):
+class Kangaroo(TargetPart, LayeredDraft):
     """The adapter; the target's output matrix is borrowed, never trained and never saved."""
 
     max_unroll = 1
-    frequencies: Tensor
+    expands = False
     head: Tensor
 
-    def __init__(self, config: dict[str, Any], head: Tensor) -> None:
-        super().__init__()
-        self.config = config
-        hidden, width, eps = config["hidden_size"], config["head_dim"], config["rms_norm_eps"]
-        self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.head_dim = width
-        self.input_layernorm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(2))
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(hidden, self.num_heads * width, bias=False),
-                "k_proj": nn.Linear(hidden, self.num_kv_heads * width, bias=False),
-                "v_proj": nn.Linear(hidden, self.num_kv_heads * width, bias=False),
-                "o_proj": nn.Linear(self.num_heads * width, hidden, bias=False),
-            }
-        )
-        self.register_buffer("head", head, persistent=False)
-        frequencies, self.rope_scale = rope_frequencies(LlamaConfig(**config), width)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+    def __init__(self, config: dict[str, Any]) -> None:
+        """See the base; ValueError if the exit is not one of the target's."""
+        super().__init__(config)
+        self.skipped = after_exit(config.get("exit_layer"), config["num_hidden_layers"])
+        hidden, queries, keys = config["hidden_size"], self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.input_layernorm, self.norm = (nn.RMSNorm(hidden, self.eps) for _ in range(2))
+        into = {"q_proj": linear(hidden, queries), "k_proj": linear(hidden, keys), "v_proj": linear(hidden, keys)}
+        self.self_attn = nn.ModuleDict({**into, "o_proj": linear(queries, hidden)})
+        self.register_buffer("head", torch.empty(0), persistent=False)
+
+    def borrow(self, target_dir: Path) -> Self:
+        self.head = output_embedding(target_dir)
+        return super().borrow(target_dir)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -80,14 +76,9 @@ class Kangaroo(TargetPart):
         """All of the target's."""
         return torch.arange(self.config["vocab_size"], device=self.head.device)
 
-    @property
-    def skipped(self) -> Sublayers:
-        """All after the exit."""
-        rest = frozenset(range(self.config["exit_layer"], self.config["num_hidden_layers"]))
-        return Sublayers(rest, rest)
-
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`; states of tokens that are drafted are those of a copy of the target."""
+        require_width(self, rows.hidden, self.config["hidden_size"])
         target, adapted = self.decoder(), rows.hidden.new_zeros(len(rows.index), num_steps, rows.hidden.shape[-1])
         for sequence in rows.sequence.unique().tolist():
             here = (rows.sequence == sequence).nonzero()[:, 0]
@@ -112,41 +103,24 @@ class Kangaroo(TargetPart):
         return step_by_step(torch.arange(len(rows.index), device=rows.index.device), num_steps, keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
     def keys_values(self, states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """[n, H] after the first layers, at places [n] → keys and values [n, kv heads, width]."""
         normed = self.input_layernorm(states)
-        keys = self._rotated(self.self_attn["k_proj"](normed), places)
+        keys = self.rotated(self.self_attn["k_proj"](normed), self.num_kv_heads, places)
         return keys, self.self_attn["v_proj"](normed).unflatten(-1, (self.num_kv_heads, self.head_dim))
 
     def adapt(self, states: Tensor, places: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return what the output matrix multiplies.
+        """Return [n, H] what the output matrix multiplies, of states [n, H] after the first layers at `places` [n].
 
-        Args:
-            states: [n, H] after the first layers.
-            places: [n] of each.
-            keys, values: [T, kv heads, width], their own too.
-            seen: [n, T] which of them each sees; None for all.
-
-        Returns:
-            [n, H].
+        `keys` and `values` [T, kv heads, width], their own too, are seen as `seen` [n, T] says; None for all.
         """
-        queries = self._rotated(self.self_attn["q_proj"](self.input_layernorm(states)), places).transpose(0, 1)
-        groups = self.num_heads // self.num_kv_heads
-        keys, values = (one.transpose(0, 1).repeat_interleave(groups, 0) for one in (keys, values))
-        attended = functional.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=seen)[0]
+        queries = self.rotated(self.self_attn["q_proj"](self.input_layernorm(states)), self.num_heads, places)
+        heads = (one.transpose(0, 1)[None] for one in (queries, keys, values))
+        attended = functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)[0]
         adapted: Tensor = self.norm(states + self.self_attn["o_proj"](attended.transpose(0, 1).flatten(1)))
         return adapted
-
-    def _rotated(self, projected: Tensor, places: Tensor) -> Tensor:
-        """[n, heads·width] at places [n] → [n, heads, width]."""
-        heads = projected.unflatten(-1, (-1, self.head_dim))
-        angles = places[:, None, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class _Drafter(Drafter):
@@ -161,7 +135,6 @@ class _Drafter(Drafter):
         self._keys, self._values = (torch.zeros(shape, device=draft.head.device) for _ in range(2))
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         start = max(len(self.known) - 1, 0)
         super().extend(token_ids, hidden)
         self._write(hidden.float(), start)
@@ -181,103 +154,38 @@ class _Drafter(Drafter):
         return places
 
 
+class Format(draft_format.Format[Kangaroo]):
+    """See the base."""
+
+    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
+        """See the base; a draft for a target of another depth is refused as well."""
+        super().check(directory, like, target)
+        num_layers = read_config(directory, FAMILY, ARCHITECTURES)["num_hidden_layers"]
+        if num_layers != target.num_layers:
+            raise ValueError(
+                f"draft {directory.name} has num_hidden_layers {num_layers}, the target has {target.num_layers}"
+            )
+
+
+_format = Format(FAMILY, ARCHITECTURES, Kangaroo, (*HEAD_SIZES, "num_hidden_layers"))
+renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
+vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
+
+
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Kangaroo:
     """Make an adapter that starts as the attention of the first layer that is left out, and the target's last norm.
 
-    Args:
-        params: where it exits.
-        target_dir: the target's directory (Llama layout).
-        token_counts: not read; the vocabulary is the target's.
-
-    Raises:
-        ValueError: the target is of another layout, or its last layer is not after the exit.
+    See `models.drafts.Family`.
     """
     source = AutoConfig.from_pretrained(target_dir)
-    if source.model_type not in MODEL_TYPES:
-        raise ValueError(f"kangaroo takes targets of {', '.join(MODEL_TYPES)}; got {source.model_type}")
-    num_layers = source.num_hidden_layers
+    require_llama_layout(source.model_type, FAMILY)
+    num_layers, shape = source.num_hidden_layers, layer_config(source)
     exit_layer = max(num_layers // 10, 1) if params.exit_layer is None else params.exit_layer
-    _require_exit(exit_layer, num_layers)
-    config = {
-        "architectures": list(ARCHITECTURES),
-        "exit_layer": exit_layer,
-        "hidden_size": source.hidden_size,
-        "num_attention_heads": source.num_attention_heads,
-        "num_key_value_heads": source.num_key_value_heads,
-        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        "num_hidden_layers": num_layers,
-        "rms_norm_eps": source.rms_norm_eps,
-        "rope_parameters": dict(source.rope_parameters),
-        "max_position_embeddings": source.max_position_embeddings,
-        "vocab_size": source.vocab_size,
-        "dtype": "bfloat16",
-        "redraft": made_for(describe(target_dir)),
-    }
-    draft = _of(config, target_dir)
-    layer = f"model.layers.{exit_layer}"
+    kept = (*HEAD_SIZES, "rms_norm_eps", "rope_parameters", "max_position_embeddings", "dtype")
+    own = {**{key: shape[key] for key in kept}, "exit_layer": exit_layer, "num_hidden_layers": num_layers}
+    draft = _format.new(own, target_dir)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            parameter.copy_(
-                read_tensor(target_dir, "model.norm.weight" if name == "norm.weight" else f"{layer}.{name}")
-            )
+            stored = "model.norm.weight" if name == "norm.weight" else f"model.layers.{exit_layer}.{name}"
+            parameter.copy_(read_tensor(target_dir, stored))
     return draft
-
-
-def renew(draft: Kangaroo, target_dir: Path, token_counts: np.ndarray) -> Kangaroo:
-    """Return the draft as it is: it can say every token already."""
-    return draft
-
-
-def save(draft: Kangaroo, directory: Path) -> None:
-    """Write config.json and bfloat16 safetensors into `directory`."""
-    tensors = {name: one.detach().to(torch.bfloat16).contiguous().cpu() for name, one in draft.state_dict().items()}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    write_config(draft.config, FAMILY, directory)
-
-
-def load(directory: Path, target_dir: Path) -> Kangaroo:
-    """Read a draft back, in float32; ValueError as `check`."""
-    check(directory, like=None, target=describe(target_dir))
-    draft = _of(read_config(directory, FAMILY, ARCHITECTURES), target_dir)
-    draft.load_state_dict(load_file(directory / WEIGHTS))
-    return draft.float()
-
-
-def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """See `models.drafts.Family`."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
-    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
-    for key, wanted in (("hidden_size", target.hidden_size), ("num_hidden_layers", target.num_layers)):
-        if config.get(key) != wanted:
-            raise ValueError(f"draft {directory.name} has {key} {config.get(key)}, the target has {wanted}")
-    _require_exit(config.get("exit_layer"), target.num_layers)
-    require_tensors(read_stored(directory), expected_shapes(config))
-
-
-def vllm_config(directory: Path) -> dict[str, Any]:
-    """Raise a ValueError: vLLM has no such proposer."""
-    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
-
-
-def vllm_weights(directory: Path) -> None:
-    """Return None: vLLM loads nothing of it."""
-
-
-def expected_shapes(config: dict[str, Any]) -> Shapes:
-    """Return shape and dtype of every tensor of a checkpoint."""
-    with torch.device("meta"):
-        draft = Kangaroo(config, torch.empty(1, 1))
-    return {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in draft.state_dict().items()}
-
-
-def _of(config: dict[str, Any], target_dir: Path) -> Kangaroo:
-    draft = Kangaroo(config, output_embedding(target_dir))
-    draft.target_dir = target_dir
-    return draft
-
-
-def _require_exit(exit_layer: Any, num_layers: int) -> None:
-    if type(exit_layer) is not int or not 1 <= exit_layer < num_layers:
-        raise ValueError(
-            f"exit_layer must be 1 to {num_layers - 1}, before the last of the target's layers; got {exit_layer}"
-        )

@@ -85,7 +85,6 @@ class Lm(Draft):
 
     @property
     def nested(self) -> tuple[int, ...]:
-        """See the base."""
         return tuple(getattr(self.config, "redraft", {}).get(NESTED, ()))
 
     @property
@@ -99,13 +98,11 @@ class Lm(Draft):
         return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`."""
         # Right padding needs no mask: no token attends to a later one.
         states = self.model(input_ids=rows.token_ids, use_cache=False).last_hidden_state
         return self._unrolled(states, rows, num_steps, keep)
 
     def unroll_all(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[list[Unrolled]]:
-        """See `models.drafts.Draft`."""
         if not self.nested:
             return super().unroll_all(rows, num_steps, keep)
         made = self.model(input_ids=rows.token_ids, use_cache=False, output_hidden_states=True)
@@ -127,7 +124,6 @@ class Lm(Draft):
         return self
 
     def drafter(self, max_len: int) -> Reader:
-        """See `models.drafts.Draft`."""
         return NestedReader(self, max_len) if self.nested else _Drafter(self, max_len)
 
     def decoder(self) -> Decoder:
@@ -146,21 +142,11 @@ class _Drafter(Reader):
     draft: Lm
 
     def decoder(self) -> Decoder:
-        """See the base."""
         return self.draft.decoder()
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
-    """Take layers out of the target.
-
-    Args:
-        params: how many stay.
-        target_dir: the target's directory (Llama layout).
-        token_counts: not read; the vocabulary is the target's.
-
-    Raises:
-        ValueError: the target is of another layout, or has too few layers.
-    """
+    """Take layers out of the target; see `models.drafts.Family`."""
     config = AutoConfig.from_pretrained(target_dir)
     if config.architectures[0] not in ARCHITECTURES:
         raise ValueError(f"lm takes targets of {', '.join(ARCHITECTURES)}; got {config.architectures[0]}")
@@ -210,15 +196,7 @@ def readings(draft: Lm, directory: Path, target_dir: Path) -> dict[str, Lm]:
 
 
 def cut(draft: Lm, num_layers: int) -> Lm:
-    """Return the draft that a draft's first layers are.
-
-    Args:
-        draft: left as it is.
-        num_layers: how many.
-
-    Raises:
-        ValueError: they were not trained as a draft.
-    """
+    """Return the draft that a draft's first layers are; ValueError if they were not trained as one."""
     if num_layers not in draft.nested:
         raise ValueError(
             f"the first {num_layers} layers of this draft were not trained as one; nested in it are: "
@@ -250,11 +228,7 @@ def save(draft: Lm, directory: Path) -> None:
 
 
 def load(directory: Path, target_dir: Path) -> Lm:
-    """Read a draft back, in float32.
-
-    Raises:
-        ValueError: as `check`.
-    """
+    """Read a draft back, in float32; ValueError as `check`."""
     check(directory, like=None, target=describe(target_dir))
     return Lm(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
 

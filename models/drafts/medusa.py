@@ -20,7 +20,7 @@ from torch import Tensor
 from models.checkpoints.checkpoint import tensor_names
 from models.drafting.draft_files import read_config, require_whole_vocabulary
 from models.drafting.draft_format import WEIGHTS
-from models.drafting.heads import Format, Heads, HeadsParams
+from models.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import EngineWeights, Procedure
 from models.losses import cross_entropy
 
@@ -52,7 +52,7 @@ class Medusa(Heads):
         return state
 
 
-_format = Format(FAMILY, ARCHITECTURES, "medusa", Medusa)
+_format = Format(FAMILY, ARCHITECTURES, Medusa, SIZES)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 
 

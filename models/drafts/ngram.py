@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
 from models.drafting.draft_files import read_config
-from models.drafting.proposal import Proposal
 from models.drafting.weightless import Format, TextDraft
-from models.drafts import Draw, GoOn
 from models.params import BaseParams
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
@@ -52,28 +48,6 @@ class Ngram(TextDraft):
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
         """See `models.drafting.weightless.TextDraft`."""
         return look_up(token_ids, num_tokens, self.params)
-
-    def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
-        return _Drafter(self)
-
-
-class _Drafter:
-    """See `models.drafts.Drafter`."""
-
-    def __init__(self, draft: Ngram) -> None:
-        self.draft = draft
-        self._token_ids: list[int] = []
-        self._device = torch.device("cpu")
-
-    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
-        self._token_ids += token_ids.tolist()[1 if self._token_ids else 0 :]
-        self._device = token_ids.device
-
-    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
-        return Proposal.chain(self.draft.follow(self._token_ids, num_tokens), device=self._device)
 
 
 def look_up(token_ids: list[int], num_tokens: int, params: Params) -> list[int]:

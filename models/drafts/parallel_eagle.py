@@ -33,7 +33,7 @@ from models.drafting.eagle3_heads import (
 )
 from models.drafting.path_drafters import FeatureDrafter
 from models.drafting.proposal import Proposal
-from models.drafts import Draw, EngineWeights, GoOn, KeepRows, Procedure, Rows, Unrolled
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
 
 PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
 FAMILY = "parallel_eagle"
@@ -55,7 +55,6 @@ class Params(MaskedParams):
     least_retention: float = Field(0.2, ge=0, le=1)
 
     def more(self, vocab_size: int) -> dict[str, Any]:
-        """See the base."""
         return {
             "ptd_token_id": self.mask(vocab_size),
             "retention": self.retention,
@@ -68,13 +67,9 @@ class ParallelEagle(Eagle3):
 
     procedure = Procedure(follow="all", step_decay=1.0)
 
-    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
-        """See the base.
-
-        Raises:
-            ValueError: the mask is no token of the target's.
-        """
-        super().__init__(config, embedding)
+    def __init__(self, config: dict[str, Any]) -> None:
+        """See the base; ValueError if the mask is no token of the target's."""
+        super().__init__(config)
         self.mask_token_id = require_mask(config.get("ptd_token_id"), config["vocab_size"])
         self.mask_hidden = nn.Parameter(torch.empty(1, self.fc.in_features))
 
@@ -100,16 +95,10 @@ class ParallelEagle(Eagle3):
         return super().unroll(rows, num_steps, sampled)
 
     def say_all(self, state: Tensor, last: Tensor, keys: Tensor, values: Tensor, num_tokens: int) -> Tensor:
-        """Draft every place in one pass.
+        """Draft K places in one pass, as logits [K, D].
 
-        Args:
-            state: [1, H] the combined states of the token before the last certain one.
-            last: [1] that one.
-            keys, values: [T, kv heads, width] of the first unroll, up to `state`.
-            num_tokens: K.
-
-        Returns:
-            logits [K, D].
+        `state` [1, H] are the combined states of the token before `last` [1], the last certain one; `keys` and `values`
+        [T, kv heads, width] are of the first unroll, up to `state`.
         """
         state = torch.cat([state, self.combine(self.mask_hidden).expand(num_tokens - 1, -1)])
         joined = self.join(state, functional.pad(last, (0, num_tokens - 1), value=self.mask_token_id))
@@ -124,7 +113,6 @@ class ParallelEagle(Eagle3):
         return self.say(self.feed_forward(self.layer, self.residual(state, joined) + attended))[1]
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
 
@@ -135,12 +123,10 @@ class _Drafter(FeatureDrafter):
     _logits: Tensor  # [K, D] of as many places as were asked for since the last certain token
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         super().extend(token_ids, hidden)
         self._logits = torch.empty(0)
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         self._reach(num_tokens)
         return super().propose(num_tokens, draw, go_on)
 
@@ -158,6 +144,7 @@ class _Drafter(FeatureDrafter):
 
 _format = Format(FAMILY, ARCHITECTURES, ParallelEagle, start_from_last_layer)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
+vllm_weights = engine_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> ParallelEagle:
@@ -172,8 +159,3 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Parall
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     return {"method": "eagle3", "model": str(directory), "parallel_drafting": True}
-
-
-def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file, with vLLM's names for its tensors."""
-    return engine_weights(directory)

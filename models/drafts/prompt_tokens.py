@@ -28,33 +28,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from models.checkpoints.checkpoint import read_stored, read_tensor
+from models.checkpoints.checkpoint import read_tensor
 from models.checkpoints.loading import load_floats, moved
-from models.drafting.draft_files import (
-    Shapes,
-    check_config,
-    made_for,
-    read_config,
-    require_llama_layout,
-    require_tensors,
-    write_config,
-)
+from models.drafting import draft_format
+from models.drafting.draft_files import read_config, read_params, require_llama_layout
 from models.drafting.drafters import Beside
 from models.drafting.proposal import Proposal
 from models.drafting.self_draft import SharedTarget, TargetRunner
-from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, step_by_step
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
 from models.layers.decoder import Decoder
-from models.params import BaseParams, validate
+from models.params import BaseParams
 from models.targets import TargetCard, describe
 from models.trees import path_to
 
 PAPER = "arXiv:2405.18628"
 FAMILY = "prompt_tokens"
-WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("PromptTokens",)
 TRAINED = True
 SERVED = False
@@ -89,9 +80,9 @@ class PromptTokens(TargetRunner):
     procedure = Procedure(follow="all", step_decay=0.8)
     expands = True
 
-    def __init__(self, params: Params, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.params, self.config = params, config
+        self.params, self.config = (params := Params(**config[FAMILY])), config
         self.vectors = nn.Parameter(torch.empty(params.ensemble, params.num_prompts, config["hidden_size"]))
         self._models: dict[str, PreTrainedModel] = {}  # by device
 
@@ -122,9 +113,7 @@ class PromptTokens(TargetRunner):
     def allot(self, last: Sequence[float], right: Sequence[float]) -> list[int]:
         """Choose how many vectors of a chain are read behind each row.
 
-        Args:
-            last: of each row, how likely it is to be the last that is accepted.
-            right: [K] how likely so many guesses in a row are right, never rising.
+        `last` is how likely each row is the last that is accepted, `right` [K] how likely so many guesses hold.
         """
         counts = [1] * len(last)
         more = [(row, place) for row in range(len(last)) for place in range(1, len(right))]
@@ -153,7 +142,6 @@ class PromptTokens(TargetRunner):
         return step_by_step(running, min(num_steps, self.max_depth), keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
     def _model(self) -> PreTrainedModel:
@@ -165,16 +153,7 @@ class PromptTokens(TargetRunner):
         return self._models[device]
 
     def _read(self, model: PreTrainedModel, token_ids: Tensor, index: Tensor) -> Tensor:
-        """Read the vectors behind some tokens of a text.
-
-        Args:
-            model: the target.
-            token_ids: [T] the text.
-            index: [n] the tokens' places.
-
-        Returns:
-            [n, K, H] last hidden states, normed, means over the ensemble.
-        """
+        """Read the vectors behind places [n] of a text [T]: [n, K, H] last states, normed, means over the ensemble."""
         stop, device = int(index.max()) + 1, index.device
         with torch.no_grad():
             cache = model.model(input_ids=token_ids[None, :stop], use_cache=True).past_key_values
@@ -214,7 +193,6 @@ class _Drafter(SharedTarget):
         self._sure = [(1, 1.0)] * draft.max_depth  # of each place how often it guessed, and the sum of its confidence
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         super().extend(token_ids, hidden)
         self._heard = self._guessed = None
 
@@ -241,15 +219,9 @@ class _Drafter(SharedTarget):
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base; each place is a pass, though all were one."""
         guessed = self._guesses()
-        proposed: list[int] = []
-        drawn_from: list[Tensor | None] = []
-        for logits in guessed[:num_tokens]:
-            token, q = draw(logits)
-            proposed.append(token)
-            drawn_from.append(q)
-            if len(proposed) < min(num_tokens, len(guessed)) and go_on is not None and not go_on(confidence(logits)):
-                break
-        return Proposal.chain(proposed, drawn_from, guessed.device)
+        return draft_chain(
+            lambda proposed: guessed[len(proposed)], min(num_tokens, len(guessed)), draw, go_on, guessed.device
+        )
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """See `models.drafting.drafters.Expander`; nothing follows a node that is as deep as there were vectors."""
@@ -301,89 +273,29 @@ class _Drafter(SharedTarget):
         return list(accumulate((total / times for times, total in self._sure), mul))
 
 
+class Format(draft_format.Format[PromptTokens]):
+    """See the base."""
+
+    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
+        """See the base; settings that can't be are refused as well."""
+        read_params(read_config(directory, FAMILY, ARCHITECTURES), FAMILY, Params, directory)
+        super().check(directory, like, target)
+
+
+_format = Format(FAMILY, ARCHITECTURES, PromptTokens, ("hidden_size", "vocab_size"))
+renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
+vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
+
+
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> PromptTokens:
-    """Make vectors that are embeddings of the commonest tokens, each one's its own.
-
-    Args:
-        params: how many.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout.
-    """
+    """Make vectors that are embeddings of the commonest tokens, each one's its own; see `models.drafts.Family`."""
     require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, FAMILY)
     card = describe(target_dir)
-    draft = PromptTokens(
-        params,
-        {
-            "architectures": list(ARCHITECTURES),
-            FAMILY: params.model_dump(mode="json"),
-            "hidden_size": card.hidden_size,
-            "vocab_size": card.vocab_size,
-            "dtype": "bfloat16",
-            "redraft": made_for(card),
-        },
-    )
-    draft.target_dir = target_dir
+    sizes = {"hidden_size": card.hidden_size, "vocab_size": card.vocab_size, "dtype": "bfloat16"}
+    draft = _format.new({FAMILY: params.model_dump(mode="json"), **sizes}, target_dir)
     commonest = np.argsort(-np.asarray(token_counts), kind="stable")
     chosen = np.resize(commonest, params.ensemble * params.num_prompts)
     embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
     with torch.no_grad():
         draft.vectors.copy_(embedding[torch.from_numpy(chosen)].view_as(draft.vectors))
     return draft
-
-
-def renew(draft: PromptTokens, target_dir: Path, token_counts: np.ndarray) -> PromptTokens:
-    """Return the draft as it is: it can say every token already."""
-    return draft
-
-
-def save(draft: PromptTokens, directory: Path) -> None:
-    """Write config.json and bfloat16 safetensors into `directory`."""
-    vectors = draft.vectors.detach().to(torch.bfloat16).contiguous().cpu()
-    save_file({"vectors": vectors}, directory / WEIGHTS, metadata={"format": "pt"})
-    write_config(draft.config, FAMILY, directory)
-
-
-def load(directory: Path, target_dir: Path) -> PromptTokens:
-    """Read a draft back, in float32; ValueError as `check`."""
-    check(directory, like=None, target=describe(target_dir))
-    config = read_config(directory, FAMILY, ARCHITECTURES)
-    draft = PromptTokens(_params(config, directory), config)
-    draft.load_state_dict(load_file(directory / WEIGHTS))
-    draft.target_dir = target_dir
-    return draft.float()
-
-
-def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """See `models.drafts.Family`."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
-    params = _params(config, directory)
-    if config.get("hidden_size") != target.hidden_size:
-        raise ValueError(
-            f"draft {directory.name} has hidden_size {config.get('hidden_size')}, the target has {target.hidden_size}"
-        )
-    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
-    require_tensors(read_stored(directory), expected_shapes(config, params))
-
-
-def vllm_config(directory: Path) -> dict[str, Any]:
-    """Raise a ValueError: vLLM has no such proposer."""
-    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
-
-
-def vllm_weights(directory: Path) -> None:
-    """Return None: vLLM loads nothing of it."""
-
-
-def expected_shapes(config: dict[str, Any], params: Params) -> Shapes:
-    """Return shape and dtype of the only tensor of a checkpoint."""
-    return {"vectors": ((params.ensemble, params.num_prompts, config["hidden_size"]), torch.bfloat16)}
-
-
-def _params(config: dict[str, Any], directory: Path) -> Params:
-    table = config.get(FAMILY)
-    if not isinstance(table, dict):
-        raise ValueError(f'draft {directory.name}: config.json has "{FAMILY}" {table!r}; wanted its settings')
-    return validate(Params, table, f"draft {directory.name}")

@@ -75,7 +75,6 @@ class RagDraft(TargetRunner, Weightless):
         )
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self, max_len)
 
     def choose(self, prompt: list[int]) -> list[int]:
@@ -111,7 +110,6 @@ class _Drafter(Reader):
         return None
 
     def decoder(self) -> Decoder:
-        """See the base."""
         self._target = self._target or self.draft.decoder()
         return self._target
 

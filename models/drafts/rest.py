@@ -9,18 +9,17 @@ as it is: what clients said can be erased, and must not live on in a draft.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from safetensors.torch import save_file
-from torch import Tensor
 
 from models.checkpoints.checkpoint import read_tensors
 from models.drafting.lookup import Store
 from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, TextDraft
+from models.drafting.weightless import Format, TextDraft, TextDrafter
 from models.drafts import Draft, Draw, GoOn
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -84,28 +83,15 @@ class Rest(TextDraft):
         return branch
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
-class _Drafter:
-    """See `models.drafts.Drafter`."""
-
-    def __init__(self, draft: Rest) -> None:
-        self.draft = draft
-        self._end: list[int] = []
-        self._device = torch.device("cpu")
-
-    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
-        longest = self.draft.params.longest
-        self._end = [*self._end, *token_ids[-longest:].tolist()[1 if self._end else 0 :]][-longest:]
-        self._device = token_ids.device
+class _Drafter(TextDrafter):
+    draft: Rest
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
-        tokens, parents = self.draft.tree(self._end, num_tokens)
-        return Proposal(torch.tensor([tokens], dtype=torch.int64, device=self._device), parents)
+        tokens, parents = self.draft.tree(self.known, num_tokens)
+        return Proposal(torch.tensor([tokens], dtype=torch.int64, device=self.device), parents)
 
 
 _format = Format(FAMILY, ARCHITECTURES, Params, Rest)
@@ -138,7 +124,7 @@ def save(draft: Rest, directory: Path) -> None:
 def load(directory: Path, target_dir: Path) -> Draft:
     """Read a draft back; ValueError as `check`."""
     check(directory, None, describe(target_dir))
-    draft = cast("Rest", _format.load(directory, target_dir))
+    draft = _format.load(directory, target_dir)
     collect(draft, _read_texts(directory))
     return draft
 

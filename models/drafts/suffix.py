@@ -72,7 +72,6 @@ class Suffix(TextDraft):
         return look_up(sequence, num_tokens, self.params)
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
@@ -86,14 +85,12 @@ class _Drafter:
         self._device = torch.device("cpu")
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         if not len(self._sequence):
             self._num_prompt_tokens = len(token_ids) - 1
         self._sequence.extend(token_ids.tolist()[1 if len(self._sequence) else 0 :])
         self._device = token_ids.device
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         self._sequence.answers = self.draft.answers
         return Proposal.chain(look_up(self._sequence, num_tokens, self.draft.params), device=self._device)
 

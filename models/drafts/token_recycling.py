@@ -64,7 +64,6 @@ class TokenRecycling(TargetDraft):
         self.candidates = np.full((self.config["vocab_size"], params.num_candidates), UNKNOWN, np.int32)
 
     def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
@@ -82,11 +81,9 @@ class _Drafter:
         candidates[token_ids.cpu().numpy(), : likeliest.shape[1]] = likeliest
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         self._last, self._device = int(token_ids[-1]), token_ids.device
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         tree = self.draft.params.tree
         tokens, parents = recycle(
             self.draft.candidates, self._last, catalog.load("trees", tree.name).shape(num_tokens, tree)
@@ -95,15 +92,9 @@ class _Drafter:
 
 
 def recycle(candidates: np.ndarray, last: int, shape: Shape) -> tuple[list[int], tuple[int, ...]]:
-    """Fill a shape from the matrix.
+    """Fill a shape from candidates [V, k], likeliest first, −1 where unknown; ranks from k on are left out.
 
-    Args:
-        candidates: [V, k], likeliest first, −1 where unknown.
-        last: the token that the tree goes on from.
-        shape: ranks from k on are left out.
-
-    Returns:
-        tokens and parents of the nodes whose token is known.
+    Returns tokens and parents of the nodes whose token is known, behind the token `last`.
     """
     tokens: list[int] = []
     parents: list[int] = []

@@ -60,9 +60,7 @@ class Cache:
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Forget all rows of the last pass but those of one path, which close up; a chain's first ones stay in place.
 
-        Args:
-            start: `length` before the pass.
-            rows: the path, ascending from 0.
+        `start` is `length` before the pass; `rows`, the path, ascend from 0.
         """
         stop = start + len(rows)
         if rows and rows[-1] >= len(rows):
@@ -165,17 +163,8 @@ class Decoder:
     ) -> tuple[Tensor, Begun]:
         """Run tokens as `forward` does, through some sublayers only; an attention that is skipped writes no keys.
 
-        Args:
-            token_ids: [n] int64.
-            cache: of this sequence.
-            skipped: what is left out.
-            parents: see `forward`.
-
         Returns:
             last hidden states [n, H], normed, and those after the layers before the first with a sublayer skipped.
-
-        Raises:
-            ValueError: the cache can't hold the tokens.
         """
         whole = min(skipped.attention | skipped.mlp, default=self.num_layers)
         parts = []
@@ -195,17 +184,8 @@ class Decoder:
     def run(self, layers: range, state: Tensor, cache: Cache, start: int) -> Tensor:
         """Run rows of a chain through some layers; their keys and values enter the cache, whose `length` stays.
 
-        Args:
-            layers: their numbers.
-            state: [n, H] what the first of them reads.
-            cache: of this sequence; the rows before have gone through these layers.
-            start: place of the first row.
-
-        Returns:
-            [n, H], not normed.
-
-        Raises:
-            ValueError: the cache can't hold the rows.
+        `state` [n, H] is what the first layer reads, from place `start`; rows before have gone through these layers.
+        Returns [n, H], not normed; ValueError if the cache can't hold the rows.
         """
         if start + len(state) > cache.max_len:
             raise ValueError(f"{start} tokens and {len(state)} more; the cache holds {cache.max_len}")
@@ -270,15 +250,19 @@ class Decoder:
     ) -> Tensor:
         """Run [n, H] through some layers; their keys and values enter the cache, whose length stays as it is."""
         for number in layers:
-            layer = self._layers[number]
             if skipped is None or number not in skipped.attention:
-                queries, keys, values = self._project(layer, state, rows.rotation)
-                all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
-                all_keys[:, rows.start :], all_values[:, rows.start :] = keys.transpose(0, 1), values.transpose(0, 1)
-                state = state + layer.output(self._attend(queries, all_keys, all_values, rows.mask))
+                state = state + self._attention(number, state, cache, rows)
             if skipped is None or number not in skipped.mlp:
-                state = state + self._mlp(layer, state)
+                state = state + self._mlp(self._layers[number], state)
         return state
+
+    def _attention(self, number: int, state: Tensor, cache: Cache, rows: "_Rows") -> Tensor:
+        """[n, H] → [n, H], what the layer's attention adds; its keys and values enter the cache."""
+        layer = self._layers[number]
+        queries, keys, values = self._project(layer, state, rows.rotation)
+        all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
+        all_keys[:, rows.start :], all_values[:, rows.start :] = keys.transpose(0, 1), values.transpose(0, 1)
+        return layer.output(self._attend(queries, all_keys, all_values, rows.mask))
 
     def _mlp(self, layer: "_Layer", state: Tensor) -> Tensor:
         """[n, H] → [n, H], what the layer's MLP adds."""

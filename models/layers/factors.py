@@ -16,12 +16,7 @@ LEFT, RIGHT = "left", "right"
 
 
 def split(tensors: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Tensor]:
-    """Put factors in place of the weights of some layers, exact for a weight of that rank.
-
-    Args:
-        tensors: of a checkpoint, by name.
-        ranks: layer to its rank.
-    """
+    """Put factors in place of the weights of layers, exact for a weight of the rank that `ranks` gives its layer."""
     parts = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in ranks}
     for layer, rank in ranks.items():
         weight = tensors[f"{layer}.weight"]

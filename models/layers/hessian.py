@@ -7,12 +7,8 @@ from torch import Tensor
 def inverse_factor(hessian: Tensor, dampening: float) -> Tensor:
     """Return the upper Cholesky factor of the inverse Hessian of a layer's squared error (arXiv:2210.17323, section 3).
 
-    Args:
-        hessian: [I, I], Xᵀ X of the inputs X [N, I], or a multiple of it; left unchanged.
-        dampening: is added to the diagonal, as a share of its mean.
-
-    Returns:
-        U [I, I]: an error in feature i is made up for in later features by its row i, over U[i, i].
+    `hessian` [I, I] is Xᵀ X of the inputs X [N, I] or a multiple of it, to whose diagonal a share of its mean is added.
+    Of U [I, I] an error in feature i is made up for in later features by its row i, over U[i, i].
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean()

@@ -15,12 +15,9 @@ class IntegerLinear(nn.Module):
     """
 
     def __init__(self, weight: Integers, bias: nn.Parameter | None, input_scale: Tensor | None) -> None:
-        """Take a quantized weight.
+        """Take a weight [O, I], symmetric, of one scale a row, and bias [O] or None.
 
-        Args:
-            weight: [O, I], symmetric, one scale a row.
-            bias: [O], or None.
-            input_scale: [1], of all inputs; None takes each token's largest magnitude over 127.
+        `input_scale` [1] is that of all inputs; None takes each token's largest magnitude over 127.
         """
         super().__init__()
         self.values, self.scales = nn.Buffer(weight.values), nn.Buffer(weight.scales.float())

@@ -37,11 +37,7 @@ class Integers(NamedTuple):
 
 
 def limits(bits: int, symmetric: bool) -> tuple[int, int]:
-    """Return the lowest and highest integer.
-
-    Raises:
-        ValueError: `bits` is not from 2 to 8.
-    """
+    """Return the lowest and highest integer; ValueError if `bits` is not from 2 to 8."""
     if not 2 <= bits <= 8:
         raise ValueError(f"bits must be 2 to 8; got {bits}")
     half = 2 ** (bits - 1)
@@ -64,17 +60,9 @@ def num_groups(width: int, group_size: int | None) -> int:
 def fit(
     weight: Tensor, bits: int, group_size: int | None, symmetric: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose scales and zeros that cover each group.
+    """Choose scales [O, G] in `dtype` and zeros [O, G] int8 that cover each group; None for zeros on a symmetric grid.
 
-    Args:
-        weight: [O, I].
-        bits: of an integer.
-        group_size: weights of a row that share a scale; None is all.
-        symmetric: whether 0 is the middle of the grid.
-        dtype: that scales are stored in; they are rounded to it.
-
-    Returns:
-        Scales [O, G] in `dtype`, and zeros [O, G] int8, or None on a symmetric grid.
+    `group_size` weights of a row share a scale, all where it is None.
 
     Raises:
         ValueError: `bits` or `group_size` is out of range.
@@ -105,17 +93,11 @@ def quantize(
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices of 8-bit integers exactly, as int32 sums would be.
+    """Multiply matrices of 8-bit integers exactly, as int32 sums would be: [N, I] and [O, I] to [N, O].
 
     Floats do it, because the CPU's integer product is tens of times slower where the processor has no instruction for
-    it.
-
-    Args:
-        left: [N, I] whole numbers from −255 to 255 of any dtype; magnitudes of a pair multiply to 2^14 at most.
-        right: [O, I], likewise.
-
-    Returns:
-        [N, O] float32 when the sums fit it, else float64.
+    it. Whole numbers from −255 to 255 of any dtype, magnitudes of a pair multiplying to 2^14 at most, become float32
+    when the sums fit it, else float64.
     """
     left, right = left.float(), right.float()
     if left.shape[1] <= _EXACT:
@@ -128,12 +110,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def pack(values: Tensor, bits: int) -> Tensor:
     """Put integers side by side into int32, the first in the lowest bits, each raised by 2^(bits−1) to be unsigned.
 
-    Args:
-        values: [O, I] int8.
-        bits: of an integer; 32 // bits of them share an int32.
-
-    Returns:
-        [O, ceil(I / (32 // bits))] int32.
+    [O, I] int8 become [O, ceil(I / (32 // bits))] int32; 32 // bits of them share one.
     """
     each = 32 // bits
     raised = values.to(torch.int64) + 2 ** (bits - 1)
@@ -143,16 +120,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, width: int) -> Tensor:
-    """Take integers out again: the inverse of `pack`.
-
-    Args:
-        words: [O, W] int32.
-        bits: of an integer.
-        width: I.
-
-    Returns:
-        [O, I] int8.
-    """
+    """Take `width` integers a row out of [O, W] int32 again: the inverse of `pack`, [O, I] int8."""
     each = 32 // bits
     raised = words.to(torch.int64)[..., None] >> (bits * torch.arange(each, device=words.device))
     half: int = 2 ** (bits - 1)

@@ -19,13 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Return x / RMS(x) · gain, by rows (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467).
-
-    Args:
-        x: [..., H].
-        gain: [H], of the same type.
-        eps: added to the mean square.
-    """
+    """Return x / RMS(x) · gain, by rows [..., H] of gain's type (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     if (kernels := _kernels(x, gain)) is None:
         return functional.rms_norm(x, x.shape[-1:], gain, eps)
     x = x.contiguous()

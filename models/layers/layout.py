@@ -46,11 +46,7 @@ class Block(nn.Module):
 
 
 def blocks(model: PreTrainedModel) -> Sequence[Block]:
-    """Return the decoder blocks.
-
-    Raises:
-        ValueError: the model is not of Llama's layout.
-    """
+    """Return the decoder blocks; ValueError if the model is not of Llama's layout."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no model.layers; models of Llama's layout are handled")

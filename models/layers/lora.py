@@ -30,8 +30,7 @@ def insert_lora(
     Args:
         model: of Llama's layout; changed in place.
         names: last parts of layers' names, such as "q_proj".
-        rank: r.
-        alpha: α.
+        rank, alpha: r and α.
         rng: draws the first factors.
         make_base: returns the layer that computes W x; None leaves every layer as it is.
 

@@ -60,12 +60,9 @@ def levels() -> Tensor:
 
 
 def encode(weight: Tensor, block_size: int = 64, double: bool = True) -> NormalFloats:
-    """Round each weight to the nearest level of its block.
+    """Round each weight [O, I] to the nearest level of its block, `block_size` of a row, scaled by the largest.
 
-    Args:
-        weight: [O, I].
-        block_size: weights of a row that share a scale, their largest magnitude.
-        double: whether scales are quantized too; weights are rounded by the scales as they were before.
+    With `double` scales are quantized too; weights are rounded by the scales as they were before.
 
     Raises:
         ValueError: the blocks don't fill the rows.

@@ -30,14 +30,7 @@ class NormalFloatLinear(nn.Module):
     scale_mean: Tensor
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Round a layer's weight.
-
-        Args:
-            layer: stays as it is; its bias is shared.
-
-        Raises:
-            ValueError: blocks of 64 don't fill the rows.
-        """
+        """Round a layer's weight; its bias is shared; ValueError if blocks of 64 don't fill the rows."""
         super().__init__()
         self.in_features, self.out_features, self.dtype = layer.in_features, layer.out_features, layer.weight.dtype
         rounded = normal_float.encode(layer.weight)

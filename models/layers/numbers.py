@@ -28,11 +28,7 @@ def rounded(values: Tensor, rng: torch.Generator | None = None) -> Tensor:
 def fixed_point(values: Tensor, num_bits: int, scale: Tensor | float, rng: torch.Generator | None = None) -> Tensor:
     """Round to the 2^num_bits − 1 multiples of scale / (2^(num_bits−1) − 1) from −scale to scale; zero is one of them.
 
-    Args:
-        values: any shape; what is beyond the scale is clipped to it.
-        num_bits: at least 2, the sign included.
-        scale: the largest number, positive; broadcasts against `values`.
-        rng: see `rounded`.
+    `num_bits` of at least 2 include the sign; `scale` broadcasts, and what is beyond it is clipped.
     """
     _require("num_bits", num_bits, 2)
     top: int = 2 ** (num_bits - 1) - 1
@@ -40,13 +36,7 @@ def fixed_point(values: Tensor, num_bits: int, scale: Tensor | float, rng: torch
 
 
 def unit_interval(values: Tensor, num_bits: int, rng: torch.Generator | None = None) -> Tensor:
-    """Round to the 2^num_bits values i / (2^num_bits − 1) of [0, 1]; what is outside is clipped (DoReFa's quantize_k).
-
-    Args:
-        values: any shape.
-        num_bits: at least 1.
-        rng: see `rounded`.
-    """
+    """Round to the 2^num_bits values i / (2^num_bits − 1) of [0, 1]; others are clipped (DoReFa's quantize_k)."""
     _require("num_bits", num_bits, 1)
     top: int = 2**num_bits - 1
     return rounded(values.clamp(0, 1) * top, rng) / top

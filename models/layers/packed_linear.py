@@ -36,12 +36,7 @@ def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] =
     """Let all linear layers of a module multiply in `dtype`, or in int8 instead of bfloat16, by matrices packed now.
 
     Weights keep their names, values and format, and are not read again: what they learn later, and where they are
-    moved, changes no product.
-
-    Args:
-        module: its layers are packed in place.
-        dtype: the target's.
-        unrounded: layers that are not multiplied in int8.
+    moved, changes no product. Layers that are `unrounded` are not multiplied in int8.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():

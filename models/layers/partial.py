@@ -46,11 +46,7 @@ class PartialBlock(nn.Module):
 
 
 def make_partial(model: PreTrainedModel, choose: Choose) -> None:
-    """Put a `PartialBlock` around each block.
-
-    Raises:
-        ValueError: the model is not of Llama's layout.
-    """
+    """Put a `PartialBlock` around each block; ValueError if the model is not of Llama's layout."""
     for index, block in enumerate(blocks(model)):
         model.set_submodule(f"model.layers.{index}", PartialBlock(block, index, choose))
 

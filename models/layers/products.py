@@ -79,7 +79,6 @@ class ProductRegime(Regime):
         """Raise ValueError naming a layer that the method can't handle."""
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        """See the base."""
         self._plain = self._layers(model)
         for name, layer in self._plain.items():
             self.require(name, layer)
@@ -87,7 +86,6 @@ class ProductRegime(Regime):
         return []
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See the base."""
         self._take(model, self._plain)
 
     @contextmanager
@@ -133,15 +131,12 @@ class ProductRegime(Regime):
         self._sums[figure] = [before[0] + part, before[1] + whole]
 
     def figures(self) -> dict[str, float]:
-        """See the base."""
         return {figure: part / whole for figure, (part, whole) in self._read().items() if whole}
 
     def state(self) -> dict[str, object]:
-        """See the base."""
         return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._read()}
 
     def restore(self, state: dict[str, object]) -> None:
-        """See the base."""
         self.rng.set_state(torch.tensor(list(bytes.fromhex(str(state["rng"]))), dtype=torch.uint8))
         sums = state["sums"]
         assert isinstance(sums, dict)
@@ -168,13 +163,10 @@ def on_gradient(values: Tensor, change: Change) -> Tensor:
 
 
 def linear(inputs: Tensor, weight: Tensor, data_gradient: Product, weight_gradient: Product) -> Tensor:
-    """Return the plain product, whose backward pass is given.
+    """Return the plain product of [..., I] and [O, I], whose backward pass is given; neither part is asked for in vain.
 
-    Args:
-        inputs: [..., I].
-        weight: [O, I].
-        data_gradient: (gradient [..., O], weight) → [..., I]; not asked where the inputs need none.
-        weight_gradient: (inputs [N, I], gradient [N, O]) → [O, I]; likewise.
+    `data_gradient` makes [..., I] of (gradient [..., O], weight), `weight_gradient` [O, I] of (inputs [N, I], gradient
+    [N, O]).
     """
     output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own, without types
         inputs, weight, data_gradient, weight_gradient

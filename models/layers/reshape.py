@@ -62,11 +62,7 @@ def spread_layers(num_layers: int, num_kept: int) -> list[int]:
 
 
 def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
-    """Return a model of some of the blocks.
-
-    Args:
-        model: of Llama's layout, left unchanged.
-        kept: numbers of the blocks that stay, ascending.
+    """Return a model of the blocks whose numbers are kept; `model`, of Llama's layout, stays as it is.
 
     Raises:
         ValueError: `kept` is empty, does not ascend, or names a block that is not there.
@@ -89,11 +85,7 @@ def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
 
 
 def take_widths(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
-    """Return a model with some of the channels, heads or tokens.
-
-    Args:
-        model: of Llama's layout, left unchanged.
-        kept: what stays; the width of a head always does.
+    """Return a model with some of the channels, heads or tokens of `model`, which stays as it is.
 
     Raises:
         ValueError: the model holds a tensor that is not of Llama's layout; names it.

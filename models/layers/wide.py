@@ -16,13 +16,10 @@ class WideDecoder(Decoder):
     """
 
     def together(self, token_ids: Tensor, caches: Sequence[Cache], layers: Collection[int] | None = None) -> Tensor:
-        """Run one token of each of several sequences, each after what its own cache holds, and add it there.
+        """Run one token of each of B sequences, each after what its own cache holds, and add it there.
 
-        Args:
-            token_ids: [B] int64.
-            caches: of the sequences, which may be of different lengths.
-            layers: those to run, None for all. Others are passed by on the residual stream and write no keys, so who
-                leaves one out for a token must leave it out for all that follow in that sequence.
+        Layers that are not among `layers`, None for all, are passed by on the residual stream and write no keys, so who
+        leaves one out for a token must leave it out for all that follow in that sequence.
 
         Returns:
             last hidden states [B, H], normed.
@@ -52,15 +49,10 @@ class WideDecoder(Decoder):
         return self._normed(state, self._norm)
 
     def grouped(self, token_ids: Tensor, cache: Cache, size: int) -> Tensor:
-        """Run tokens as `forward` does, but let the attentions of so many layers all read what the first one reads.
+        """Run tokens as `forward` does, but let the attentions of `size` layers all read what the first one reads.
 
         Their outputs still enter the residual stream one after another, each before its layer's MLP. A group of 1 is
-        `forward`.
-
-        Args:
-            token_ids: [n] int64.
-            cache: of this sequence; keys and values of what the attentions read enter it.
-            size: layers of a group; the last group may be smaller.
+        `forward`; the last group may be smaller.
 
         Returns:
             last hidden states [n, H], normed.
@@ -75,14 +67,7 @@ class WideDecoder(Decoder):
             state = functional.embedding(tokens, self._embedding)
             for first in range(0, self.num_layers, size):
                 group = range(first, min(first + size, self.num_layers))
-                attended = []
-                for number in group:
-                    layer = self._layers[number]
-                    queries, keys, values = self._project(layer, state, rows.rotation)
-                    all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
-                    all_keys[:, rows.start :] = keys.transpose(0, 1)
-                    all_values[:, rows.start :] = values.transpose(0, 1)
-                    attended.append(layer.output(self._attend(queries, all_keys, all_values, rows.mask)))
+                attended = [self._attention(number, state, cache, rows) for number in group]
                 for number, added in zip(group, attended, strict=True):
                     state = state + added
                     state = state + self._mlp(self._layers[number], state)

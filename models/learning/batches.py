@@ -36,13 +36,10 @@ def hidden_states(
 def pack(
     batch: Sequence[Sample], states: HiddenStates, num_steps: int, draft: Draft
 ) -> tuple[Rows, Tensor, Tensor, Tensor]:
-    """Pad a batch for `draft`, on its device, and list its rows.
+    """Pad a batch for `draft`, on its device: rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].
 
     A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples
     from the prompt by itself.
-
-    Returns:
-        the rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].
     """
     read = [states.read(sample) for sample in batch]
     hidden = torch.nn.utils.rnn.pad_sequence([h.float() for h, _ in read], batch_first=True)

@@ -45,14 +45,9 @@ class BinaryHead(nn.Module):
 
 
 def fit(features: Tensor, labels: Tensor, num_layers: int, no_weight: float, seed: int) -> BinaryHead:
-    """Fit a head.
+    """Fit a head to features [N, F] and labels [N] from 0, a no, to 1, a yes; `no_weight` is w.
 
-    Args:
-        features: [N, F].
-        labels: [N] from 0, a no, to 1, a yes.
-        num_layers: residual layers; 0 is logistic regression.
-        no_weight: w.
-        seed: of its first weights.
+    With no layer it is logistic regression; the seed is of its first weights.
 
     Raises:
         ValueError: there are no examples, or labels are no probabilities.
@@ -86,11 +81,7 @@ def save(head: BinaryHead, file: Path) -> None:
 
 
 def load(file: Path, num_features: int) -> BinaryHead:
-    """Read a head.
-
-    Raises:
-        ValueError: there is no such file, or its head is for other features.
-    """
+    """Read a head; ValueError if there is no such file, or its head is for other features."""
     if not file.is_file():
         raise ValueError(f"there is no file {file} with a head")
     head = _read(file, file.stat().st_mtime_ns)

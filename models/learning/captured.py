@@ -55,13 +55,7 @@ class Captured(NamedTuple):
 def write(file: Path, target: str, layers: Sequence[int], first: int, token_ids: Sequence[int], states: Tensor) -> None:
     """Write a file that only its owner may read, whole or not at all.
 
-    Args:
-        file: in a folder that there is.
-        target: whose states they are.
-        layers: see `Header`.
-        first: position of the first row.
-        token_ids: [N] which the target read.
-        states: [N, W] bfloat16.
+    `file` lies in a folder that there is; `token_ids` [N] are those whose states [N, W] bfloat16 follow `first`.
     """
     rows = states.contiguous().view(torch.int16).numpy().data
     header = Header(
@@ -84,13 +78,9 @@ def write(file: Path, target: str, layers: Sequence[int], first: int, token_ids:
 
 
 def read(file: Path, target: str, layers: Sequence[int], token_ids: Sequence[int]) -> Captured:
-    """Read what was captured of an answer.
+    """Read what was captured of an answer, states of a target at some layers, in that order.
 
-    Args:
-        file: see `write`.
-        target: whose states are wanted.
-        layers: which of them, in that order.
-        token_ids: [T] prompt and answer.
+    `token_ids` [T] are prompt and answer.
 
     Raises:
         OSError: there is no such file.

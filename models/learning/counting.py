@@ -15,14 +15,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import PreTrainedModel
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **settings: object) -> int:
@@ -88,59 +86,6 @@ def held_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     with counted(model) as cost:
         forward()
     return cost.peak_activation_bytes
-
-
-class StepCost(NamedTuple):
-    """What one training step of a batch costs, without the optimizer's own arithmetic.
-
-    Attributes:
-        forward_flops: of the forward pass.
-        backward_flops: of the backward pass.
-        peak_activation_bytes: held for the backward pass.
-    """
-
-    forward_flops: int
-    backward_flops: int
-    peak_activation_bytes: int
-
-
-def step_cost(model: PreTrainedModel, batch_size: int, length: int) -> StepCost:
-    """Run one forward and backward pass of next-token loss and return its cost; weights and gradients stay.
-
-    Args:
-        model: a plain causal language model, not checkpointed.
-        batch_size: documents, B.
-        length: tokens of each, T.
-
-    Raises:
-        ValueError: a batch without a token to predict.
-    """
-    if batch_size < 1 or length < 2:
-        raise ValueError(f"batch_size must be at least 1 and length 2; got {batch_size} and {length}")
-    token_ids = torch.zeros(batch_size, length, dtype=torch.int64, device=model.device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with counted(model) as cost:
-        loss = model(input_ids=token_ids, labels=token_ids, use_cache=False).loss
-        forward_flops = cost.flops
-        torch.autograd.grad(loss, trained, allow_unused=True)
-    return StepCost(forward_flops, cost.flops - forward_flops, cost.peak_activation_bytes)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters, a shared one once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def checkpoint_bytes(directory: Path) -> int:
-    """Return the bytes of a checkpoint's weights on disk.
-
-    Raises:
-        ValueError: the directory holds no safetensors file.
-    """
-    files = list(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{directory.name} holds no .safetensors file")
-    return sum(file.stat().st_size for file in files)
 
 
 class _Saved:

@@ -71,8 +71,7 @@ def require(family: str, params: BaseParams | None) -> BaseParams | None:
 def share(samples: Sequence[Sample], methods: Sequence[tuple[str, BaseParams]]) -> tuple[list[Sample], list[Sample]]:
     """Return answers to train a draft on, and others to fit heads on; without heads the draft gets all.
 
-    Raises:
-        ValueError: there are heads, and too few answers to keep one for them.
+    Too few answers to keep one for the heads are a ValueError.
     """
     if not methods:
         return list(samples), []
@@ -116,13 +115,7 @@ def fit(
 
 
 def found(family: str, params: BaseParams, directory: Path | None) -> BaseParams:
-    """Return a method's settings, with the head that a draft's directory keeps for it unless they name one.
-
-    Args:
-        family: of the method.
-        params: its settings.
-        directory: the draft's, None without a draft.
-    """
+    """Return a method's settings, with the head that a draft's directory, if any, keeps for it unless they name one."""
     module = catalog.load(family, params.name)
     if directory is None or not hasattr(module, "FILE") or getattr(params, "head", None) is not None:
         return params

@@ -12,10 +12,10 @@ order.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from models.checkpoints.loading import load_model
 from models.layers.layout import blocks
 from models.learning.captured import Captured, Captures
 from models.precision import fast_dtype
+
+ItemT = TypeVar("ItemT")
 
 
 class Sample(NamedTuple):
@@ -96,12 +98,14 @@ class HiddenStates:
             captured: states that need not be computed.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        done = self._read_index()
+        rows = self._read_index()
+        self._offsets = {row["id"]: row["start"] for row in rows}
+        done = max((row["start"] + row["length"] for row in rows), default=0)
         wanted = [s for s in self.samples if s.id not in self._offsets]
         if wanted:
             model = load_model(target, fast_dtype(device), device) if isinstance(target, Path) else target
             running = _Target(model, self.layers, device)
-            self._run(running, wanted, done, batch_tokens, on_progress, captured)
+            self._run(running, wanted, rows, done, batch_tokens, on_progress, captured)
         num_tokens = sum(len(s.token_ids) for s in self.samples)
         width = len(self.layers) * self.hidden_size
         size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
@@ -111,32 +115,29 @@ class HiddenStates:
         self._states = torch.from_numpy(states).view(torch.bfloat16)
         self._log_sums = torch.from_numpy(np.fromfile(self.directory / "log_sums.bin", dtype=np.float32, count=size))
 
-    def _read_index(self) -> int:
-        """Load offsets; return how many tokens are complete."""
-        index, done = self.directory / "index.jsonl", 0
-        if index.is_file():
-            for line in index.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:  # the line that a kill cut short; its bytes are written again
-                    break
-                self._offsets[row["id"]] = row["start"]
-                done = max(done, row["start"] + row["length"])
-        return done
+    def _read_index(self) -> list[dict[str, Any]]:
+        """Return what the index says of samples that are complete."""
+        index, rows = self.directory / "index.jsonl", []
+        for line in index.read_text().splitlines() if index.is_file() else ():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # the line that a kill cut short; its bytes are written again
+                break
+        return rows
 
     def _run(
         self,
         target: "_Target",
         wanted: list[Sample],
+        rows: list[dict[str, Any]],
         done: int,
         batch_tokens: int,
         on_progress: Callable[[int, int, float], None] | None,
         captured: Captures | None,
     ) -> None:
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
-        rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]
         index = self.directory / "index.jsonl"
-        index.write_text("".join(row + "\n" for row in rows))
+        index.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with (
             (self.directory / "states.bin").open("ab") as states,
             (self.directory / "log_sums.bin").open("ab") as log_sums,
@@ -177,19 +178,6 @@ class HiddenStates:
                     yield made
         for batch in length_buckets(rest, batch_tokens):
             yield target.compute(batch)
-
-    def _known(self) -> list[tuple[str, int, int]]:
-        index = self.directory / "index.jsonl"
-        if not index.is_file():
-            return []
-        rows = []
-        for line in index.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            rows.append((row["id"], row["start"], row["length"]))
-        return rows
 
 
 class _Target:
@@ -267,13 +255,18 @@ class _Taps:
             hook.remove()
 
 
+def batches_of(items: Iterable[ItemT], length: Callable[[ItemT], int], batch_tokens: int) -> list[list[ItemT]]:
+    """Group items of like length, so that little is padded; what is longer than a batch is one by itself."""
+    batches: list[list[ItemT]] = []
+    for item in sorted(items, key=length):
+        # Sorted, so the new item would be the longest of its batch.
+        if batches and length(item) * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
 def length_buckets(samples: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
     """Group samples of like length so that a padded batch holds at most `batch_tokens` tokens (or one sample)."""
-    batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda s: (len(s.token_ids), s.id)):
-        length = len(sample.token_ids)
-        if batches and (len(batches[-1]) + 1) * length <= batch_tokens:
-            batches[-1].append(sample)
-        else:
-            batches.append([sample])
-    return batches
+    return batches_of(sorted(samples, key=lambda sample: sample.id), lambda sample: len(sample.token_ids), batch_tokens)

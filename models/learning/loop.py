@@ -106,7 +106,7 @@ class Loop(Generic[BatchT]):
         while not self.is_over():
             self.before_step()
             started = time.perf_counter()
-            batch = self._batch()
+            batch = batch_at(self.batches, self.step, self.seed)
             value = self.advance(batch)
             if value is not None:
                 mean = value if not self.losses else 0.95 * self.losses[-1][1] + 0.05 * value
@@ -156,7 +156,9 @@ class Loop(Generic[BatchT]):
             self.losses = [(step, loss) for step, loss in progress["losses"]]
             self.restore(progress)
 
-    def _batch(self) -> BatchT:
-        epoch, place = divmod(self.step, len(self.batches))
-        rng = torch.Generator().manual_seed(self.seed * 1000 + epoch)
-        return self.batches[int(torch.randperm(len(self.batches), generator=rng)[place])]
+
+def batch_at(batches: Sequence[BatchT], step: int, seed: int) -> BatchT:
+    """Return the batch of a step: each pass has an order of its own, which is the same in a run that was resumed."""
+    epoch, place = divmod(step, len(batches))
+    rng = torch.Generator().manual_seed(seed * 1000 + epoch)
+    return batches[int(torch.randperm(len(batches), generator=rng)[place])]

@@ -74,27 +74,12 @@ def load_progress(
 
 
 def save_state(file: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
-    """Write what another run goes on from.
-
-    Args:
-        file: to be written.
-        trained: name to parameter.
-        optimizer: of these parameters.
-    """
+    """Write what another run goes on from; the optimizer is of these parameters."""
     save_file(_tensors(trained, optimizer), file)
 
 
 def load_state(file: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
-    """Put back what `save_state` wrote.
-
-    Args:
-        file: of a run with the same parameters.
-        trained: name to parameter, changed in place.
-        optimizer: of these parameters.
-
-    Raises:
-        ValueError: a parameter is missing, extra or of another shape; names it.
-    """
+    """Put back what `save_state` wrote, in place; ValueError names a parameter that is not of the same shape."""
     tensors = load_file(file)
     saved = {name.removeprefix("weight/"): tensor for name, tensor in tensors.items() if name.startswith("weight/")}
     for name in sorted(saved.keys() | trained.keys()):

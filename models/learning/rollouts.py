@@ -42,17 +42,10 @@ def write(
     stops: frozenset[int],
     rng: torch.Generator,
 ) -> list[int]:
-    """Write another answer to a sample's prompt; return its token ids.
+    """Write another answer to a sample's prompt; return its token ids. The first token is the sample's.
 
-    Args:
-        draft: on the target's device.
-        target: what the draft is for.
-        sample: whose answer's first token is kept.
-        by_draft: of each token of the answer, whether the draft writes it; the first one's is not read.
-        temperature: of both; 0 takes the likeliest tokens.
-        num_draft_tokens: K.
-        stops: tokens that end an answer.
-        rng: on that device.
+    `by_draft` says of each token whether the draft writes it; temperature 0 takes the likeliest tokens; draft, target
+    and `rng` are on one device.
     """
     sampling = Sampling(temperature=temperature)
 

@@ -9,11 +9,12 @@ batch of the second, as large, in an order of its own.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.learning.training import batches_of, cut, pad
+from models.learning.hidden import batches_of
+from models.learning.loop import batch_at
+from models.learning.training import cut, pad
 from models.params import TrainingParams
 from models.regimes import Batch, Regime
 
@@ -24,26 +25,14 @@ class SecondTask(Regime):
     """The hook that adds it to the loss of the one loop."""
 
     def __init__(self, documents: Sequence[Sequence[int]], weight: float, params: TrainingParams, seed: int) -> None:
-        """Group the documents.
-
-        Args:
-            documents: token ids of the second task.
-            weight: λ; at 0 nothing is computed.
-            params: of the loop, whose batches are as large.
-            seed: of the order of batches.
-
-        Raises:
-            ValueError: no document has two tokens.
-        """
-        self._batches = batches_of(cut(documents, params.max_length), params.batch_tokens)
+        """Group documents, token ids, in batches as the loop's; `weight` is λ; ValueError if none has two tokens."""
+        self._batches = batches_of(cut(documents, params.max_length), len, params.batch_tokens)
         self._weight, self._seed, self._step = weight, seed, 0
         self._loss: float | None = None
 
     def batch_at(self, step: int) -> list[list[int]]:
         """Return the documents that go with a step, the same ones in a run that was resumed."""
-        epoch, place = divmod(step, len(self._batches))
-        rng = torch.Generator().manual_seed(self._seed * 1000 + epoch)
-        return self._batches[int(torch.randperm(len(self._batches), generator=rng)[place])]
+        return batch_at(self._batches, step, self._seed)
 
     def runs(self, step: int) -> bool:
         """See the base; every step runs."""
@@ -51,7 +40,6 @@ class SecondTask(Regime):
         return True
 
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
-        """See the base."""
         if self._weight == 0:
             return None
         own, device = pad(self.batch_at(self._step)), batch.token_ids.device
@@ -65,11 +53,9 @@ class SecondTask(Regime):
         return {} if self._loss is None else {"second_task_loss": self._loss}
 
     def state(self) -> dict[str, object]:
-        """See the base."""
         return {"loss": self._loss}
 
     def restore(self, state: dict[str, object]) -> None:
-        """See the base."""
         loss = state["loss"]
         assert loss is None or isinstance(loss, float)
         self._loss = loss

@@ -79,15 +79,7 @@ class Teachers:
     def __init__(
         self, draft: Draft, target_dir: Path, loss: BaseParams, beside: Sequence[TeacherParams], dirs: Sequence[Path]
     ) -> None:
-        """Read them.
-
-        Args:
-            draft: what learns, on the device where it will.
-            target_dir: the target.
-            loss: whose columns are wanted.
-            beside: the other models.
-            dirs: where each of them lies; see `require_teachers`.
-        """
+        """Read the target, and the other models, which lie in `dirs`; the draft is where it learns `loss`."""
         self._loss, self._needs = loss.name, catalog.load("losses", loss.name).NEEDS
         self._dirs, self._states = tuple(dirs), tuple[HiddenStates, ...]()
         self._target, self._draft_ids = Teacher.read(draft, target_dir), draft_ids(draft, target_dir)
@@ -119,26 +111,20 @@ class Teachers:
 
     def drafted(
         self,
-        step: int,
         unrolled: Unrolled,
         came: Tensor,
-        own: Tensor,
         word: Sequence[Said],
         places: tuple[Tensor, Tensor],
     ) -> Drafted:
         """Put together what the loss needs of rows [n], and compute no more.
 
-        Args:
-            step, unrolled: what was drafted.
-            came: [n] target ids of the tokens that came instead.
-            own: [n] whether the draft was led by its own tokens.
-            word: of `say`.
-            places: [n] sequences and [n] tokens of theirs, after which the rows' words are said.
+        `came` [n] are target ids of the tokens that came instead, `word` is of `say`, `places` are [n] sequences and
+        [n] tokens of theirs, after which the rows' words are said.
 
         Raises:
             ValueError: the loss reads states that the draft has not.
         """
-        columns = {"on_policy": own}
+        columns: dict[str, Tensor] = {}
         with torch.no_grad():
             if {"target_probs", "target_hidden"} & set(self._needs):
                 columns["target_hidden"] = self._target.normed(word[0][0][places])
@@ -150,7 +136,7 @@ class Teachers:
             if unrolled.hidden is None:
                 raise ValueError(f'loss "{self._loss}" reads draft_hidden, and this draft has none')
             columns["draft_hidden"] = unrolled.hidden
-        return Drafted(step, unrolled.logits, **{name: columns[name] for name in self._needs})
+        return Drafted(unrolled.logits, **{name: columns[name] for name in self._needs})
 
     def _mean(self, normed: Tensor, word: Sequence[Said], places: tuple[Tensor, Tensor]) -> Tensor:
         """Return [n, D] the mean of their probabilities; `normed` [n, H] are the target's states."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from models import catalog
 from models.checkpoints.invariants import Holding, note_zeroes
+from models.learning.hidden import batches_of
 from models.learning.loop import Loop
 from models.params import BaseParams, TrainingParams
 from models.regimes import Batch, Plan, Regime
@@ -112,35 +113,24 @@ def train_by_name(
     if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
         for one in found:
             require_kept([Declared(f"this model, such as {frozen[0]}", (), ("frozen weights",)), one])
-    trained = _train_by_name(model, documents, params, methods, seed, work_dir, on_progress, more)
+    modules = [(catalog.load("regimes", method.name), method) for method in methods]
+    loops = [(module, method) for module, method in modules if "loop" in module.CHANGES]
+    trained: Trained
+    if loops:
+        module, method = loops[0]
+        if more:
+            raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
+        trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
+    else:
+        hooks = [
+            module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
+            for number, (module, method) in enumerate(modules)
+        ]
+        label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
+        trained = train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
     if any("zeroes" in one.keeps for one in found):
         note_zeroes(model)
     return trained
-
-
-def _train_by_name(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: TrainingParams,
-    methods: Sequence[BaseParams],
-    seed: int,
-    work_dir: Path | None,
-    on_progress: OnProgress | None,
-    more: Sequence[Regime],
-) -> Trained:
-    modules = [(catalog.load("regimes", method.name), method) for method in methods]
-    for module, method in modules:
-        if "loop" in module.CHANGES:
-            if more:
-                raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
-            trained: Trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
-            return trained
-    hooks = [
-        module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
-        for number, (module, method) in enumerate(modules)
-    ]
-    label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
-    return train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
 
 
 def pad(documents: Sequence[Sequence[int]]) -> Batch:
@@ -187,7 +177,7 @@ class _Loop(Loop[list[list[int]]]):
         self.model, self.params, self.regimes, self.show = model, params, regimes, show
         pieces = cut(documents, params.max_length)
         grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
-        self.batches = next((own for own in grouped if own is not None), batches_of(pieces, params.batch_tokens))
+        self.batches = next((own for own in grouped if own is not None), batches_of(pieces, len, params.batch_tokens))
         self.total = params.num_epochs * len(self.batches)
         plan = Plan(self.total, len(self.batches))
         own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
@@ -268,25 +258,13 @@ class _Loop(Loop[list[list[int]]]):
 
 def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:
     """Return how many steps training takes that no regime changes."""
-    return params.num_epochs * len(batches_of(cut(documents, params.max_length), params.batch_tokens))
+    return params.num_epochs * len(batches_of(cut(documents, params.max_length), len, params.batch_tokens))
 
 
 def learning_rate(params: TrainingParams, step: int, total: int) -> float:
     """Return the rate of a step: a linear rise, then half a cosine down to 2%."""
     warm = min(1.0, (step + 1) / max(params.warmup * total, 1.0))
     return params.learning_rate * warm * max(0.5 * (1 + math.cos(math.pi * step / total)), 0.02)
-
-
-def batches_of(pieces: Sequence[list[int]], batch_tokens: int) -> list[list[list[int]]]:
-    """Group pieces of like length, so that little is padded; what is longer than a batch is one by itself."""
-    batches: list[list[list[int]]] = []
-    for piece in sorted(pieces, key=len):
-        # Sorted, so the new piece would be the longest of its batch.
-        if batches and len(piece) * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(piece)
-        else:
-            batches.append([piece])
-    return batches
 
 
 def _digest(batches: Sequence[Sequence[Sequence[int]]]) -> int:

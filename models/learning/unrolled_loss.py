@@ -26,13 +26,8 @@ class UnrolledLoss:
     ) -> None:
         """Take what a run is of.
 
-        Args:
-            draft: that learns.
-            procedure: how it is trained.
-            teachers: who say what is right.
-            counts: sample id to [T] how much each token counts; empty where all count the same.
-            num_unroll: steps that a row is unrolled for, its first included.
-            seed: of what the draft draws.
+        `counts` are sample id to [T] how much each token counts, empty where all count the same; `num_unroll` steps
+        that a row is unrolled for, its first included; `seed` that of what the draft draws.
         """
         self._draft, self._procedure, self._teachers, self._counts = draft, procedure, teachers, counts
         self._num_unroll, self._seed = num_unroll, seed
@@ -41,13 +36,8 @@ class UnrolledLoss:
     def __call__(self, batch: Sequence[Sample], states: HiddenStates, step: int, done: float) -> tuple[Tensor, float]:
         """Return the loss to minimise, the mean over the draft and those nested in it, and its first unroll's mean.
 
-        More rows go on as the draft gets better, so only the latter falls.
-
-        Args:
-            batch: of the answers.
-            states: the target's.
-            step: of the optimizer, by which random choices are made: a resumed run draws what the unbroken one would.
-            done: share of the run, in [0, 1].
+        More rows go on as the draft gets better, so only the latter falls. Random choices are made by the optimizer's
+        step: a resumed run draws what the unbroken one would. `done` is the share of the run, in [0, 1].
         """
         rows, final, log_sums, lengths = pack(batch, states, self._num_unroll, self._draft)
         rng = torch.Generator(final.device).manual_seed(self._seed * 1_000_003 + step)
@@ -67,14 +57,13 @@ class UnrolledLoss:
 
         def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, float]:
             total, first = torch.zeros((), device=final.device), 0.0
-            own = torch.ones_like(rows.index, dtype=torch.bool)
             for step, unrolled in enumerate(unrolls):
                 running = unrolled.running
                 if len(running) == 0:
                     break
                 sequence, position = rows.sequence[running], rows.index[running] + 1 + step
                 places = sequence, position
-                drafted = self._teachers.drafted(step, unrolled, came(step, running), own[running], word, places)
+                drafted = self._teachers.drafted(unrolled, came(step, running), word, places)
                 values = self._loss.loss(drafted, self._procedure.loss)
                 if unrolled.added is not None:
                     values = values + unrolled.added
@@ -82,8 +71,6 @@ class UnrolledLoss:
                 total = total + self._procedure.step_decay**step * counted.sum()
                 if step == 0:
                     first = float(values.detach().mean())
-                if "on_policy" in self._loss.NEEDS:
-                    own[running] &= self._choice(unrolled.logits) == came(step, running)
             return total / len(rows.index), first
 
         parts = [of(unrolls) for unrolls in self._draft.unroll_all(rows, self._num_unroll, keep)]

@@ -90,16 +90,9 @@ class Validation:
         steps_per_pass: int,
         work_dir: Path,
     ) -> None:
-        """Take the draft that learns.
+        """Take the draft that learns, on its device, and samples that it does not learn.
 
-        Args:
-            draft: on its device.
-            target_dir: what it drafts for.
-            samples: that it does not learn.
-            num_draft_tokens: K as served.
-            patience: passes without a better draft that end a run.
-            steps_per_pass: over the answers that are learnt.
-            work_dir: of the run, for hidden states and the best weights.
+        `patience` is of passes without a better draft that end a run, `steps_per_pass` over what is learnt.
         """
         self.samples = [one for one in samples if len(one.completion_ids) >= MIN_COMPLETION]
         self.taus: list[tuple[int, float]] = []

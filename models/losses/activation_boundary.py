@@ -39,6 +39,4 @@ def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
     draft = drafted.draft_hidden.float()
     short = functional.relu(params.margin - torch.where(drafted.target_hidden > 0, draft, -draft))
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    told = -(drafted.target_probs.float() * log_q).sum(-1)
-    return told + params.weight * short.square().mean(-1)
+    return drafted.cross_entropy() + params.weight * short.square().mean(-1)

@@ -38,6 +38,4 @@ def loss(drafted: Drafted, params: Params) -> Tensor:
         functional.normalize(hidden.float().square().sum(-1), dim=0)
         for hidden in (drafted.draft_hidden, drafted.target_hidden)
     )
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    told = -(drafted.target_probs.float() * log_q).sum(-1)
-    return told + params.weight / 2 * (draft - target).square()
+    return drafted.cross_entropy() + params.weight / 2 * (draft - target).square()

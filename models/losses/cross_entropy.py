@@ -6,7 +6,6 @@ any language model.
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from models.losses import Drafted, Minimum
@@ -25,6 +24,4 @@ class Params(BaseParams):
 
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    said = log_q.gather(-1, drafted.token.clamp(min=0)[:, None])[:, 0]
-    return torch.where(drafted.token >= 0, -said, 0.0)
+    return -drafted.log_prob()

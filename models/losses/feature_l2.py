@@ -8,7 +8,6 @@ feature is as wide as the target's, and the two are learnt together, as Chimera 
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -34,6 +33,4 @@ class Params(BaseParams):
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
     distance = (drafted.draft_hidden.float() - drafted.target_hidden.float()).square().mean(-1)
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    said = log_q.gather(-1, drafted.token.clamp(min=0)[:, None])[:, 0]
-    return distance - params.classification * torch.where(drafted.token >= 0, said, 0.0)
+    return distance - params.classification * drafted.log_prob()

@@ -37,9 +37,7 @@ class Params(BaseParams):
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
     draft, target = (_alike(hidden.float()) for hidden in (drafted.draft_hidden, drafted.target_hidden))
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    told = -(drafted.target_probs.float() * log_q).sum(-1)
-    return told + params.weight / 2 * len(draft) * (draft - target).square().sum(-1)
+    return drafted.cross_entropy() + params.weight / 2 * len(draft) * (draft - target).square().sum(-1)
 
 
 def _alike(hidden: Tensor) -> Tensor:

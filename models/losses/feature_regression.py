@@ -33,5 +33,4 @@ def loss(drafted: Drafted, params: Params) -> Tensor:
     distance = functional.smooth_l1_loss(
         drafted.draft_hidden.float(), drafted.target_hidden.float(), reduction="none"
     ).mean(-1)
-    log_q = drafted.draft_logits.float().log_softmax(-1)
-    return distance - params.classification * (drafted.target_probs.float() * log_q).sum(-1)
+    return distance + params.classification * drafted.cross_entropy()

@@ -24,4 +24,4 @@ class Params(BaseParams):
 
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32, without the entropy term, which no draft can change."""
-    return -(drafted.target_probs.float() * drafted.draft_logits.float().log_softmax(-1)).sum(-1)
+    return drafted.cross_entropy()

@@ -21,7 +21,6 @@ _KEYS: dict[str, dict[str, str]] = {
         "drafts.hydra": "vocab_size",
         "drafts.parallel_eagle": "vocab_size aux_layers",
     },
-    "models/drafting/fspad.py": {"drafts.eagle": "feature_sampling partial_alignment"},
     "models/drafting/heads.py": {"drafts.hydra": "num_heads num_layers", "drafts.medusa": "num_layers"},
     "models/drafts/chimera.py": {"drafts.chimera": "vocab_size num_heads"},
     "models/drafts/clover.py": {"drafts.clover": "vocab_size num_heads"},
@@ -29,7 +28,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/drafts/dream/__init__.py": {
         "drafts.dream": "vocab_size noise middle_layers middle_weight image_tokens image_share"
     },
-    "models/drafts/eagle.py": {"drafts.eagle": "vocab_size noise"},
+    "models/drafts/eagle.py": {"drafts.eagle": "vocab_size noise feature_sampling partial_alignment"},
     "models/drafts/eagle3/__init__.py": {"drafts.eagle3": "vocab_size"},
     "models/drafts/early_exit.py": {"drafts.early_exit": "exit_layer"},
     "models/drafts/falcon.py": {"drafts.falcon": "vocab_size tokens_per_pass noise"},

@@ -28,8 +28,8 @@ import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig
 
-from models.checkpoints.checkpoint import read_tensor
 from models.drafting.borrowing import Format
+from models.drafting.features import start_as
 from models.drafts.dream.draft import Dream
 from models.params import BaseParams, require_unsaid
 
@@ -77,14 +77,7 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Dream:
     """Make a draft of the target's first layer and, twice, its last, to which features say nothing yet.
 
-    Args:
-        params: its shape, and what it is trained with.
-        target_dir: the target's directory (Llama layout).
-        token_counts: [V] how often each target token occurs in the traffic.
-
-    Raises:
-        ValueError: the target is of another layout, has fewer tokens than the draft, or not the layers or the image
-            tokens that are named.
+    See `models.drafts.Family`.
     """
     num_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
     own = {
@@ -97,11 +90,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Dream:
     draft = _format.start(params.vocab_size, own, target_dir, token_counts)
     with torch.no_grad():
         for layer, number in zip(draft.layers, (0, num_layers - 1, num_layers - 1), strict=True):
-            for name, parameter in layer.named_parameters():
-                if name.endswith(("q_norm.weight", "k_norm.weight")):
-                    parameter.fill_(1.0)
-                else:
-                    parameter.copy_(read_tensor(target_dir, f"model.layers.{number}.{name}"))
+            start_as(layer, target_dir, number)
         draft.norm.weight.copy_(draft.target_norm)
     return draft
 

@@ -5,9 +5,8 @@ row has drafted.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch.nn import functional
 
 from models.drafting.borrowing import NormedDraft
 from models.drafting.features import Scale, decoder_layer
-from models.drafting.path_drafters import PathDrafter
-from models.drafts import KeepRows, Procedure, Rows, Unrolled
+from models.drafting.path_drafters import Node, NodeDrafter, stacked
+from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width
 from models.drafts.dream import images, watched
-from models.drafts.dream.memory import DreamCache, Pair, Pairs, joined, stacked
+from models.drafts.dream.memory import DreamCache, Pair, Pairs, joined
 from models.losses import feature_regression
 
 CHUNK = 512
@@ -79,11 +78,7 @@ class Dream(NormedDraft):
     def combine(self, hidden: Tensor) -> Tensor:
         """The feature, of tapped states; ValueError if they are of another width."""
         width = len(self.target_norm)
-        if hidden.shape[-1] != len(self.taps) * width:
-            raise ValueError(
-                f"Dream reads {len(self.taps)} of the target's states, {len(self.taps) * width} wide; got states of "
-                f"width {hidden.shape[-1]}"
-            )
+        require_width(self, hidden, len(self.taps) * width)
         return super().combine(hidden[..., -width:])
 
     def start(self, num_texts: int) -> DreamCache:
@@ -95,16 +90,9 @@ class Dream(NormedDraft):
     def read(
         self, memory: DreamCache, hidden: Tensor, token_ids: Tensor, rng: torch.Generator | None = None
     ) -> tuple[DreamCache, Tensor]:
-        """Read on in B texts.
+        """Read on in B texts: tapped states [B, n, A·H] of the next tokens, and these [B, n+1] with the one after them.
 
-        Args:
-            memory: of what was read.
-            hidden: [B, n, A·H] tapped states of the next tokens.
-            token_ids: [B, n+1] these tokens, and the one after them.
-            rng: of training's noise.
-
-        Returns:
-            what is known then, and c [B, n, H].
+        `rng` is of training's noise. Returns what is known then, and c [B, n, H].
         """
         num_texts, num_tokens = hidden.shape[:2]
         features = self.combine(hidden)
@@ -183,14 +171,8 @@ class Dream(NormedDraft):
     ) -> Tensor:
         """Run a layer for rows [n, H] at places [n].
 
-        Args:
-            number: of the layer.
-            state: what it reads.
-            places: of the rows.
-            own: keys and values [n, u, kv heads, width] of each row alone.
-            sequence: [n] whose text is whose; rows of one text are contiguous.
-            text: keys and values [B, ·, kv heads, width].
-            seen: [n, ·] which of them a row sees.
+        `own` are keys and values [n, u, kv heads, width] of each row alone, `text` [B, ·, kv heads, width] of its
+        text by `sequence` [n], of which rows are contiguous; `seen` [n, ·] says which of these a row sees.
         """
         layer: Any = self.layers[number]
         attention = layer["self_attn"]
@@ -199,32 +181,13 @@ class Dream(NormedDraft):
             queries = self.normed(queries.unflatten(-1, (self.num_heads, self.head_dim)), attention["q_norm"])
         else:
             queries = self.rotated(queries, self.num_heads, places)
-        attended = attention["o_proj"](self._attended(queries, own, sequence, text, seen))
+        attended = attention["o_proj"](self.attend(queries[:, None], own, sequence, places, text, seen)[:, 0])
         if number != 1:
             return self.feed_forward(layer, state + attended)
         on_attention, on_mlp = self.gates.tanh()
         state = state + on_attention * attended
         fused: Tensor = state + on_mlp * (self.feed_forward(layer, state) - state)
         return fused
-
-    def _attended(self, queries: Tensor, own: Pair, sequence: Tensor, text: Pair, seen: Tensor) -> Tensor:
-        grouped = queries.unflatten(1, (self.num_kv_heads, -1)) * self.head_dim**-0.5
-        own_scores = torch.einsum("nkgw,nukw->nkgu", grouped, own[0])
-        parts = []
-        for number in sequence.unique_consecutive().tolist():
-            here = sequence == number
-            scores = torch.einsum("nkgw,tkw->nkgt", grouped[here], text[0][number])
-            scores = scores.masked_fill(~seen[here][:, None, None], float("-inf"))
-            of_text, of_own = (
-                torch.cat([scores, own_scores[here]], dim=-1)
-                .softmax(-1)
-                .split([scores.shape[-1], own_scores.shape[-1]], dim=-1)
-            )
-            parts.append(
-                torch.einsum("nkgt,tkw->nkgw", of_text, text[1][number])
-                + torch.einsum("nkgu,nukw->nkgw", of_own, own[1][here])
-            )
-        return (torch.cat(parts) if parts else grouped).flatten(1)
 
     def draft_first(self, fused: Tensor, index: Tensor, sequence: Tensor, memory: DreamCache) -> tuple[Tensor, Tensor]:
         """Return f̂ [n, H] and logits [n, D] that follow c [n, H] of rows at `index`."""
@@ -241,18 +204,11 @@ class Dream(NormedDraft):
         sequence: Tensor,
         memory: DreamCache,
     ) -> tuple[Tensor, Tensor, Pairs]:
-        """Go on from what was drafted.
+        """Go on from what was drafted: f̂ [n, H], logits [n, D], and `own` with these tokens in it.
 
-        Args:
-            guess: [n, H] f̂ of the last tokens but one.
-            token_ids: [n] the last tokens.
-            step: how many were drafted, these among them.
-            own: keys and values of those before.
-            index, sequence: [n] as in `Rows`.
-            memory: of the texts.
-
-        Returns:
-            f̂ [n, H], logits [n, D], and `own` with these tokens in it.
+        `guess` [n, H] is f̂ of the last tokens but one, `token_ids` [n] are the last, `step` is how many were
+        drafted, these among them; `own` are keys and values of those before, `index` and `sequence` [n] as in
+        `Rows`.
         """
         state = functional.embedding(token_ids, self.embedding)
         places, seen, after = index + step, self.seen(memory, sequence, index), list(own)
@@ -267,7 +223,6 @@ class Dream(NormedDraft):
         return super().say(self.normed(state, self.norm))
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`."""
         following = rows.token_ids[:, : rows.hidden.shape[1] + 1]
         memory, fused = self.read(self.start(len(following)), rows.hidden, following, rows.rng)
         running, own = torch.arange(len(rows.index), device=rows.index.device), self.no_own(len(rows.index))
@@ -307,32 +262,20 @@ class Dream(NormedDraft):
         return found
 
     def drafter(self, max_len: int) -> "_Drafter":  # type: ignore[override]  # it drafts otherwise
-        """See `models.drafts.Draft`."""
         return _Drafter(self)
 
 
-class _Node(NamedTuple):
-    """What the draft came to after some tokens: f̂ [H], logits [D], keys and values [u, kv heads, width]."""
-
-    guess: Tensor
-    logits: Tensor
-    own: Pairs
-
-
-class _Drafter(PathDrafter):
-    """See the base; a node is run once."""
+class _Drafter(NodeDrafter):
+    """See the base; a node's state is f̂."""
 
     draft: Dream
 
     def __init__(self, draft: Dream) -> None:
-        self.draft = draft
+        super().__init__(draft)
         self._memory = draft.start(1)
         self._fused = torch.empty(0)
-        self._nodes: dict[tuple[int, ...], _Node] = {}  # by the tokens after the last certain one
-        self._run_by = draft
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         for start in range(0, len(hidden), CHUNK):
             part = hidden[None, start : start + CHUNK].float()
             tokens = token_ids[None, start : start + part.shape[1] + 1]
@@ -340,28 +283,17 @@ class _Drafter(PathDrafter):
             self._memory, self._fused = self.draft.pruned(memory), fused[0, -1:]
         self._nodes = {}
 
-    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the logits [n, D] after some tokens, of which those that were not yet there are run level by level."""
-        if self._run_by is not self.draft:
-            self._nodes, self._run_by = {}, self.draft
-        beginnings = {path[:size] for path in paths for size in range(len(path) + 1)}
-        for _, level in groupby(sorted(beginnings - self._nodes.keys(), key=len), key=len):
-            self._run(list(level))
-        return torch.stack([self._nodes[path].logits for path in paths])
-
     def _run(self, level: Sequence[tuple[int, ...]]) -> None:
-        """Run nodes of one depth, whose parents have been."""
         draft, memory, step = self.draft, self._memory, len(level[0])
         sequence = torch.zeros(len(level), dtype=torch.int64, device=self._fused.device)
         index, own = sequence + memory.images.shape[1] - 1, draft.no_own(len(level))
         if step:
             above = [self._nodes[path[:-1]] for path in level]
             tokens = torch.tensor([path[-1] for path in level], device=index.device)
-            own = stacked([node.own for node in above])
-            guess, logits, own = draft.go_on(
-                torch.stack([node.guess for node in above]), tokens, step, own, index, sequence, memory
-            )
+            guess = torch.stack([node.state for node in above])
+            own = [stacked(pairs) for pairs in zip(*(node.own for node in above), strict=True)]
+            guess, logits, own = draft.go_on(guess, tokens, step, own, index, sequence, memory)
         else:
             guess, logits = draft.draft_first(self._fused, index, sequence, memory)
         for row, path in enumerate(level):
-            self._nodes[path] = _Node(guess[row], logits[row], [(keys[row], values[row]) for keys, values in own])
+            self._nodes[path] = Node(guess[row], logits[row, None], [(keys[row], values[row]) for keys, values in own])

@@ -11,12 +11,7 @@ from torch import Tensor
 
 
 def ended(images: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, place after the last) of the runs that end before a place from `start` on.
-
-    Args:
-        images: of each token of a text, whether it is an image's.
-        start: tokens before it were looked through already.
-    """
+    """Yield (first, place after the last) of the runs of images that end before a place from `start` on."""
     first: int | None = None
     for place, image in enumerate(images):
         if image and first is None:
@@ -28,12 +23,7 @@ def ended(images: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
 
 
 def left_out(scores: Tensor, share: float) -> Tensor:
-    """Return the places [·] of an image's tokens that are not kept.
-
-    Args:
-        scores: [n] how much each is looked at.
-        share: of them that is kept; one at least.
-    """
+    """Return the places [·] of tokens that are not of the `share`, one at least, with the highest `scores` [n]."""
     return scores.argsort(descending=True, stable=True)[max(1, int(len(scores) * share)) :]
 
 

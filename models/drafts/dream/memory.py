@@ -3,7 +3,6 @@
 Letters as in `dream.draft`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,15 +33,3 @@ class DreamCache(NamedTuple):
 def joined(before: Pair, new: Pair) -> Pair:
     """Put keys and values behind others, along axis 1."""
     return torch.cat([before[0], new[0]], dim=1), torch.cat([before[1], new[1]], dim=1)
-
-
-def stacked(owns: Sequence[Pairs]) -> Pairs:
-    """Put the keys and values of several rows above each other, along a new axis 0."""
-    keys, values = (
-        [torch.stack(one) for one in zip(*part, strict=True)]
-        for part in (
-            [[pair[0] for pair in own] for own in owns],
-            [[pair[1] for pair in own] for own in owns],
-        )
-    )
-    return list(zip(keys, values, strict=True))

@@ -76,12 +76,7 @@ def entropy(attention: Tensor) -> Tensor:
 
 
 def looked_at(query: Tensor, keys: Tensor) -> Tensor:
-    """Return [n] how a token's look is shared out among some others, the mean over heads.
-
-    Args:
-        query: [heads, width] of the token.
-        keys: [n, kv heads, width] of the others.
-    """
+    """Return [n] how a token's look [heads, width] is shared out among some others' keys, the mean over heads."""
     return _scores(query[None], keys)[:, 0].softmax(-1).mean(0)
 
 

@@ -4,7 +4,6 @@ The module itself is in `models.drafting.eagle3_heads`, what others publish in `
 """
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from models.drafting.eagle3_heads import (
     start_from_last_layer,
     tapping,
 )
-from models.drafts import EngineWeights
+from models.drafting.features import layer_config
 from models.drafts.eagle3.export import publish as publish
 from models.drafts.eagle3.layouts import is_published, read_published, with_offsets
 from models.targets import describe
@@ -43,12 +42,7 @@ class Params(HeadParams):
 
 _format = Format(FAMILY, ARCHITECTURES, Eagle3, start_from_last_layer)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
-expected_shapes = _format.expected_shapes
-
-
-def publishes(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a head in a layout of `layouts`."""
-    return is_published(config)
+expected_shapes, publishes, vllm_weights = _format.expected_shapes, is_published, engine_weights
 
 
 def adopt(directory: Path, target_dir: Path) -> Eagle3:
@@ -76,22 +70,22 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
             raise ValueError(f"the head has {key} {got}, the target has {wanted}")
     _require_same_tokens(directory, target_dir)
     tensors = with_offsets(head.tensors, target.vocab_size)
-    embedding = read_tensor(target_dir, "model.embed_tokens.weight")
     own = tensors.pop("embed_tokens.weight", None)
-    if own is not None and not torch.equal(own, embedding.to(own.dtype)):
+    if own is not None and not torch.equal(own, read_tensor(target_dir, "model.embed_tokens.weight").to(own.dtype)):
         raise ValueError(
             "tensor embed_tokens.weight is not the target's; a head with an embedding of its own is not supported"
         )
     # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
     for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
         setattr(head.layer, key, getattr(source, key))
-    config = _format.config(head.layer, head.draft_vocab_size, head.readings[0], target)
+    shape = {**layer_config(head.layer), "draft_vocab_size": head.draft_vocab_size, **tapping(head.readings[0])}
+    config = _format.config(shape, target_dir)
     if head.norm_before_residual:
         config["norm_before_residual"] = True
     if not is_subset(config) and not tensors.get("d2t", torch.zeros(1)).any():
         tensors.pop("d2t", None)
     _format.require_fit(tensors, config)
-    adopted = Eagle3(config, embedding.float())
+    adopted = Eagle3(config).borrow(target_dir)
     adopted.load_state_dict(tensors)
     return adopted
 
@@ -99,23 +93,16 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
 def readings(draft: Eagle3, directory: Path, target_dir: Path) -> dict[str, Eagle3]:
     """See `models.drafts.Adopter`: by the layers that it may read. All share one head's weights."""
     head = read_published(read_json(directory / "config.json"), read_stored(directory), describe(target_dir).num_layers)
-    return {f"layers {', '.join(map(str, taps))}": _reading(draft, taps) for taps in head.readings}
-
-
-def _reading(draft: Eagle3, taps: tuple[int, ...]) -> Eagle3:
-    other = copy.copy(draft)
-    other.config = draft.config | tapping(taps)
-    return other
+    found = {}
+    for taps in head.readings:
+        found[f"layers {', '.join(map(str, taps))}"] = other = copy.copy(draft)
+        other.config = draft.config | tapping(taps)
+    return found
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     return {"method": "eagle3", "model": str(directory)}
-
-
-def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file, with vLLM's names for its tensors."""
-    return engine_weights(directory)
 
 
 def _require_same_tokens(directory: Path, target_dir: Path) -> None:

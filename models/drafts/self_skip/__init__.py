@@ -81,15 +81,10 @@ class SelfSkip(SelfDraft):
         share = max(1, round(params.skip_share * len(self.items)))
         self.tuning = Tuning(len(self.items), share, params)
 
-    @property
-    def skipped(self) -> Sublayers:
-        """What was found."""
-        return self._skipped
-
     def skip(self, skipped: Sublayers) -> None:
         """Leave these sublayers out from now on; ValueError if the target has not these, or nothing would run."""
         require_part(skipped, self.config["num_hidden_layers"])
-        self._skipped = skipped
+        self.skipped = skipped
         found = {kind: sorted(numbers) for kind, numbers in skipped._asdict().items()}
         self.config["redraft"] = {**self.config["redraft"], "skipped": found}
 
@@ -103,7 +98,6 @@ class SelfSkip(SelfDraft):
         return frozenset(item for item, (kind, number) in enumerate(self.items) if number in getattr(skipped, kind))
 
     def drafter(self, max_len: int) -> TreeDrafter:
-        """See `models.drafts.Draft`."""
         return TuningDrafter(self, max_len) if self.params.on_the_fly else TreeDrafter(self, max_len)
 
 

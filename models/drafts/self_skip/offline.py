@@ -59,14 +59,8 @@ def find(
 ) -> Sublayers:
     """Return the best of so many sets: the draft's own, a third of them random, the rest what the search suggests.
 
-    Args:
-        draft: where it starts.
-        target: the target that the answers are of.
-        answers: prompt and answer of each, token ids; the first ones of at least two tokens are used.
-        num_draft_tokens: K as served.
-        num_trials: from 1.
-        rng: of the search.
-        on_progress: called with the number of the trial, how many there are, and a word on the best one.
+    Of `answers`, token ids of prompt and answer, the first ones of at least two tokens are used; `on_progress` is
+    called with the number of the trial, how many there are, and a word on the best one.
 
     Raises:
         ValueError: no answer has two tokens.
@@ -106,13 +100,8 @@ def num_accepted(
 ) -> list[int]:
     """Return how many tokens each step of decoding an answer greedily would accept.
 
-    Args:
-        target: whose answer it is.
-        token_ids: [T], prompt and answer.
-        start: where the answer begins.
-        cache: of all of them, with room for K times the answer.
-        skipped: what the draft leaves out.
-        num_draft_tokens: K.
+    `token_ids` [T] are prompt and answer, which begins at `start`; `cache` is of all of them, with room for K times the
+    answer.
     """
     starts = range(start, len(token_ids) - 1)
     fed = functional.pad(token_ids, (0, num_draft_tokens))

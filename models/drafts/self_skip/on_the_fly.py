@@ -57,17 +57,14 @@ class TuningDrafter(TreeDrafter):
         self._tried = False  # in this step
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """See the base."""
         super().extend(token_ids, hidden)
         self._tried = False
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
         self._try()
         return super().propose(num_tokens, draw, go_on)
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See the base."""
         self._try()
         return super().expand(token_ids, parents, nodes)
 

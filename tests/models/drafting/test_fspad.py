@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.drafting.fspad import Sampler
-from models.drafts import Rows, eagle
+from models.drafts import eagle
 from models.losses import feature_regression
 from models.targets import describe
 from tests.conftest import shake
-from tests.models.drafts.tiny import save_tiny
+from tests.models.drafts.tiny import require_refused, rows_at, save_tiny
 
 BOTH = {"feature_sampling": True, "partial_alignment": True}
 
@@ -21,15 +20,9 @@ def make(target: Path, scale: float = 0.0, **options: bool) -> eagle.Eagle:
     return draft
 
 
-def batch(*index: int) -> Rows:
-    rng = torch.Generator().manual_seed(0)
-    hidden, tokens = torch.randn(1, 9, 128, generator=rng), torch.randint(0, 259, (1, 14), generator=rng)
-    return Rows(hidden, tokens, torch.zeros(len(index), dtype=torch.int64), torch.tensor(index))
-
-
 def test_a_feature_is_sampled_by_hand() -> None:
     """g = [3, 4] normed is g / √12.5; the embedding gates with SiLU(2) and SiLU(−1), W_down swaps them."""
-    sampler = Sampler(2, 2, 0.0)
+    sampler = eagle.Sampler(2, 2, 0.0)
     with torch.no_grad():
         sampler.post_attention_layernorm.weight.copy_(torch.tensor([1.0, 2.0]))
         for name, weight in (
@@ -47,19 +40,19 @@ def test_a_feature_is_sampled_by_hand() -> None:
 @pytest.mark.parametrize("options", [{"feature_sampling": True}, {"partial_alignment": True}, BOTH])
 def test_a_new_draft_says_what_a_new_one_without_them_says(tiny_target: Path, options: dict[str, bool]) -> None:
     plain, draft = make(tiny_target), make(tiny_target, **options)
-    for one, other in zip(plain.unroll(batch(3, 8), 3), draft.unroll(batch(3, 8), 3), strict=True):
+    for one, other in zip(plain.unroll(rows_at(3, 8), 3), draft.unroll(rows_at(3, 8), 3), strict=True):
         torch.testing.assert_close(one.logits, other.logits)
         torch.testing.assert_close(one.hidden, other.hidden)
 
 
 def test_what_says_a_token_is_not_what_is_aligned_nor_what_the_next_step_reads(tiny_target: Path) -> None:
-    said = make(tiny_target, scale=0.1, **BOTH).unroll(batch(5), 3)
+    said = make(tiny_target, scale=0.1, **BOTH).unroll(rows_at(5), 3)
     changed = {}
     for half in (0, 1):
         other = make(tiny_target, scale=0.1, **BOTH)
         with torch.no_grad():
             other.layer["mlp"]["down_proj"].weight[128 * half : 128 * (half + 1)] *= 2
-        changed[half] = other.unroll(batch(5), 3)
+        changed[half] = other.unroll(rows_at(5), 3)
     for step in range(3):
         assert torch.equal(said[step].hidden, changed[0][step].hidden)
         assert not torch.allclose(said[step].logits, changed[0][step].logits)
@@ -73,7 +66,7 @@ def test_only_partial_alignment_keeps_the_two_parts_of_the_loss_from_the_same_we
 ) -> None:
     draft = make(tiny_target, scale=0.1, partial_alignment=partly)
     assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
-    (one,) = draft.unroll(batch(5), 1)
+    (one,) = draft.unroll(rows_at(5), 1)
     weight = draft.layer["mlp"]["down_proj"].weight
     aligned, told = (torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in (one.hidden, one.logits))
     assert bool(((aligned != 0) & (told != 0)).any()) != partly
@@ -98,7 +91,6 @@ def test_the_options_are_kept_and_a_swap_can_not_change_them(tiny_target: Path, 
 
 
 def test_vllm_is_not_given_what_it_does_not_compute(tiny_target: Path, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
     save_tiny(eagle, tiny_target, tmp_path / "one", served=True)
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     for name in BOTH:
@@ -112,15 +104,12 @@ def test_vllm_is_not_given_what_it_does_not_compute(tiny_target: Path, tmp_path:
 
 
 def test_an_option_that_is_neither_true_nor_false_is_refused(tiny_target: Path, tmp_path: Path) -> None:
-    save_tiny(eagle, tiny_target, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "partial_alignment": "yes"}))
-    with pytest.raises(ValueError, match="partial_alignment must be true or false; got 'yes'"):
-        eagle.check(tmp_path, None, describe(tiny_target))
+    message = "partial_alignment must be true or false; got 'yes'"
+    require_refused(eagle, tiny_target, tmp_path, message, partial_alignment="yes")
 
 
 def test_the_engine_drafts_with_both_as_training_unrolls(tiny_target: Path) -> None:
-    draft, rows, seen = make(tiny_target, scale=0.1, **BOTH), batch(8), []
+    draft, rows, seen = make(tiny_target, scale=0.1, **BOTH), rows_at(8), []
     drafter = draft.drafter(20)
 
     def follow(logits: torch.Tensor) -> tuple[int, None]:

@@ -6,39 +6,22 @@ import pytest
 from models.drafting.lookup import Answers, Match, NgramIndex, Sequence, Store
 
 
-def sequence(token_ids: list[int], shortest: int = 2, longest: int = 8) -> Sequence:
-    made = Sequence(shortest, longest)
+@pytest.mark.parametrize(
+    ("token_ids", "num_tokens", "found"),
+    [
+        ([1, 2, 3, 4, 5, 9, 2, 3], 3, Match(2, [4, 5, 9])),
+        ([1, 2, 3, 7, 0, 2, 3, 8, 0, 1, 2, 3], 1, Match(3, [7])),  # the longest wins over a later one
+        ([2, 3, 7, 0, 2, 3, 8, 1, 2, 3], 1, Match(2, [8])),  # of equally long ones the latest
+        ([5, 6, 7, 5, 6, 7, 5, 6], 7, Match(5, [7, 5, 6, 7, 5, 6, 7])),  # what repeats itself goes on doing so
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 6, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1, Match(8, [6])),  # as long as is looked for
+        *((token_ids, 4, Match(0, [])) for token_ids in ([], [1], [1, 2], [1, 2, 3, 4])),
+        ([1, 2, 1, 2], 0, Match(0, [])),
+    ],
+)
+def test_what_followed_the_last_tokens_is_drafted(token_ids: list[int], num_tokens: int, found: Match) -> None:
+    made = Sequence(2, 8)
     made.extend(token_ids)
-    return made
-
-
-def test_what_followed_the_last_tokens_is_drafted() -> None:
-    assert sequence([1, 2, 3, 4, 5, 9, 2, 3]).look_up(3) == Match(2, [4, 5, 9])
-
-
-def test_the_longest_match_wins_over_a_later_one() -> None:
-    assert sequence([1, 2, 3, 7, 0, 2, 3, 8, 0, 1, 2, 3]).look_up(1) == Match(3, [7])
-
-
-def test_of_equally_long_matches_the_latest_wins() -> None:
-    assert sequence([2, 3, 7, 0, 2, 3, 8, 1, 2, 3]).look_up(1) == Match(2, [8])
-
-
-def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
-    assert sequence([5, 6, 7, 5, 6, 7, 5, 6]).look_up(7) == Match(5, [7, 5, 6, 7, 5, 6, 7])
-
-
-def test_a_match_is_no_longer_than_is_looked_for() -> None:
-    assert sequence([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], longest=3).look_up(1) == Match(3, [6])
-
-
-@pytest.mark.parametrize("token_ids", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_an_end_that_stood_nowhere_gives_nothing(token_ids: list[int]) -> None:
-    assert sequence(token_ids).look_up(4) == Match(0, [])
-
-
-def test_no_tokens_are_wanted_none_are_given() -> None:
-    assert sequence([1, 2, 1, 2]).look_up(0) == Match(0, [])
+    assert made.look_up(num_tokens) == found
 
 
 def test_added_step_by_step_it_finds_what_a_search_of_the_whole_finds() -> None:

@@ -2,14 +2,12 @@
 
 import asyncio
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 import torch
 
 from models.drafting.drafters import SelfDrafter
-from models.drafting.self_draft import read_aside, require_part
-from models.drafts import Rows, early_exit, self_skip
+from models.drafting.self_draft import read_aside
+from models.drafts import early_exit
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Begun, Cache, Decoder, Sublayers
 from tests.models.drafts.answered import GREEDY, prompts
@@ -80,35 +78,3 @@ def test_a_drafter_hands_on_the_layers_that_are_whole(tiny_target: Path) -> None
         assert (begun.num_layers, len(begun.states)) == (1, 3)
         drafter.expand([5], [-1], [-1, 0])
         assert drafter.begun() is None
-
-
-@pytest.mark.parametrize("family", [early_exit, self_skip])
-@torch.inference_mode()
-def test_rows_of_several_texts_are_each_drafted_as_alone(tiny_target: Path, family: ModuleType) -> None:
-    draft = family.create(family.Params(), tiny_target, None)
-    texts = tokens(40).view(2, 20)
-    places = [(1, 9), (0, 4), (1, 6)]
-    rows = Rows(torch.zeros(2, 20, 0), texts, *torch.tensor(places).T)
-    first, second = draft.unroll(rows, 2, lambda step, running, logits: running != 1)
-    assert second.running.tolist() == [0, 2]
-    for row, (sequence, index) in enumerate(places):
-        one = Rows(rows.hidden[:1], texts[sequence : sequence + 1, : index + 4], *torch.tensor([[0], [index]]))
-        alone = draft.unroll(one, 2)
-        torch.testing.assert_close(first.logits[row], alone[0].logits[0], rtol=1e-4, atol=1e-4)
-        if row != 1:
-            torch.testing.assert_close(second.logits[row // 2], alone[1].logits[0], rtol=1e-4, atol=1e-4)
-    assert [one.logits.shape[0] for one in draft.unroll(rows, 2, lambda step, running, logits: running < 0)] == [3, 0]
-
-
-@pytest.mark.parametrize(
-    ("attention", "mlp", "message"),
-    [
-        ({0, 4}, {0}, "attention of layer 4 can't be skipped; the target has layers 0 to 3"),
-        (set(), {-1}, "mlp of layer -1 can't be skipped"),
-        (set(), set(), "0 sublayers are skipped; wanted 1 to 7 of the target's, so that some run"),
-        ({0, 1, 2, 3}, {0, 1, 2, 3}, "8 sublayers are skipped"),
-    ],
-)
-def test_a_part_that_the_target_has_not_is_refused(attention: set[int], mlp: set[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        require_part(Sublayers(frozenset(attention), frozenset(mlp)), 4)

@@ -10,7 +10,9 @@ import torch
 from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
+from models.evaluation.scoring import score
 from models.layers.decoder import Decoder
+from models.learning.hidden import Sample
 
 GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
 
@@ -24,6 +26,18 @@ def prompts(count: int) -> list[list[int]]:
 def repeated(times: int) -> list[list[int]]:
     """Return one prompt several times."""
     return prompts(1) * times
+
+
+def answers_of(target: Path, asked: list[list[int]]) -> list[Sample]:
+    """Return the target's own answers."""
+    found = enumerate(answer_all(target, None, asked))
+    return [Sample(f"{number:02d}", "d", [*one.prompt_ids], [*one.token_ids]) for number, one in found]
+
+
+def tau_of(draft: Draft, target: Path, samples: list[Sample], num_draft_tokens: int, work: Path) -> float:
+    """Return how many tokens a step of the target says on such answers."""
+    scores = score(draft, target, samples, num_draft_tokens, work)
+    return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
 
 
 def answer_all(

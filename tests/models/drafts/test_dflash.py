@@ -1,24 +1,18 @@
 import json
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from models import catalog
 from models.drafts import Rows, dflash
-from models.targets import describe
-from tests.models.drafts.tiny import make_tiny, save_tiny
+from tests.models.drafts.tiny import make_tiny, require_refused, save_tiny
 
 TINY = {"vocab_size": 64}
 SERVED = {"block_size": 4}
-
-
-def make(target: Path, seed: int = 0) -> dflash.DFlash:
-    draft = make_tiny(dflash, target, seed)
-    assert isinstance(draft, dflash.DFlash)
-    return draft
+make = partial(make_tiny, dflash)
 
 
 def rows_of(hidden: torch.Tensor, token_ids: torch.Tensor) -> Rows:
@@ -87,7 +81,7 @@ def test_a_block_reads_no_later_token_and_all_of_its_places_read_each_other(tiny
     before = draft.unroll(rows_of(hidden, torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])), 3)
     after = draft.unroll(rows_of(hidden, torch.tensor([[5, 6, 7, 8, 9, 20, 21, 22]])), 3)
     assert all(torch.equal(a.logits[-1], b.logits[-1]) for a, b in zip(before, after, strict=True))
-    shorter = dflash.DFlash({**draft.config, "block_size": 3}, draft.embedding)
+    shorter = dflash.DFlash({**draft.config, "block_size": 3}).borrow(tiny_target)
     shorter.load_state_dict(draft.state_dict())
     [first, _] = shorter.unroll(rows_of(hidden, torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])), 3)
     assert not torch.allclose(first.logits, before[0].logits)  # the first place sees the ones behind it
@@ -146,20 +140,4 @@ def test_vllm_serves_whole_blocks(tiny_target: Path, tmp_path: Path) -> None:
 def test_a_draft_whose_config_does_not_fit_is_refused(
     tiny_target: Path, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    save_tiny(dflash, tiny_target, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ValueError, match=message):
-        dflash.check(tmp_path, None, describe(tiny_target))
-
-
-def test_a_recipes_mask_outside_of_the_vocabulary_is_refused(tiny_target: Path) -> None:
-    params = dflash.Params(vocab_size=64, mask_token_id=259)
-    with pytest.raises(ValueError, match="the mask must be a token of 0 to 258, the target's; got 259"):
-        dflash.create(params, tiny_target, np.arange(259))
-
-
-def test_states_of_another_width_are_refused(tiny_target: Path) -> None:
-    draft = make(tiny_target)
-    with pytest.raises(ValueError, match=r"DFlash reads states of width \d+; got width 128"):
-        draft.unroll(rows_of(torch.randn(1, 4, 128), torch.full((1, 9), 5)), 2)
+    require_refused(dflash, tiny_target, tmp_path, message, **changes)

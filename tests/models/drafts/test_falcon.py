@@ -1,28 +1,19 @@
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from models.checkpoints.checkpoint import read_tensor
 from models.drafts import Rows, falcon
-from models.losses import feature_regression
-from models.targets import describe
-from tests.models.drafts.tiny import make_tiny, save_tiny
+from tests.models.drafts.tiny import library_layer, make_tiny
 
 TINY = {"vocab_size": 64}
 
 
 def make(target: Path, **changes: object) -> falcon.Falcon:
-    if not changes:
-        draft = make_tiny(falcon, target)
-        assert isinstance(draft, falcon.Falcon)
-        return draft
-    return falcon.create(falcon.Params(**{**TINY, **changes}), target, np.ones(259))
+    plain = falcon.create(falcon.Params(**{**TINY, **changes}), target, np.ones(259))
+    return plain if changes else make_tiny(falcon, target)
 
 
 def batch(draft: falcon.Falcon, length: int, num_sequences: int = 1, **more: object) -> Rows:
@@ -40,21 +31,13 @@ def test_a_pass_is_the_librarys_layer_over_its_lstm_whose_last_rows_see_each_oth
 ) -> None:
     draft = make(tiny_target, tokens_per_pass=per_pass)
     rows = batch(draft, 9)
-    config = LlamaConfig(**draft.config, attn_implementation="eager")
-    layer = LlamaDecoderLayer(config, 0)
-    layer.input_layernorm = nn.Identity()
-    layer.load_state_dict(draft.layers[0].state_dict())
     embedded = read_tensor(tiny_target, "model.embed_tokens.weight").float()[rows.token_ids[:, 1:7]]
     with torch.inference_mode():
         read, _ = draft.lstm(torch.cat([embedded, draft.combine(rows.hidden[:, :6])], dim=-1))
-        positions = torch.arange(6)[None]
-        mask = torch.full((6, 6), float("-inf")).triu(1)
-        mask[-per_pass:] = 0.0
-        waves = LlamaRotaryEmbedding(config)(read, positions)
-        wanted = layer(read, attention_mask=mask[None, None], position_ids=positions, position_embeddings=waves)
+        wanted = library_layer(draft, read[0], normed=False, together=per_pass)
         drafted = draft.unroll(rows, per_pass)
     found = torch.stack([step.hidden[5] for step in drafted if step.hidden is not None])
-    torch.testing.assert_close(found, wanted[0, -per_pass:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, wanted[-per_pass:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_pass_drafts_k_tokens_and_a_tree_takes_one_for_k_levels(tiny_target: Path) -> None:
@@ -137,30 +120,3 @@ def test_a_draft_that_is_right_is_shown_nothing(tiny_target: Path) -> None:
     assert not torch.equal(
         draft.glance(wrong, features, following, ends, torch.Generator().manual_seed(0))[0], features
     )
-
-
-def test_one_pass_is_trained_by_regression(tiny_target: Path) -> None:
-    draft = make(tiny_target)
-    assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
-    assert draft.num_unrolled(5) == draft.num_unrolled(1) == 2
-
-
-@pytest.mark.parametrize("size", [0, "2", None])
-def test_a_pass_that_drafts_nothing_is_refused(tiny_target: Path, tmp_path: Path, size: object) -> None:
-    save_tiny(falcon, tiny_target, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tokens_per_pass": size}))
-    with pytest.raises(ValueError, match=f"tokens_per_pass must be a number from 1; got {size!r}"):
-        falcon.check(tmp_path, None, describe(tiny_target))
-
-
-def test_a_draft_without_the_targets_states_is_an_error_that_says_so(tiny_target: Path) -> None:
-    rows = Rows(torch.empty(1, 9, 0), torch.full((1, 20), 5), torch.tensor([0]), torch.tensor([4]))
-    with pytest.raises(ValueError, match=r"Falcon reads the target's last hidden state, 128 wide; got states of width"):
-        make(tiny_target).unroll(rows, 1)
-
-
-def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="falcon reads targets of the Llama layout; got model_type 'gpt2'"):
-        falcon.create(falcon.Params(), tmp_path, np.empty(0))

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 from models.drafts import Rows, kangaroo
 from models.evaluation.scoring import score
 from models.learning import distill
-from models.learning.hidden import Sample
 from models.targets import describe, random
-from tests.models.drafts.answered import answer_all, prompts
+from tests.models.drafts.answered import answer_all, answers_of, prompts
 from tests.models.drafts.hollow import make_hollow
 
 
@@ -57,10 +56,7 @@ def test_rows_read_the_targets_states_of_what_is_certain_and_their_own_of_what_i
 @pytest.mark.slow
 def test_distillation_raises_acceptance(target: Path, tmp_path: Path) -> None:
     asked = prompts(16)
-    answers = answer_all(target, None, asked)
-    samples = [
-        Sample(str(number), "d", list(one.prompt_ids), list(one.token_ids)) for number, one in enumerate(answers)
-    ]
+    samples = answers_of(target, asked)
     draft = kangaroo.create(kangaroo.Params(exit_layer=1), target, None)
 
     def accepted() -> int:
@@ -72,7 +68,7 @@ def test_distillation_raises_acceptance(target: Path, tmp_path: Path) -> None:
     assert accepted() > before + 20
     assert torch.equal(draft.head, head)
     decoded = answer_all(target, draft, asked, num_draft_tokens=3)
-    assert [one.token_ids for one in decoded] == [one.token_ids for one in answers]
+    assert [[*one.token_ids] for one in decoded] == [one.completion_ids for one in samples]
 
 
 def test_by_default_a_tenth_of_the_layers_draft(tmp_path: Path) -> None:
@@ -80,18 +76,11 @@ def test_by_default_a_tenth_of_the_layers_draft(tmp_path: Path) -> None:
     assert kangaroo.create(kangaroo.Params(), tmp_path, None).taps == (2,)
 
 
-@pytest.mark.parametrize("exit_layer", [3, 8])
-def test_an_exit_that_is_not_before_the_last_layer_is_refused(target: Path, exit_layer: int) -> None:
-    with pytest.raises(ValueError, match=f"exit_layer must be 1 to 2, before the last .* layers; got {exit_layer}"):
-        kangaroo.create(kangaroo.Params(exit_layer=exit_layer), target, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"exit_layer": 3}, "exit_layer must be 1 to 2"),
         ({"exit_layer": None}, "exit_layer must be 1 to 2, .* got None"),
-        ({"hidden_size": 64}, "has hidden_size 64, the target has 128"),
         ({"num_hidden_layers": 9}, "has num_hidden_layers 9, the target has 3"),
         ({"num_attention_heads": 4}, r"tensor self_attn.q_proj.weight is .* \[128, 128\]; wanted .* \[256, 128\]"),
     ],
@@ -104,10 +93,3 @@ def test_a_file_that_does_not_fit_the_target_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
         kangaroo.check(tmp_path, None, describe(target))
-
-
-def test_a_target_of_another_layout_is_refused(tiny_target: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_target / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="kangaroo takes targets of llama, mistral, qwen2, qwen3; got gpt2"):
-        kangaroo.create(kangaroo.Params(), tmp_path, None)

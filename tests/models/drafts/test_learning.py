@@ -10,11 +10,10 @@ from models import catalog
 from models.drafting.draft_families import family_named
 from models.drafts import Draft
 from models.engines import Sampling
-from models.evaluation.scoring import score
 from models.learning import distill
 from models.learning.hidden import Sample
 from tests.models import planted
-from tests.models.drafts.answered import answer_all
+from tests.models.drafts.answered import answer_all, tau_of
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 from tests.models.pairs.forms import chosen
 
@@ -78,11 +77,6 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-def tau(draft: Draft, target: Path, samples: list[Sample], work: Path) -> float:
-    scores = score(draft, target, samples, K, work)
-    return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_training_teaches_what_is_planted(
     name: str,
@@ -92,7 +86,7 @@ def test_training_teaches_what_is_planted(
     tmp_path: Path,
 ) -> None:
     new, draft = trained[name]
-    before, after = (tau(one, target, held_out[0.0], tmp_path) for one in (new, draft))
+    before, after = (tau_of(one, target, held_out[0.0], K, tmp_path) for one in (new, draft))
     assert before < 1.5 < LEARNT < after, (before, after)
 
 
@@ -100,7 +94,7 @@ def test_what_reads_the_drafted_tokens_is_accepted_more_where_the_text_forks(
     target: Path, held_out: dict[float, list[Sample]], trained: dict[str, tuple[Draft, Draft]], tmp_path: Path
 ) -> None:
     """Given the tokens before, the next one is of two; without, that of place k is of 2ᵏ⁺¹."""
-    found = {name: tau(trained[name][1], target, held_out[1.0], tmp_path) for name in NAMES}
+    found = {name: tau_of(trained[name][1], target, held_out[1.0], K, tmp_path) for name in NAMES}
     assert min(found["eagle"], found["hydra"]) > max(found["medusa"], found["parallel_eagle"]) + 0.8, found
 
 

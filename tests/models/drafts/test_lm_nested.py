@@ -10,22 +10,15 @@ import torch
 from models.checkpoints.checkpoint import read_tensors
 from models.drafting.draft_families import open_draft
 from models.drafts import lm
-from models.evaluation.scoring import score
 from models.learning import distill
 from models.learning.batches import hidden_states, pack
 from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models import planted
+from tests.models.drafts.answered import tau_of
 
 NESTED = (1, 2)
 SETTINGS = {"batch_tokens": 128, "num_threads": 1}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("target")
-    random.build(random.Params(num_layers=4), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +28,21 @@ def samples() -> list[Sample]:
     return [Sample(str(number), "d", one[: 4 + number % 3], one[4 + number % 3 :]) for number, one in enumerate(ids)]
 
 
-def make(target: Path, nested: tuple[int, ...] = NESTED) -> lm.Lm:
-    return lm.create(lm.Params(num_layers=3, nested=nested), target, None)
+def make(deep_target: Path, nested: tuple[int, ...] = NESTED) -> lm.Lm:
+    return lm.create(lm.Params(num_layers=3, nested=nested), deep_target, None)
 
 
-def loss_of(draft: lm.Lm, target: Path, samples: list[Sample], work: Path) -> float:
-    states = hidden_states(draft, target, samples, work)
-    loop = distill._Loop(draft, target, states, distill.Params(**SETTINGS), 2, work, 0)
+def loss_of(draft: lm.Lm, deep_target: Path, samples: list[Sample], work: Path) -> float:
+    states = hidden_states(draft, deep_target, samples, work)
+    loop = distill._Loop(draft, deep_target, states, distill.Params(**SETTINGS), 2, work, 0)
     return float(loop.loss(samples, states, 0, 0.0)[0].detach())
 
 
 def test_one_pass_says_what_each_nested_draft_says_by_itself(
-    target: Path, samples: list[Sample], tmp_path: Path
+    deep_target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    draft = make(target)
-    rows, *_ = pack(samples, hidden_states(draft, target, samples, tmp_path), 1, draft)
+    draft = make(deep_target)
+    rows, *_ = pack(samples, hidden_states(draft, deep_target, samples, tmp_path), 1, draft)
     with torch.inference_mode():
         said = [unrolls[0].logits for unrolls in draft.unroll_all(rows, 1)]
         alone = [one.unroll(rows, 1)[0].logits for one in (draft, *(lm.cut(draft, number) for number in NESTED))]
@@ -60,48 +53,45 @@ def test_one_pass_says_what_each_nested_draft_says_by_itself(
 
 
 def test_the_loss_is_the_mean_of_what_each_would_have_alone(
-    target: Path, samples: list[Sample], tmp_path: Path
+    deep_target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    draft, apart = make(target), []
+    draft, apart = make(deep_target), []
     for number in NESTED:
         alone = lm.cut(draft, number)
         alone.config.redraft = {**alone.config.redraft, lm.NESTED: []}  # of two layers, the first one is nested in it
-        apart.append(loss_of(alone, target, samples, tmp_path / str(number)))
-    plain = loss_of(make(target, nested=()), target, samples, tmp_path / "plain")
-    assert loss_of(draft, target, samples, tmp_path / "all") == pytest.approx((plain + sum(apart)) / 3, rel=1e-5)
+        apart.append(loss_of(alone, deep_target, samples, tmp_path / str(number)))
+    plain = loss_of(make(deep_target, nested=()), deep_target, samples, tmp_path / "plain")
+    assert loss_of(draft, deep_target, samples, tmp_path / "all") == pytest.approx((plain + sum(apart)) / 3, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_all_learn_at_once(target: Path, tmp_path: Path) -> None:
-    learnt = planted.answers(target, 24, 0.0, seed=0)
-    draft = make(target)
+def test_all_learn_at_once(deep_target: Path, tmp_path: Path) -> None:
+    learnt = planted.answers(deep_target, 24, 0.0, seed=0)
+    draft = make(deep_target)
 
     def taus() -> list[float]:
-        found = []
-        for one in (draft, *(lm.cut(draft, number) for number in NESTED)):
-            scores = score(one, target, learnt, 3, tmp_path)
-            found.append(1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores))
-        return found
+        drafts = (draft, *(lm.cut(draft, number) for number in NESTED))
+        return [tau_of(one, deep_target, learnt, 3, tmp_path) for one in drafts]
 
     before = taus()
     params = distill.Params(num_epochs=20, learning_rate=2e-3, **SETTINGS)
-    distill.train(draft, target, learnt, params, 3, tmp_path)
+    distill.train(draft, deep_target, learnt, params, 3, tmp_path)
     after = taus()
     assert all(late > early + 0.15 for early, late in zip(before, after, strict=True)), (before, after)
 
 
 def test_a_nested_draft_survives_its_directory_and_one_cut_out_is_made_for_whom_adopts_it(
-    target: Path, tmp_path: Path
+    deep_target: Path, tmp_path: Path
 ) -> None:
     whole, alone, other = tmp_path / "whole", tmp_path / "alone", tmp_path / "other"
     for directory in (whole, alone):
         directory.mkdir()
-    lm.save(make(target), whole)
-    draft = open_draft(whole, target)
+    lm.save(make(deep_target), whole)
+    draft = open_draft(whole, deep_target)
     assert isinstance(draft, lm.Lm)
     assert draft.nested == NESTED
     lm.save(lm.cut(draft, 2), alone)
-    assert lm.load(alone, target).nested == (1,)
+    assert lm.load(alone, deep_target).nested == (1,)
     tensors = read_tensors(whole)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(alone).items())
     random.build(random.Params(num_layers=5, seed=9), other)
@@ -112,28 +102,28 @@ def test_a_nested_draft_survives_its_directory_and_one_cut_out_is_made_for_whom_
 
 
 @pytest.mark.parametrize("nested", [(0, 1), (1, 3), (2, 1), (1, 1)])
-def test_what_can_not_be_nested_is_refused(target: Path, nested: tuple[int, ...], tmp_path: Path) -> None:
+def test_what_can_not_be_nested_is_refused(deep_target: Path, nested: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nested must ascend within 1 to 2, less than num_layers; got \["):
-        make(target, nested)
-    lm.save(make(target), tmp_path)
+        make(deep_target, nested)
+    lm.save(make(deep_target), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["redraft"]["nested"] = nested
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="nested must ascend within 1 to 2"):
-        lm.check(tmp_path, None, describe(target))
+        lm.check(tmp_path, None, describe(deep_target))
 
 
-def test_layers_that_were_not_trained_as_a_draft_are_not_cut_out(target: Path) -> None:
+def test_layers_that_were_not_trained_as_a_draft_are_not_cut_out(deep_target: Path) -> None:
     with pytest.raises(ValueError, match="first 2 layers of this draft were not trained as one; .* are: 1$"):
-        lm.cut(make(target, (1,)), 2)
+        lm.cut(make(deep_target, (1,)), 2)
     with pytest.raises(ValueError, match="nested in it are: none"):
-        lm.cut(make(target, ()), 1)
+        lm.cut(make(deep_target, ()), 1)
 
 
-def test_a_model_of_other_tokens_is_not_adopted(target: Path, tmp_path: Path) -> None:
+def test_a_model_of_other_tokens_is_not_adopted(deep_target: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     random.build(random.Params(num_layers=1, num_heads=1, seed=3), small)
-    adopted = lm.adopt(small, target)
+    adopted = lm.adopt(small, deep_target)
     assert (len(adopted.model.layers), adopted.config.hidden_size) == (1, 64)
     other = shutil.copytree(small, tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
@@ -141,10 +131,10 @@ def test_a_model_of_other_tokens_is_not_adopted(target: Path, tmp_path: Path) ->
     words["!"], words["#"] = words["#"], words["!"]
     (other / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="tokenizer is not the target's: 2 tokens differ, such as '!'"):
-        lm.adopt(other, target)
+        lm.adopt(other, deep_target)
     (other / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="has no tokenizer.json, so its vocabulary can't be compared"):
-        lm.adopt(other, target)
+        lm.adopt(other, deep_target)
     for changes, message in (
         ({"vocab_size": 7}, "the draft has vocab_size 7, the target has 259"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"lm takes models of LlamaForCausalLM, .*got \['GPT2LMHeadModel'\]"),
@@ -152,9 +142,9 @@ def test_a_model_of_other_tokens_is_not_adopted(target: Path, tmp_path: Path) ->
         config = json.loads((small / "config.json").read_text())
         (other / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(ValueError, match=message):
-            lm.adopt(other, target)
+            lm.adopt(other, deep_target)
     shutil.copy(small / "config.json", other)
     shutil.copy(small / "tokenizer.json", other)
     (other / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="there is no safetensors file"):
-        lm.adopt(other, target)
+        lm.adopt(other, deep_target)

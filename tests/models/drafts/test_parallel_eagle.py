@@ -1,23 +1,16 @@
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from models.drafts import Rows, parallel_eagle
-from models.losses import forward_kl
-from models.targets import describe
-from tests.models.drafts.tiny import make_tiny, save_tiny
+from tests.models.drafts.tiny import make_tiny, require_refused, save_tiny
 
 TINY = {"vocab_size": 64}
-
-
-def make(target: Path, seed: int = 0) -> parallel_eagle.ParallelEagle:
-    draft = make_tiny(parallel_eagle, target, seed)
-    assert isinstance(draft, parallel_eagle.ParallelEagle)
-    return draft
+make = partial(make_tiny, parallel_eagle)
 
 
 def rows_of(hidden: torch.Tensor, token_ids: torch.Tensor, **more: torch.Generator) -> Rows:
@@ -71,10 +64,6 @@ def test_in_training_each_place_keeps_its_share_of_the_rows_but_never_fewer_than
     assert [len(step.running) for step in draft.unroll(rows._replace(rng=None), 7)] == [100] * 7
 
 
-def test_every_kept_row_learns_the_targets_distribution_alike() -> None:
-    assert parallel_eagle.ParallelEagle.procedure == (forward_kl.Params(), "all", 1.0)
-
-
 def test_a_directory_is_in_the_layout_of_vllms_parallel_drafting(tiny_target: Path, tmp_path: Path) -> None:
     save_tiny(parallel_eagle, tiny_target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -85,20 +74,5 @@ def test_a_directory_is_in_the_layout_of_vllms_parallel_drafting(tiny_target: Pa
 
 @pytest.mark.parametrize("token", [259, -1, None, "pad"])
 def test_a_mask_that_is_no_token_of_the_targets_is_refused(tiny_target: Path, tmp_path: Path, token: object) -> None:
-    save_tiny(parallel_eagle, tiny_target, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "ptd_token_id": token}))
-    with pytest.raises(ValueError, match=f"the mask must be a token of 0 to 258, the target's; got {token}"):
-        parallel_eagle.check(tmp_path, None, describe(tiny_target))
-
-
-def test_a_recipes_mask_outside_of_the_vocabulary_is_refused(tiny_target: Path) -> None:
-    params = parallel_eagle.Params(vocab_size=64, mask_token_id=259)
-    with pytest.raises(ValueError, match="the mask must be a token of 0 to 258, the target's; got 259"):
-        parallel_eagle.create(params, tiny_target, np.arange(259))
-
-
-def test_states_of_another_width_are_refused(tiny_target: Path) -> None:
-    draft = make(tiny_target)
-    with pytest.raises(ValueError, match=r"reads states of width \d+; got width 128"):
-        draft.unroll(rows_of(torch.randn(1, 4, 128), torch.full((1, 9), 5)), 2)
+    message = f"the mask must be a token of 0 to 258, the target's; got {token}"
+    require_refused(parallel_eagle, tiny_target, tmp_path, message, ptd_token_id=token)

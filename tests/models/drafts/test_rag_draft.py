@@ -73,10 +73,7 @@ def test_nothing_is_drafted_for_a_prompt_that_fits_into_the_context(tiny_target:
 
 
 def test_what_it_reads_survives_the_disk_and_can_be_swapped_for_no_other(tiny_target: Path, tmp_path: Path) -> None:
-    saved, other = (tmp_path / name for name in ("saved", "other"))
-    for directory in (saved, other):
-        directory.mkdir()
-    save_tiny(rag_draft, tiny_target, saved)
+    saved, other = save_tiny(rag_draft, tiny_target, tmp_path / "saved"), tmp_path
     assert open_draft(saved, tiny_target).params == make_tiny(rag_draft, tiny_target).params
     rag_draft.save(made(tiny_target, context=9), other)
     with pytest.raises(ValueError, match="differs from the served draft in rag_draft; a swap can't change it"):

@@ -1,11 +1,12 @@
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from models.drafting.draft_families import open_draft
-from models.drafts import rest
+from models.drafts import rest, suffix
 from tests.models.drafts.answered import answer_all, prompts
 
 PARAMS = rest.Params(shortest=2, longest=4)
@@ -87,6 +88,7 @@ def test_a_text_of_another_vocabulary_is_refused(tiny_target: Path) -> None:
         holding(tiny_target, [1, 259])
 
 
-def test_impossible_sizes_are_refused() -> None:
+@pytest.mark.parametrize("family", [rest, suffix])
+def test_impossible_sizes_are_refused(family: ModuleType) -> None:
     with pytest.raises(ValueError, match="wanted shortest ≤ longest; got 5 and 4"):
-        rest.Params(shortest=5, longest=4)
+        family.Params(shortest=5, longest=4)

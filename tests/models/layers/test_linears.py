@@ -1,20 +1,13 @@
 """The walk over linear layers, and what they read on the way."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.layers.linears import Gram, Rows, calibrate, linears, replace
 
 DOCUMENTS = [[5, 9, 30, 41], [7, 8, 9]]
-
-
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
 def test_every_matrix_of_a_block_is_walked_over_and_no_other(model: PreTrainedModel) -> None:

@@ -1,36 +1,26 @@
-"""Layers that multiply in another way are swapped in and out without a trace, and resume where they were."""
-
-from pathlib import Path
+"""Layers that multiply in another way are swapped in and out without a trace."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.layers.linears import linears
 from models.layers.numbers import rounded
 from models.layers.products import ProductLinear, ProductRegime, on_gradient, straight_through
-from models.learning import training
-from models.params import TrainingParams
 from models.regimes import Plan
 
 DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(12)]
 
 
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-
-
 class Noisy(ProductRegime):
-    """Rounds gradients stochastically to a coarse grid, and counts."""
+    """Rounds gradients stochastically to a coarse grid."""
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
         return on_gradient(functional.linear(inputs, weight), self.coarse)
 
     def coarse(self, gradient: Tensor) -> Tensor:
-        self.count("calls_a_call", 1)
         return rounded(gradient * 1e5, self.rng) / 1e5
 
 
@@ -83,34 +73,6 @@ def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedMod
     with pytest.raises(ValueError, match="layer model.layers.0.mlp.down_proj is refused"):
         Choosy(torch.Generator()).start(model, Plan(1, 1))
     assert all(type(layer) is nn.Linear for _, layer in linears(model))
-
-
-class _Stop(Exception):
-    pass
-
-
-def test_a_killed_run_draws_on_where_it_was(tiny_target: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    params = TrainingParams(num_epochs=2, batch_tokens=64, checkpoint_s=1e-9)
-    whole = training.train(model, DOCUMENTS, params, [noisy()])
-
-    class Killed(Noisy):
-        def runs(self, step: int) -> bool:
-            if step == 4 and not (tmp_path / "killed").exists():
-                (tmp_path / "killed").touch()
-                raise _Stop
-            return True
-
-    def resumed() -> tuple[PreTrainedModel, training.Trained]:
-        other = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-        regime = Killed(torch.Generator().manual_seed(0))
-        return other, training.train(other, DOCUMENTS, params, [regime], work_dir=tmp_path)
-
-    with pytest.raises(_Stop):
-        resumed()
-    other, again = resumed()
-    assert again.figures == whole.figures == {"calls_a_call": 1.0}
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, other.state_dict()[name]), name
 
 
 def test_a_straight_through_change_is_seen_forward_and_not_backward() -> None:

@@ -1,20 +1,19 @@
 """A pass spread over sequences or groups of layers says what the plain pass says."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from models.layers.decoder import Cache
 from models.layers.wide import WideDecoder
-from models.targets import random
 
 TEXTS = ([7, 11, 13, 17, 4], [5, 9], [30, 31, 32])
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> WideDecoder:
-    directory = tmp_path_factory.mktemp("target")
-    random.build(random.Params(num_layers=4), directory)
-    return WideDecoder.load(directory, torch.float32)
+def decoder(deep_target: Path) -> WideDecoder:
+    return WideDecoder.load(deep_target, torch.float32)
 
 
 def read(decoder: WideDecoder, text: list[int]) -> tuple[Cache, torch.Tensor]:

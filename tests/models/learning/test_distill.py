@@ -15,6 +15,7 @@ from models.learning.batches import hidden_states
 from models.learning.hidden import HiddenStates, Sample, length_buckets
 from models.losses import cross_entropy, forward_kl
 from models.precision import fast_dtype
+from tests.models.drafts.answered import answers_of, prompts, tau_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,14 +24,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    rng = torch.Generator().manual_seed(0)
-    made = []
-    for number in range(24):
-        prompt = torch.randint(3, 67, (1, 6 + number % 5), generator=rng)
-        answer = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-        made.append(Sample(str(number), "tiny", prompt[0].tolist(), answer[0, prompt.shape[1] :].tolist()))
-    return made
+    return answers_of(tiny_target, prompts(24))
 
 
 def new_head(target: Path, samples: list[Sample]) -> eagle3.Eagle3:
@@ -49,49 +43,16 @@ def test_training_raises_acceptance(tiny_target: Path, samples: list[Sample], tm
     report = distill.train(head, tiny_target, samples, params(num_epochs=30), K, tmp_path)
     (tmp_path / "after").mkdir()
     eagle3.save(head, tmp_path / "after")
-    taus = []
-    for name in ("before", "after"):
-        scores = scoring.score(eagle3.load(tmp_path / name, tiny_target), tiny_target, samples, K, tmp_path)
-        assert [s.id for s in scores] == [s.id for s in samples]
-        taus.append(1 + sum(s.accepted for s in scores) / sum(s.steps for s in scores))
+    before, after = (eagle3.load(tmp_path / name, tiny_target) for name in ("before", "after"))
+    scores = scoring.score(after, tiny_target, samples, K, tmp_path)
+    assert [s.id for s in scores] == [s.id for s in samples]
+    taus = [tau_of(head, tiny_target, samples, K, tmp_path) for head in (before, after)]
     assert taus[1] > taus[0] + 0.15, taus
     assert report.num_tokens == 30 * sum(len(s.token_ids) for s in samples)
 
 
 class _Stop(Exception):
     pass
-
-
-def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    whole = new_head(tiny_target, samples)
-    distill.train(whole, tiny_target, samples, params(), K, tmp_path / "whole")
-
-    def stop(progress: distill.Progress) -> None:
-        if progress.stage == "train":
-            raise _Stop
-
-    cut = new_head(tiny_target, samples)
-    work = tmp_path / "cut"
-    head_states = hidden_states(cut, tiny_target, samples, work)
-    interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), K, work, 0)
-    steps = iter(range(7))
-    original = interrupted.advance
-
-    def advance(batch: list[Sample]) -> float:
-        if next(steps, None) is None:
-            raise _Stop
-        return original(batch)
-
-    interrupted.advance = advance  # the kill: in the middle of a step, after the last checkpoint
-    with pytest.raises(_Stop):
-        interrupted.run()
-    resumed = new_head(tiny_target, samples)
-    report = distill.train(resumed, tiny_target, samples, params(), K, work)
-    assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
 def test_a_small_window_is_passed_over_until_there_were_enough_steps(
@@ -212,20 +173,22 @@ def test_without_its_moments_a_run_is_another_one(tiny_target: Path, samples: li
     assert not torch.equal(fresh.fc.weight, going_on.fc.weight)
 
 
-def test_a_killed_run_with_a_mean_and_a_state_resumes_to_the_same_weights(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path
+@pytest.mark.parametrize("more", [{}, {"schedule": "constant", "average": 0.8}], ids=["alone", "mean and state"])
+def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path, more: dict[str, object]
 ) -> None:
-    settings = {"schedule": "constant", "average": 0.8, "checkpoint_s": 0.0}
-    end = tmp_path / "end.safetensors"
-    run(new_head(tiny_target, samples), tiny_target, samples, tmp_path / "before", state_out=end)
+    settings, end = {**more, "checkpoint_s": 0.0}, None
+    if more:
+        end = tmp_path / "end.safetensors"
+        run(new_head(tiny_target, samples), tiny_target, samples, tmp_path / "before", state_out=end)
     whole = new_head(tiny_target, samples)
     run(whole, tiny_target, samples, tmp_path / "whole", state=end, state_out=tmp_path / "a", **settings)
-
     work = tmp_path / "cut"
     cut = new_head(tiny_target, samples)
     states = hidden_states(cut, tiny_target, samples, work)
     loop = distill._Loop(cut, tiny_target, states, params(**settings), K, work, 0)
-    loop.go_on_from(end)
+    if end is not None:
+        loop.go_on_from(end)
     original, steps = loop.advance, iter(range(12))
 
     def advance(batch: list[Sample]) -> float:
@@ -233,11 +196,12 @@ def test_a_killed_run_with_a_mean_and_a_state_resumes_to_the_same_weights(
             raise _Stop
         return original(batch)
 
-    loop.advance = advance
+    loop.advance = advance  # the kill: in the middle of a step, after the last checkpoint
     with pytest.raises(_Stop):
         loop.run()
     resumed = new_head(tiny_target, samples)
-    run(resumed, tiny_target, samples, work, state=end, state_out=tmp_path / "b", **settings)
+    report = run(resumed, tiny_target, samples, work, state=end, state_out=tmp_path / "b", **settings)
+    assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))
     assert all(torch.equal(tensor, resumed.state_dict()[name]) for name, tensor in whole.state_dict().items())
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 

@@ -17,7 +17,7 @@ from models.learning.hidden import Sample
 from models.lengths import specdec_pp
 from models.params import validate
 from models.verify import judge
-from tests.models.drafts.answered import answer_all, prompts
+from tests.models.drafts.answered import answer_all, answers_of, prompts
 from tests.models.drafts.tiny import make_tiny
 
 MARKS = [{"token_ids": list(range(3, 43)), "good": {str(place): place % 2 == 0 for place in range(40)}}] * 3
@@ -30,12 +30,7 @@ def draft(tiny_target: Path) -> Draft:
 
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:
-    asked = prompts(8)
-    found = answer_all(tiny_target, None, asked)
-    return [
-        Sample(str(n), "chat", one, [*answer.token_ids])
-        for n, (one, answer) in enumerate(zip(asked, found, strict=True))
-    ]
+    return answers_of(tiny_target, prompts(8))
 
 
 @pytest.fixture

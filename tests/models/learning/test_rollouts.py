@@ -12,7 +12,6 @@ from models import catalog
 from models.answers import mixed_tokens, on_policy
 from models.drafting.draft_families import family_named
 from models.drafts import Draft, eagle3, lm
-from models.evaluation.scoring import score
 from models.layers.decoder import Cache, Decoder
 from models.learning import distill
 from models.learning.batches import pack
@@ -20,6 +19,7 @@ from models.learning.hidden import Sample
 from models.learning.rollouts import Rollouts, write
 from models.learning.teacher import Teacher
 from tests.models import planted
+from tests.models.drafts.answered import tau_of
 from tests.models.drafts.tiny import make_tiny
 
 TRAINED = [name for name in catalog.names("drafts") if family_named(name).TRAINED]
@@ -204,15 +204,10 @@ def test_a_draft_learns_what_is_planted_from_text_that_it_helped_to_write(
     name: str, target: Path, learnt: list[Sample], tmp_path: Path
 ) -> None:
     held_out, draft = planted.answers(target, 8, 0.0, seed=1), head(target)
-    before = tau(draft, target, held_out, tmp_path)
+    before = tau_of(draft, target, held_out, K, tmp_path)
     distill.train(draft, target, learnt, params(num_epochs=24, answers={"name": name}), K, tmp_path / name)
-    after = tau(draft, target, held_out, tmp_path)
+    after = tau_of(draft, target, held_out, K, tmp_path)
     assert before < 1.5 < 1.9 < after, (before, after)
-
-
-def tau(draft: Draft, target: Path, samples: list[Sample], work: Path) -> float:
-    scores = score(draft, target, samples, K, work)
-    return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
 
 
 def test_the_share_of_tokens_is_as_asked() -> None:
@@ -220,10 +215,3 @@ def test_the_share_of_tokens_is_as_asked() -> None:
         writers = mixed_tokens.by_draft([50] * 80, mixed_tokens.Params(share=share), rng())
         own = sum(sum(of) for of in writers if of is not None) / 4000
         assert own == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_every_family_writes_an_answer_to_its_last_token(name: str, tiny_target: Path, decoder: Decoder) -> None:
-    draft = make_tiny(family_named(name), tiny_target)
-    with torch.inference_mode():
-        assert len(write(draft, decoder, SAMPLE, [True] * 12, 0.0, K, NEVER, rng())) == 12

@@ -62,9 +62,8 @@ def test_labels_are_the_weighted_mean_of_what_target_and_teachers_say(
     rows, final, log_sums, _ = pack(batch, states, 1, draft)
     places = rows.sequence, rows.index + 1
     unrolled = Unrolled(torch.arange(len(rows.index)), torch.zeros(len(rows.index), 64))
-    own = torch.ones(len(rows.index), dtype=torch.bool)
     word = teachers.say(batch, (final, log_sums))
-    said = teachers.drafted(0, unrolled, rows.token_ids[places], own, word, places).target_probs
+    said = teachers.drafted(unrolled, rows.token_ids[places], word, places).target_probs
     by_hand = torch.cat(
         [((law(tiny_target, one, draft) + 3 * law(other, one, draft)) / 4)[len(one.prompt_ids) : -1] for one in batch]
     )

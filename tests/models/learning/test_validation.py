@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 
 from models.drafting.draft_families import family_named
 from models.drafts import eagle3
-from models.evaluation import scoring
 from models.learning import distill
 from models.learning.batches import hidden_states
 from models.learning.hidden import Sample
 from models.learning.validation import Validation, split
-from tests.models.drafts.answered import answer_all, prompts
+from tests.models.drafts.answered import answers_of, prompts, tau_of
 from tests.models.drafts.tiny import make_tiny
 
 K = 3
@@ -85,8 +84,7 @@ def test_a_look_is_due_behind_each_pass_and_at_the_end() -> None:
 
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:
-    answered = answer_all(tiny_target, None, prompts(12))
-    return [Sample(f"{n:02d}", "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(answered)]
+    return answers_of(tiny_target, prompts(12))
 
 
 def train(
@@ -173,9 +171,7 @@ def test_a_look_counts_what_serving_would_and_leaves_the_draft_as_it_was(
     hidden_states(head, tiny_target, samples, tmp_path)
     validation = Validation(head, tiny_target, samples[:4], K, 2, 10, tmp_path)
     assert validation.look(10)
-    scores = scoring.score(head, tiny_target, samples[:4], K, tmp_path)
-    tau = 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
-    assert validation.taus == [(10, tau)]
+    assert validation.taus == [(10, tau_of(head, tiny_target, samples[:4], K, tmp_path))]
     assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in before.items())
 
 

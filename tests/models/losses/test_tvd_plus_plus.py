@@ -8,7 +8,7 @@ from models.losses import Drafted, total_variation, tvd_plus_plus
 
 def gradient(logits: Tensor, p: Tensor, **settings: float) -> Tensor:
     logits = logits.clone().requires_grad_()
-    tvd_plus_plus.loss(Drafted(0, logits, target_probs=p), tvd_plus_plus.Params(**settings)).sum().backward()
+    tvd_plus_plus.loss(Drafted(logits, target_probs=p), tvd_plus_plus.Params(**settings)).sum().backward()
     assert logits.grad is not None
     return logits.grad
 
@@ -17,7 +17,7 @@ def test_its_gradient_is_that_of_total_variation_over_the_deviation_of_the_rewar
     rng = torch.Generator().manual_seed(1)
     p, logits = torch.randn(5, 7, generator=rng).softmax(-1), torch.randn(5, 7, generator=rng)
     free = logits.clone().requires_grad_()
-    total_variation.loss(Drafted(0, free, target_probs=p), total_variation.Params()).sum().backward()
+    total_variation.loss(Drafted(free, target_probs=p), total_variation.Params()).sum().backward()
     q = logits.softmax(-1)
     kept = (q * (p > q)).sum(-1, keepdim=True)
     torch.testing.assert_close(gradient(logits, p), free.grad / (kept * (1 - kept)).sqrt())
@@ -34,7 +34,7 @@ def test_descent_makes_what_is_drawn_accepted_more_often() -> None:
     logits = torch.zeros(4, 9)
 
     def rejected() -> float:
-        return float(total_variation.loss(Drafted(0, logits, target_probs=p), total_variation.Params()).mean())
+        return float(total_variation.loss(Drafted(logits, target_probs=p), total_variation.Params()).mean())
 
     before = rejected()
     for _ in range(300):

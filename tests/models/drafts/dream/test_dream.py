@@ -1,6 +1,5 @@
 """DREAM by hand: its three layers, the intermediate feature it is trained on, and images that it half forgets."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers import AutoModelForCausalLM
 
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, dream
 from models.drafts.dream import images, watched
 from models.drafts.dream.draft import NEVER, Dream
-from models.evaluation.scoring import score
 from models.learning import distill
-from models.losses import feature_regression
-from models.targets import describe, random
 from tests.conftest import shake
 from tests.models import planted
-from tests.models.drafts.answered import answer_all
-from tests.models.drafts.tiny import make_tiny
+from tests.models.drafts.answered import answer_all, tau_of
+from tests.models.drafts.tiny import library_layer, require_refused
 from tests.models.engines.test_torch_families import require_equal
 
 TINY = {"vocab_size": 64, "image_tokens": (9, 15)}
@@ -43,19 +38,6 @@ def text(num_tokens: int, num_taps: int = 2) -> tuple[Tensor, Tensor]:
     return torch.randn(1, num_tokens, num_taps * 128, generator=rng), torch.randint(
         20, 60, (1, num_tokens + 6), generator=rng
     )
-
-
-def of_library(draft: Dream, number: int, read: Tensor) -> Tensor:
-    """Run the library's layer with a draft's weights on [n, H]."""
-    config = LlamaConfig(**draft.config, attn_implementation="eager")
-    layer = LlamaDecoderLayer(config, 0)
-    if number == 0:
-        layer.input_layernorm = torch.nn.Identity()
-    layer.load_state_dict(draft.layers[number].state_dict())
-    positions = torch.arange(len(read))[None]
-    waves = LlamaRotaryEmbedding(config)(read, positions)
-    mask = torch.full((len(read), len(read)), float("-inf")).triu(1)[None, None]
-    return layer(read[None], attention_mask=mask, position_ids=positions, position_embeddings=waves)[0]
 
 
 def of_features(draft: Dream, state: Tensor, features: Tensor) -> Tensor:
@@ -86,8 +68,8 @@ def test_what_it_drafts_is_three_layers_over_the_text_with_its_own_guesses_for_f
     rows = Rows(hidden, token_ids, torch.tensor([0]), torch.tensor([8]))
     for step, drafted in enumerate(draft.unroll(rows, 3)):
         read = embedding[token_ids[0, 1 : 10 + step]]
-        state = of_features(draft, of_library(draft, 0, read), features)
-        last = of_library(draft, 2, state)[-1]
+        state = of_features(draft, library_layer(draft, read, normed=False), features)
+        last = library_layer(draft, state, 2)[-1]
         guess = functional.rms_norm(last, (128,), draft.norm.weight, draft.eps)
         torch.testing.assert_close(drafted.hidden[0], guess, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(drafted.logits[0], output_embedding(tiny_target) @ guess, rtol=1e-3, atol=1e-3)
@@ -104,17 +86,10 @@ def test_features_say_nothing_to_a_new_draft_and_something_to_one_whose_gates_ar
         assert torch.allclose(one.logits, other.logits, atol=1e-4) == same
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("deep")
-    random.build(random.Params(num_layers=4), directory)
-    return directory
-
-
 @torch.inference_mode()
-def test_what_the_target_looks_at_is_what_the_library_says(deep: Path) -> None:
-    draft = made(deep, middle_layers=(1, 2, 3))
-    model = AutoModelForCausalLM.from_pretrained(deep, dtype=torch.float32, attn_implementation="eager")
+def test_what_the_target_looks_at_is_what_the_library_says(deep_target: Path) -> None:
+    draft = made(deep_target, middle_layers=(1, 2, 3))
+    model = AutoModelForCausalLM.from_pretrained(deep_target, dtype=torch.float32, attn_implementation="eager")
     told = model(text(12)[1], output_hidden_states=True, output_attentions=True)
     for number, layer in enumerate(draft.watchers, 1):
         states = told.hidden_states[number][0]
@@ -209,15 +184,10 @@ def test_training_teaches_a_draft_of_chance_what_is_planted_in_texts_with_images
     shake(draft, 0.5, 0)
     samples = planted.answers(tmp_path, 40, 1.0, seed=0) + planted.answers(tmp_path, 24, 0.0, seed=2)
     held_out = planted.answers(tmp_path, 8, 0.0, seed=1)
-
-    def tau(name: str) -> float:
-        scores = score(draft, tmp_path, held_out, 4, tmp_path / name)
-        return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
-
-    before = tau("before")
+    before = tau_of(draft, tmp_path, held_out, 4, tmp_path / "before")
     settings = distill.Params(num_epochs=20, batch_tokens=512, learning_rate=4e-3, num_threads=1)
     distill.train(draft, tmp_path, samples, settings, 4, tmp_path / "work")
-    after = tau("after")
+    after = tau_of(draft, tmp_path, held_out, 4, tmp_path / "after")
     assert before < 1.2 < 2.0 < after, (before, after)
     assert draft.gates.abs().min() > 0
     asked = [sample.prompt_ids for sample in held_out]
@@ -227,12 +197,6 @@ def test_training_teaches_a_draft_of_chance_what_is_planted_in_texts_with_images
         assert sum(len(answer.drafted) for answer in answers) < 23 * len(answers) / 1.5
 
 
-def test_it_is_trained_in_one_step_in_the_proportions_of_its_code(tiny_target: Path) -> None:
-    draft = make_tiny(dream, tiny_target)
-    assert draft.procedure == (feature_regression.Params(classification=5.0), "all", 1.0)
-    assert draft.num_unrolled(5) == 1
-
-
 def test_layers_image_tokens_and_states_that_do_not_fit_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     for layers in ((2,), (1, 1), ()):
         with pytest.raises(ValueError, match="middle_layers must be"):
@@ -240,14 +204,4 @@ def test_layers_image_tokens_and_states_that_do_not_fit_are_refused(tiny_target:
     for tokens in ((5, 259), (6, 5)):
         with pytest.raises(ValueError, match="image_tokens must be the first and the last of 0 to 258"):
             dream.create(dream.Params(vocab_size=64, image_tokens=tokens), tiny_target, np.ones(259))
-    with pytest.raises(ValueError, match="draft vocab_size must be 1 to 259, the target's; got 4096"):
-        dream.create(dream.Params(), tiny_target, np.ones(259))
-    draft = make_tiny(dream, tiny_target)
-    rows = Rows(torch.empty(1, 9, 128), torch.full((1, 20), 5), torch.tensor([0]), torch.tensor([4]))
-    with pytest.raises(ValueError, match="reads 2 of the target's states, 256 wide; got states of width 128"):
-        draft.unroll(rows, 1)
-    dream.save(draft, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"image_tokens": "all"}))
-    with pytest.raises(ValueError, match="image_tokens must be"):
-        dream.check(tmp_path, None, describe(tiny_target))
+    require_refused(dream, tiny_target, tmp_path, "image_tokens must be", image_tokens="all")

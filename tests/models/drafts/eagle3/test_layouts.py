@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,10 +37,16 @@ def at(layout: str, name: str) -> str:
     return name.replace("midlayer.", "layers.0.") if layout == "speculators" else name
 
 
+def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Let the map hold the target's ids, which the mask tells."""
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+@pytest.mark.parametrize("change", [lambda config, tensors: None, absolute], ids=["as it is", "ids"])
 def test_a_head_of_ours_in_either_layout_comes_back_bit_by_bit(
-    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path
+    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path, change: Change
 ) -> None:
-    eagle3.save(eagle3.adopt(write(), tiny_target), tmp_path)
+    eagle3.save(eagle3.adopt(write(change), tiny_target), tmp_path)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tiny_draft / name).read_bytes(), name
 
@@ -105,17 +112,6 @@ def test_taps_that_are_named_twice_and_differ_are_refused() -> None:
         readings_of(**{TAPS: "1,2,3"})
 
 
-def test_a_map_that_holds_the_targets_ids_is_recognised_by_the_mask(
-    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path
-) -> None:
-    def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-
-    eagle3.save(eagle3.adopt(write(absolute), tiny_target), tmp_path)
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (tiny_draft / name).read_bytes(), name
-
-
 @pytest.mark.parametrize("said", [True, False, None])
 def test_a_silent_speculators_head_norms_before_the_residual_and_a_native_one_after(
     write: Write, layout: str, tiny_target: Path, said: bool | None
@@ -149,29 +145,13 @@ def test_a_speculators_config_is_read_as_the_engine_reads_it(tiny_draft: Path, t
     ("spoil", "fault"),
     [
         (lambda tensors, at: tensors.pop(at("midlayer.mlp.up_proj.weight")), r"midlayer.mlp.up_proj.weight is missing"),
-        (lambda tensors, at: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
         (lambda tensors, at: tensors.pop("d2t"), "d2t is missing"),
-        (
-            lambda tensors, at: tensors.update({at("midlayer.self_attn.q_proj.bias"): torch.zeros(128)}),
-            "midlayer.self_attn.q_proj.bias is not one of this draft's",
-        ),
         (
             lambda tensors, at: tensors.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}),
             "layers.1.mlp.up_proj.weight is not one of this draft's",
         ),
-        (
-            lambda tensors, at: tensors.update({"fc.weight": torch.zeros(128, 128)}),
-            r"fc.weight is torch.bfloat16 \[128, 128\]; wanted torch.bfloat16 \[128, 256\]",
-        ),
-        (lambda tensors, at: tensors["norm.weight"].fill_(float("nan")), "norm.weight holds NaN or infinite values"),
-        (
-            lambda tensors, at: tensors["d2t"].fill_(300),
-            "d2t names 64, 0 of them if it holds offsets",
-        ),
-        (
-            lambda tensors, at: tensors["t2d"][70:80].fill_(True),
-            "contradict each other: t2d marks 74 tokens",
-        ),
+        (lambda tensors, at: tensors["d2t"].fill_(300), "d2t names 64, 0 of them if it holds offsets"),
+        (lambda tensors, at: tensors["t2d"][70:80].fill_(True), "contradict each other: t2d marks 74 tokens"),
         (lambda tensors, at: tensors.update(t2d=torch.ones(8)), r"t2d is \[8\] up to 1; wanted 0 or 1 for 259 tokens"),
         (
             lambda tensors, at: [tensors.pop("t2d"), tensors.update(d2t=torch.arange(3, 67))],
@@ -202,7 +182,6 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
         ({"hidden_size": 64}, "the head has hidden_size 64, the target has 128"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; only 'silu' is supported"),
         ({"num_hidden_layers": 2}, "config.json has num_hidden_layers 2; only 1 is supported"),
-        ({"attention_bias": True}, "config.json has attention_bias True; only False is supported"),
         ({"model_type": "qwen3"}, "the head's layer is of model_type 'qwen3'; only 'llama' is supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the head is quantized"),
         ({"intermediate_size": None}, "config.json has intermediate_size None; wanted a number"),
@@ -236,19 +215,16 @@ def test_a_config_of_neither_layout_is_refused(config: dict[str, Any], fault: st
 
 
 def test_settings_of_a_head_that_are_not_supported_are_refused() -> None:
-    layer = {"hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1, "vocab_size": 9}
     for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, key: True}
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": NATIVE_CONFIG, key: True}
         with pytest.raises(ValueError, match=f"config.json has {key} True; only False is supported"):
             read_published(config, {}, 32)
 
 
 def test_tensors_under_both_layouts_names_are_refused() -> None:
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 8, "vocab_size": 9, "hidden_size": 4}
-    config |= {"intermediate_size": 4, "num_attention_heads": 1}
     twice = {name: torch.zeros(1) for name in ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")}
     with pytest.raises(ValueError, match=r"midlayer.hidden_norm.weight is there twice"):
-        read_published(config, twice, 32)
+        read_published(NATIVE_CONFIG, twice, 32)
 
 
 def test_another_tokenizer_beside_the_head_is_refused(write: Write, tiny_target: Path) -> None:
@@ -275,8 +251,6 @@ def test_pickled_weights_and_a_place_without_a_head_are_refused(
 
 
 def test_a_head_that_can_say_every_token_needs_no_map(tiny_target: Path, tmp_path: Path) -> None:
-    import numpy as np
-
     whole = eagle3.create(eagle3.Params(vocab_size=259), tiny_target, np.ones(259))
     eagle3.save(whole, tmp_path)
     assert "d2t" not in load_file(tmp_path / "model.safetensors")

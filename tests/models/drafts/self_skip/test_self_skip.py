@@ -152,6 +152,7 @@ def test_a_file_that_skips_what_can_not_be_skipped_is_refused(
     ("params", "message"),
     [
         ({"skip_attention": [4]}, "attention of layer 4 can't be skipped"),
+        ({"skip_mlp": [-1]}, "mlp of layer -1 can't be skipped"),
         ({"skip_mlp": []}, "0 sublayers are skipped"),
         ({"skip_attention": range(4), "skip_mlp": range(4)}, "8 sublayers are skipped"),
     ],
