@@ -9,7 +9,6 @@ What was erased since a backup was taken is erased again when it is brought back
 nothing of that.
 """
 
-import hashlib
 import io
 import os
 import shutil
@@ -32,6 +31,7 @@ from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.lineage import SNAPSHOT_TAGS
 from infra.logfile import SCHEMA_VERSION, TORN, copy_database
+from infra.manifest import file_sha256
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
@@ -118,7 +118,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
             made_ms=int(time.time() * 1000),
             home=str(settings.home),
             artifacts=str(settings.artifacts),
-            files={name: _sha256(work / name) for name in small},
+            files={name: file_sha256(work / name) for name in small},
         )
         with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
             _add_text(archive, CONTENTS, contents.model_dump_json(indent=1))
@@ -191,7 +191,7 @@ def _unpack(file: Path, work: Path) -> Contents:
     if (contents.home_format, contents.log_schema) != (FORMAT, SCHEMA_VERSION):
         raise ValueError(f"{file} was taken by another version of redraft, and only that one reads it")
     for name, sha256 in contents.files.items():
-        if not (work / name).is_file() or _sha256(work / name) != sha256:
+        if not (work / name).is_file() or file_sha256(work / name) != sha256:
             raise ValueError(f"{file} is damaged: {name} is not what was backed up")
     return contents
 
@@ -298,8 +298,3 @@ def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, int(time.time())
     archive.addfile(entry, io.BytesIO(text.encode()))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

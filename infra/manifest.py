@@ -15,7 +15,6 @@ from infra.files import fsync_directory, write_atomic
 from models.types import Frozen
 
 MANIFEST_NAME = "manifest.json"
-CHUNK_BYTES = 1 << 20
 
 
 class FileEntry(Frozen):
@@ -44,11 +43,8 @@ def canonical_json(value: object) -> bytes:
 
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's content as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path) -> str:

@@ -5,7 +5,6 @@ whatever was agreed to: no draft may learn from it.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -26,7 +25,7 @@ from models.targets import describe, stop_ids
 from models.types import Frozen
 from services.access import RequestError
 from services.handlers import UNAVAILABLE
-from services.stream import DATA, DONE
+from services.stream import DONE, event
 
 HEADER = "X-Redraft-Reasoning"
 UNFINISHED = "\ufffd"  # stands at the end of a text whose last letter has not come whole
@@ -227,7 +226,7 @@ class _Told:
     def chunk(self, delta: dict[str, str], ended: bool = False) -> str:
         """Return an event of the stream; the last one says why it ended."""
         reason = self._finish_reason() if ended else None
-        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+        return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
 
     def rest(self) -> list[str]:
         """Return the stream's last events."""
@@ -235,7 +234,7 @@ class _Told:
         events = [self.chunk({"content": left})] if left else []
         events.append(self.chunk({}, ended=True))
         if (self._asked.stream_options or {}).get("include_usage"):
-            events.append(_event({**self._head, "choices": [], "usage": self._usage()}))
+            events.append(event({**self._head, "choices": [], "usage": self._usage()}))
         return [*events, DONE]
 
     def _tokens(self) -> list[int]:
@@ -270,11 +269,11 @@ async def _streamed(steps: Steps, told: _Told) -> AsyncGenerator[str, None]:
                     yield told.chunk({"role": "assistant", "content": text} if first else {"content": text})
                 first = False
     except EngineEnded:
-        yield _event(ENDED)
+        yield event(ENDED)
         yield DONE
     else:
-        for event in told.rest():
-            yield event
+        for last in told.rest():
+            yield last
 
 
 def _parse(body: Mapping[str, Any]) -> ChatRequest:
@@ -285,7 +284,3 @@ def _parse(body: Mapping[str, Any]) -> ChatRequest:
         where = ".".join(map(str, fault["loc"]))
         message = f"{where}: {fault['msg']}; with {HEADER} a chat takes {', '.join(ChatRequest.model_fields)}"
         raise RequestError(400, message[:1000], str(fault["loc"][0]), "unsupported") from error
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"{DATA}{json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

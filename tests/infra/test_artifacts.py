@@ -5,15 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import (
-    Artifact,
-    open_artifact,
-    publish,
-    read_jsonl,
-    snapshot_jsonl,
-    staged,
-    sweep_staging,
-)
+from infra.artifacts import Artifact, open_artifact, publish, staged, sweep_staging
 from infra.manifest import check_manifest
 
 
@@ -106,21 +98,3 @@ def test_a_reference_to_another_scheme_or_with_a_short_hash_is_refused() -> None
     for fields in ({"uri": "s3://a", "sha256": "0" * 64}, {"uri": "file:///a", "sha256": "0"}):
         with pytest.raises(ValueError, match="string_pattern_mismatch|should match pattern"):
             Artifact(kind="rows", **fields)
-
-
-def test_a_snapshot_returns_the_rows_that_went_in(tmp_path: Path) -> None:
-    rows = [{"id": 1, "text": "naïve\n\u2028 line"}, {"id": 2, "ids": [1, 2]}]
-    artifact = snapshot_jsonl(iter(rows), tmp_path / "rows")
-    assert artifact.kind == "rows"
-    assert read_jsonl(artifact) == read_jsonl(artifact.path) == rows
-    assert snapshot_jsonl(rows, tmp_path / "again").sha256 == artifact.sha256
-
-
-def test_a_snapshot_refuses_nan_and_lines_that_are_not_objects(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        snapshot_jsonl([{"loss": float("nan")}], tmp_path / "rows")
-    assert list(tmp_path.iterdir()) == []
-    with staged(tmp_path / "list") as directory:
-        (directory / "rows.jsonl").write_text("{}\n[1]\n")
-    with pytest.raises(ValueError, match=r"line 2: got '\[1\]"):
-        read_jsonl(tmp_path / "list")
