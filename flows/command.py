@@ -29,10 +29,7 @@ def command_of(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator that adds a function to `app`, with our exit codes.
 
-    Args:
-        app: gets the command.
-        panel: heading of its help.
-        name: of the command, by default the function's.
+    `panel` is the heading of its help; the command's name is by default the function's.
     """
 
     def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -44,10 +44,6 @@ POLL_S = 0.3
 def start(recipe: str, settings: Settings) -> UpState:
     """Start the supervisor in the background and wait until all programs answer.
 
-    Args:
-        recipe: the name of one that ships, or the path of a TOML file.
-        settings: where everything lies.
-
     Raises:
         ValueError: something runs here already, or the service can't be started, see `require_served` and
             `require_startable`.

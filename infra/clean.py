@@ -90,13 +90,9 @@ class Item(NamedTuple):
 
 
 def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
-    """Let go of what is beyond the limits, and return it, each with why.
+    """Let go of what is beyond the limits, and return it, each with why; a dry run removes nothing.
 
-    Args:
-        settings: of the home.
-        limits: what is kept.
-        pool: past champions of each domain that may return.
-        dry_run: whether nothing is to be removed.
+    Of each domain `pool` past champions may return, and stay.
 
     Raises:
         TimeoutError: a refresh, an adoption or the watch is at work.
@@ -236,10 +232,7 @@ def _folders(folder: Path) -> list[Path]:
 def _item(kind: str, path: Path, read: bool = False) -> Item:
     """Measure what lies at a path.
 
-    Args:
-        kind: in a word.
-        path: of a file or a folder.
-        read: whether reading a file makes it young too. Of a folder it never does: this look reads it.
+    With `read`, reading a file makes it young too. Of a folder it never does: this look reads it.
     """
     files = []
     for file in files_under(path) if path.is_dir() else [path]:

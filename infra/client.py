@@ -217,13 +217,7 @@ class Client:
     ) -> None:
         """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
 
-        Args:
-            chats: what to send, in turn.
-            concurrency: how many ask.
-            max_tokens: of each answer.
-            stop: asked before each request; running ones are waited for.
-            on_answer: called with each answer as it ends.
-            pause_s: what is waited between an answer and the next request.
+        `stop` is asked before each request, and running ones are waited for. After an answer `pause_s` are waited.
         """
         waiting = itertools.cycle(chats)
         async with self._chats(concurrency) as connection:

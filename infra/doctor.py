@@ -41,11 +41,7 @@ class Check(Frozen):
 
 
 def check_environment(settings: Settings | None = None) -> list[Check]:
-    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk.
-
-    Args:
-        settings: says which device and home to check for; by default read from the environment.
-    """
+    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk."""
     settings = load_settings() if settings is None else settings
     checks = [_check_python(), *_check_requirements(), _check_sqlalchemy(), _check_engine(settings.device)]
     checks.append(_check_torch(settings.device))
@@ -165,11 +161,7 @@ def _check_suffix() -> Check:
 
 
 def said_of_suffix(vllm: Path | None) -> str:
-    """Return the error that vLLM's check of a configuration for suffix trees ends with.
-
-    Args:
-        vllm: the folder of its sources; None where it is not installed.
-    """
+    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none installed."""
     if vllm is None:
         return "vLLM is not installed"
     try:

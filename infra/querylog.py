@@ -58,9 +58,7 @@ class QueryLog(LogFile):
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction; a row whose id is there already is left out and counted.
 
-        Args:
-            rows: without `seq`.
-            dropped: rows lost before they came here, added to the persistent count.
+        `dropped` rows, which were lost before they came here, are added to the persistent count.
 
         Returns:
             How many rows were new.
@@ -156,11 +154,7 @@ class QueryLog(LogFile):
         return int(seq)
 
     def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
-        """Return the hashed API keys of the first rows that wait and may be trained on, and when the first was served.
-
-        Args:
-            max_rows: how many rows are looked at.
-        """
+        """Return the hashed API keys of the first rows that wait and may be trained on, and when the first came."""
         query = """SELECT json_extract(body, '$.key'), count(*), min(time_ms) FROM
             (SELECT body, time_ms FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
         found = self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()

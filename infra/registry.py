@@ -169,14 +169,8 @@ class Registry:
     def promote(self, kind: Kind, number: int, forced: str = "", judged_against: int | None = None) -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
-        Promoting the champion changes nothing.
-
-        Args:
-            kind: "target" or "draft".
-            number: of the version.
-            forced: why it is promoted against its gate; kept as a tag.
-            judged_against: the champion that it was found better than, which must still be the champion, and good; None
-                replaces whichever there is.
+        Promoting the champion changes nothing. `forced`, why it is promoted against its gate, is kept as a tag. The
+        champion that it was `judged_against` must still be the champion, and good; None replaces whichever there is.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
@@ -241,9 +235,7 @@ class Registry:
     def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
         """Make the last good champion before this one the champion again, and return it.
 
-        Args:
-            kind: "target" or "draft".
-            quarantine: why the version left must never be served again; without a reason it may be promoted again.
+        With a reason for its quarantine, the version left may never be promoted again.
 
         Raises:
             NotFound: there is no champion, or no good one before it.

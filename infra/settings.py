@@ -126,10 +126,7 @@ class Settings(Frozen):
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from REDRAFT_* variables.
-
-    Args:
-        environment: the variables to read, by default the process's own.
+    """Read the settings from REDRAFT_* variables, by default the process's own.
 
     Raises:
         ValueError: a REDRAFT_ variable is not a setting (the message names it and the nearest one), or its value is

@@ -63,14 +63,7 @@ class Watchdog:
         read: Callable[[], MemoryUsage] = read_memory,
         end: Callable[[], object] = end_with_children,
     ) -> None:
-        """Take what is to happen.
-
-        Args:
-            spares: whether a service runs that would go otherwise.
-            last_words: told why; half a second is waited for it.
-            read: looks how much memory there is.
-            end: ends the process.
-        """
+        """Take what says whether a service runs that would go otherwise, and what hears why before the process ends."""
         self.peak_gib = 0.0
         self._spares, self._last_words, self._read, self._end = spares, last_words, read, end
         self._done = threading.Event()

@@ -85,16 +85,10 @@ class Windows:
         self._file = file
 
     def claim(self, owner: str, max_rows: int, min_rows: int = 1, lease_s: float = LEASE_S) -> Window | None:
-        """Claim the next rows with full consent after the cursor, and count an attempt at them.
+        """Claim up to `max_rows` rows with full consent after the cursor, and count an attempt at them.
 
         An open claim is handed out again with the same range: to the same owner always, to another one when it failed,
         its process is gone or its lease is over. A window that had its attempts is set aside instead.
-
-        Args:
-            owner: the run that will train on the window.
-            max_rows: the window's largest size.
-            min_rows: with fewer rows waiting, no window is opened.
-            lease_s: seconds until another owner may take the claim over from a living process that doesn't renew it.
 
         Returns:
             The window, or None if fewer than `min_rows` rows wait.

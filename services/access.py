@@ -109,11 +109,7 @@ class Keys:
     """The accepted keys, read again when their file changed; where it can't be read, those read before go on."""
 
     def __init__(self, file: Path, loopback: bool) -> None:
-        """Read the keys.
-
-        Args:
-            file: of the home, see infra/keys.py.
-            loopback: whether only this machine reaches the service: then a client needs no key until one was made.
+        """Read the keys of a home's file; on loopback a client needs none until one was made.
 
         Raises:
             ValueError: the file does not hold keys.

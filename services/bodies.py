@@ -79,13 +79,7 @@ def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
 async def read_body(
     headers: Headers, receive: Receive, limits: Limits, came: Callable[[int], None] = lambda _: None
 ) -> Receive:
-    """Read a whole body.
-
-    Args:
-        headers: of the request.
-        receive: hands out the body's parts.
-        limits: how large it may be, and how long it may take.
-        came: told of the bytes of each part; may refuse them.
+    """Read a whole body; `came` is told of the bytes of each part, and may refuse them.
 
     Returns:
         What hands out the body, then whatever comes, so that a client's leaving is still seen.

@@ -60,14 +60,7 @@ class FairQueue:
     def __init__(
         self, limits: Limits, max_num_seqs: int, max_model_len: int, busy: Callable[[bool], None] = lambda _: None
     ) -> None:
-        """Take the bounds.
-
-        Args:
-            limits: of keys.
-            max_num_seqs: sequences that run in the engine at once.
-            max_model_len: tokens of each, at most.
-            busy: told when the first request begins to run, and when the last one has ended.
-        """
+        """Take the bounds; `busy` is told when the first request begins to run, and when the last one has ended."""
         self.per_key = max(1, int(limits.max_share_per_key * max_num_seqs))
         self._limits, self._max_num_seqs, self._max_model_len = limits, max_num_seqs, max_model_len
         self._busy = busy
@@ -77,12 +70,7 @@ class FairQueue:
         self._queue: deque[str | None] = deque()  # the keys that wait, the one whose turn it is first
 
     def cost(self, key: str | None, body: Mapping[str, Any], num_bytes: int) -> Cost:
-        """Return what a request may take.
-
-        Args:
-            key: hash of the key that it came with.
-            body: its JSON, after `check_limits`.
-            num_bytes: length of that.
+        """Return what a request of a key may take, of its JSON after `check_limits` and the length of that.
 
         Raises:
             Refusal: 400, it asks for more sequences than a key may run.
@@ -99,11 +87,7 @@ class FairQueue:
         return Cost(sequences, num_bytes // BYTES_PER_TOKEN + sequences * min(answer, self._max_model_len))
 
     async def take(self, key: str | None, cost: Cost) -> QueuedRequest:
-        """Wait until a request may run.
-
-        Args:
-            key: hash of the key that it came with; requests without one are one key's.
-            cost: what it takes.
+        """Wait until a request may run; requests without a key are one key's.
 
         Raises:
             Refusal: 429, too much waits for this key already; 503, too many wait in all.

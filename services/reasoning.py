@@ -112,14 +112,6 @@ class Reasoning:
     ) -> "Reasoning":
         """Start the small model's engine.
 
-        Args:
-            target: serves.
-            target_dir: its files.
-            max_model_len: tokens that it reads.
-            served_name: the model's name in requests.
-            tokenizer: the target's.
-            settings: of the recipe.
-
         Raises:
             ValueError: the small model can't be loaded, or does not read the target's tokens.
         """
@@ -141,13 +133,7 @@ class Reasoning:
     async def answer(
         self, method: str, body: Mapping[str, Any], request_id: str, priority: int
     ) -> dict[str, Any] | AsyncGenerator[str, None]:
-        """Answer a chat, whole or as server-sent events.
-
-        Args:
-            method: as the request names it.
-            body: its JSON.
-            request_id: of ours.
-            priority: in the target's engine.
+        """Answer a chat, whole or as server-sent events, with a priority in the target's engine.
 
         Raises:
             Refusal: what it asks for is not served so.

@@ -345,11 +345,8 @@ class GoldenPrompts:
     ) -> tuple[Finding, str]:
         """Ask the served draft the canary prompts, after all traffic; a fall is believed when a second look sees it.
 
-        Args:
-            number: the draft's.
-            reference: what it answered on probation.
-            lost_on_traffic: returns the share of the promised gain that is missing on its last requests.
-            params: what counts as a fall.
+        `reference` is what it answered on probation; `lost_on_traffic` returns the share of the promised gain that is
+        missing.
 
         Returns:
             What was found, in a word and in a line.

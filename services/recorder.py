@@ -201,12 +201,7 @@ class Recorder:
         return figures
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
-        """Return the last requests that began with a draft, the oldest first, at most so many of each domain.
-
-        Args:
-            draft_version: the draft.
-            after: number of the last one that the caller knows already.
-        """
+        """Return the last requests after a number that began with a draft, oldest first, at most so many of a domain."""
         domains = self._rolling.get(draft_version, {}).values()
         return sorted(one for tallies in domains for one in tallies if one.number > after)
 

@@ -88,13 +88,7 @@ class ReverseProxy:
     """
 
     def __init__(self, binary: Path, config: ServiceConfig, folder: Path) -> None:
-        """Write its files.
-
-        Args:
-            binary: HAProxy.
-            config: of the service.
-            folder: for its files, which nobody else can enter.
-        """
+        """Write its files into a folder that nobody else can enter."""
         self.socket = folder / "replica.sock"
         self._address = (config.settings.host, config.serve.port)
         self._argv = [str(binary), "-db", "-f", str(_write(config, folder, self.socket))]

@@ -26,11 +26,8 @@ async def opened(
 ) -> AsyncGenerator[str, None]:
     """Wait for the first frame, then return the stream.
 
-    Args:
-        frames: the handler's events, "data: …" and a blank line each.
-        refuse: turns the body of an error frame into what the client is told.
-        usage: what speculation did, added to the chunk that carries the usage.
-        closed: called once, when the stream ended or the client left.
+    `refuse` turns the body of an error frame into what the client is told; `usage` is added to the chunk that carries
+    the usage; `closed` is called once, when the stream ended or the client left.
 
     Raises:
         Refusal: the first frame is an error.

@@ -74,8 +74,7 @@ def from_log(rows: Iterable[QueryRow]) -> list[Served]:
 def from_answers(answers: Iterable[Mapping[str, Any]]) -> list[Served]:
     """Keep the answers that say what was accepted, numbered from 1 in their order.
 
-    Args:
-        answers: rows with domain, draft_version, drafted_per_step and accepted_per_step.
+    An answer has domain, draft_version, drafted_per_step and accepted_per_step.
     """
     return [
         Served(

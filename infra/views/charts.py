@@ -60,16 +60,9 @@ def line_chart(
     labels: tuple[str, str],
     base: float,
 ) -> Markup:
-    """Draw curves over numbered requests.
+    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts.
 
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        curves: name to its parts, each (x, y) by x; at most MAX_SERIES names.
-        marks: (x, label) of vertical lines, by x.
-        labels: of the two axes, with their units.
-        base: where the upright axis starts; no y is below it.
+    `marks` are upright lines, by x. Where the upright axis starts, `base`, no y is below.
 
     Raises:
         ValueError: there is no point, or there are too many names.
@@ -104,15 +97,7 @@ def interval_chart(
     lines: Sequence[tuple[float, str]],
     label: str,
 ) -> Markup:
-    """Draw one interval a row, with vertical lines that they are held against.
-
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        rows: name to its interval.
-        lines: (value, label); a label of "" is a plain line.
-        label: of the axis, with its unit.
+    """Draw one interval a row, with vertical lines that they are held against; one without a label is plain.
 
     Raises:
         ValueError: there is no row.
@@ -141,14 +126,7 @@ def interval_chart(
 
 
 def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Markup:
-    """Draw bars from 0, some for each name.
-
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        rows: name to series to a value of at least 0; all names have the same series.
-        label: of the axis, with its unit.
+    """Draw bars from 0, some for each name; all names have the same series.
 
     Raises:
         ValueError: there is no value above 0.
@@ -185,12 +163,7 @@ def draw_validation(taus: Sequence[Point], file: Path) -> Path:
 
 
 def draw_tau(taus: Mapping[str, Sequence[Point]], file: Path) -> Path:
-    """Draw τ over the versions of a line of champions into an SVG file and return it.
-
-    Args:
-        taus: domain to (version, τ), oldest first.
-        file: where to.
-    """
+    """Draw τ over the versions of a line of champions, oldest first, into an SVG file and return it."""
     return _draw_curves(taus, ("draft version", TAU), 1.0, file)
 
 

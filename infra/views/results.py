@@ -49,13 +49,7 @@ def publish(
 ) -> dict[str, Any]:
     """Write `result.json` and `report.md` into `folder`, show the tables, and end with the JSON line.
 
-    Args:
-        report: the outcome.
-        folder: of this benchmark or comparison.
-        title: its name, such as "swap".
-        question: what it answers.
-        command: what to type to repeat it.
-        setup: commit, device and settings that the figures belong to.
+    `command` is what to type to repeat it, `setup` what the figures belong to: commit, device, settings.
     """
     result = {"benchmark": title, **setup, **report.figures, "failures": report.failures}
     (folder / RESULT).write_text(json.dumps(result, allow_nan=False) + "\n")
