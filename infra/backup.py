@@ -9,7 +9,6 @@ What was erased since a backup was taken is erased again when it is brought back
 nothing of that.
 """
 
-import io
 import os
 import shutil
 import sqlite3
@@ -120,9 +119,9 @@ def back_up(settings: Settings, file: Path) -> Contents:
             artifacts=str(settings.artifacts),
             files={name: file_sha256(work / name) for name in small},
         )
+        (work / CONTENTS).write_text(contents.model_dump_json(indent=1))
         with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
-            _add_text(archive, CONTENTS, contents.model_dump_json(indent=1))
-            for name in small:
+            for name in (CONTENTS, *small):
                 archive.add(work / name, name)
             for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
                 for path in _kept(root):
@@ -292,9 +291,3 @@ def _kept(root: Path) -> Iterator[Path]:
         if is_root:
             folders[:] = [name for name in folders if name not in NOT_KEPT]
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, int(time.time())
-    archive.addfile(entry, io.BytesIO(text.encode()))

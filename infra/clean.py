@@ -45,23 +45,16 @@ LATER = Window(first_seq=2**62, last_seq=2**62, num_rows=0, sha256="", owner="")
 
 
 class Limits(Protocol):
-    """How much is kept beyond what serves: table `[keep]` of a recipe says so."""
+    """How much is kept beyond what serves: what each means stands at table `[keep]` of a recipe."""
 
     @property
-    def num_drafts(self) -> int:
-        """Newest drafts whose files are kept."""
-
+    def num_drafts(self) -> int: ...
     @property
-    def days(self) -> float:
-        """Age in days from which files go, whatever their number."""
-
+    def days(self) -> float: ...
     @property
-    def gib(self) -> float:
-        """Size in GiB of drafts, results of finished steps, copies, history and sessions together; oldest go first."""
-
+    def gib(self) -> float: ...
     @property
-    def log_mib(self) -> float:
-        """Size in MiB from which the older half of a log goes."""
+    def log_mib(self) -> float: ...
 
 
 class Item(NamedTuple):

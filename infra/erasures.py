@@ -156,11 +156,11 @@ class Erasures:
         with self._file.transaction() as db:
             _enter(db, certificate, step)
 
-    def forget(self, number: int) -> bool:
-        """Delete the text of an erasure's rows; False if a reader kept the write-ahead log from being emptied."""
+    def forget(self, number: int) -> None:
+        """Delete the text of an erasure's rows, and empty the write-ahead log unless a reader prevents it."""
         with self._file.transaction() as db:
             db.execute("DELETE FROM erasing WHERE erasure = ?", (number,))
-        return self._file.empty_wal()
+        self._file.empty_wal()
 
 
 def _enter(db: sqlite3.Connection, certificate: Certificate, step: int) -> None:

@@ -224,7 +224,7 @@ class Registry:
             champion = self.champion(kind)
             if champion is None or champion.number != number:
                 return champion
-            target = self._last_good(champion)
+            target = self.previous_good(champion)
             with translated(f"reverting {kind} {number}"):
                 if target is None:
                     self.store.client.delete_registered_model_alias(kind, CHAMPION)
@@ -312,10 +312,6 @@ class Registry:
         for path in fetched.iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(inner)
-
-    def _last_good(self, version: Version) -> Version | None:
-        """Return the version itself or, if it is quarantined, the last good one before it."""
-        return self.previous_good(version) if is_quarantined(version) else version
 
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""

@@ -31,7 +31,6 @@ from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.evaluation import drift_detector
 from models.evaluation.golden import load_golden
 from models.targets import describe
-from models.types import ThroughputEstimate
 from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys
 from services.boot import start_engine
@@ -159,7 +158,7 @@ class Service:
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
-            pace=self._pace(),
+            pace=None if (pace := self.engine.llm.pace) is None else pace.at(self.admission.in_flight),
             speed=dict(sorted(self.engine.llm.speeds.items())),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
@@ -223,10 +222,6 @@ class Service:
             promised=serving.version.lineage.tau.get(origin.domain, 0.0) if serving is not None else 0.0,
             capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
         )
-
-    def _pace(self) -> ThroughputEstimate | None:
-        """Return how steps are drafted, with what judging costs at the present load."""
-        return None if (pace := self.engine.llm.pace) is None else pace.at(self.admission.in_flight)
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight

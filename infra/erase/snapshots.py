@@ -48,16 +48,12 @@ def name_drafts(job: Job) -> None:
         for version in versions:
             seen = Counter[str]()
             for uri in {version.lineage.judged_on, version.lineage.window.uri if version.lineage.window else ""} - {""}:
-                seen += of_snapshot.get(snapshot_name(uri), Counter())
+                # The name under which its reads were recorded, whatever was taken out of it since.
+                seen += of_snapshot.get(Path(uri).name.partition(".")[0], Counter())
             if seen:
                 drafts[version.number] = seen
         named = {number: dict(sorted(seen.items())) for number, seen in sorted(drafts.items())}
         job.keep(drafts=named, descendants=tuple(_descendants(versions, named)))
-
-
-def snapshot_name(uri: str) -> str:
-    """Return the name under which a snapshot's reads were recorded, whatever was taken out of it since."""
-    return Path(uri).name.partition(".")[0]
 
 
 def _stages(artifacts: Path) -> list[Path]:
@@ -91,7 +87,8 @@ def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
     try:
         before = check_manifest(directory)
     except ValueError:  # torn, and so never read again: nothing of it is worth keeping
-        job.keep(snapshots=(*job.certificate.snapshots, _gone(directory, "", num_rows)))
+        gone = Rewritten(snapshot=directory.as_uri(), sha256="", became="", became_sha256="", rows=num_rows)
+        job.keep(snapshots=(*job.certificate.snapshots, gone))
         return
     final = directory.with_name(f"{directory.name}.{job.certificate.number}")
     if not final.exists():
@@ -109,10 +106,6 @@ def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
         snapshot=directory.as_uri(), sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows
     )
     job.keep(snapshots=(*job.certificate.snapshots, rewritten))
-
-
-def _gone(directory: Path, sha256: str, num_rows: int) -> Rewritten:
-    return Rewritten(snapshot=directory.as_uri(), sha256=sha256, became="", became_sha256="", rows=num_rows)
 
 
 def _point(job: Job, rewritten: Rewritten) -> None:
