@@ -201,7 +201,7 @@ class Recorder:
         return figures
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
-        """Return the last requests that began with a draft, oldest first, at most so many of a domain, after a number."""
+        """Return the last requests that began with a draft, oldest first: of a domain so many, and after a number."""
         domains = self._rolling.get(draft_version, {}).values()
         return sorted(one for tallies in domains for one in tallies if one.number > after)
 

@@ -31,6 +31,12 @@ def world(
         yield world
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Tests that are coroutines run as a replica does."""
+    return "asyncio"
+
+
 @pytest.fixture
 def client(world: World) -> Iterator[openai.OpenAI]:
     """The stock client."""
