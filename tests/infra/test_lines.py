@@ -49,6 +49,14 @@ def register_candidate(registry: Registry, tmp_path: Path, parent: Version, **ta
     return register(registry, tmp_path, **{**trained, **tags})
 
 
+@pytest.fixture
+def served(registry, tmp_path) -> tuple[Version, Version]:
+    """A target and a draft, which serve."""
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    return target, first
+
+
 def pair(target: Version, draft: Version) -> Pair:
     return Pair(target=target, draft=draft, target_files=FILES, draft_files=FILES)
 
@@ -184,9 +192,8 @@ def test_a_challenger_goes_on_from_its_last_undecided_snapshot_and_anew_with_eac
     assert start(1, 46) == (None, 5)
 
 
-def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry, tmp_path, served):
+    target, first = served
     candidate = register_candidate(registry, tmp_path, first, gate="undecided")
     assert find_candidate.fn(pair(target, first), WINDOW) == candidate
     assert promote_candidate.fn(pair(target, first), candidate) == "undecided"
@@ -195,9 +202,8 @@ def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry
     assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
 
 
-def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path, served):
+    target, first = served
     assert find_candidate.fn(pair(target, first), WINDOW) is None
     candidate = register_candidate(registry, tmp_path, first)
     found = find_candidate.fn(pair(target, first), WINDOW)
@@ -215,9 +221,8 @@ def test_a_window_in_the_champions_line_is_not_trained_on_again(registry, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quarantined", [False, True])
-def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, quarantined):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, served, quarantined):
+    target, first = served
     candidate = register_candidate(registry, tmp_path, first, gate="passed" if quarantined else "refused")
     if quarantined:
         registry.quarantine("draft", candidate.number, "bad")
@@ -227,9 +232,10 @@ def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path
 
 
 @pytest.mark.slow
-def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(
+    registry, tmp_path, served
+):
+    target, first = served
     candidate = register_candidate(registry, tmp_path, first)
     assert promote_candidate.fn(pair(target, first), candidate, approve=True) == "waits for approval"
     assert registry.champion("draft").number == first.number
@@ -250,10 +256,9 @@ def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_th
 @pytest.mark.parametrize("gate", ["passed", "refused"])
 @pytest.mark.parametrize("quarantine", ["", "slow on phones"])
 def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
-    registry, tmp_path, gate, quarantine
+    registry, tmp_path, served, gate, quarantine
 ):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+    target, first = served
     second = register(registry, tmp_path, parent="1")
     registry.promote("draft", second.number)
     during = pair(target, second)
@@ -266,9 +271,8 @@ def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the
 
 
 @pytest.mark.slow
-def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path, served):
+    target, _ = served
     second = register(registry, tmp_path, parent="1")
     registry.promote("draft", second.number)
     candidate = register_candidate(registry, tmp_path, second)
@@ -280,9 +284,8 @@ def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(regis
     assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
 
 
-def test_a_child_of_a_quarantined_champion_is_not_promoted(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_a_child_of_a_quarantined_champion_is_not_promoted(registry, tmp_path, served):
+    target, first = served
     candidate = register_candidate(registry, tmp_path, first)
     registry.quarantine("draft", first.number, "another output")
     assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
@@ -301,9 +304,8 @@ def test_a_candidate_of_a_draft_that_is_no_longer_served_is_left_alone(registry,
 
 
 @pytest.mark.slow
-def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path, served):
+    target, first = served
     candidate = register_candidate(registry, tmp_path, first)
     registry.promote("draft", candidate.number)
     promote_build.fn(target, first)
