@@ -131,12 +131,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
 
 
 def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Path | None]:
-    """Bring a backup back into an empty home, or into the one that it was taken of; a service there goes on.
-
-    Args:
-        settings: of the home.
-        file: a backup.
-        wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+    """Bring a backup back into an empty home, or the one that it was taken of; a service there goes on.
 
     Returns:
         What the backup says of itself, and the folder of copies of the databases that were there; None if none were.

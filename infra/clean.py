@@ -61,9 +61,6 @@ class Item(NamedTuple):
     """Something that may go.
 
     Attributes:
-        kind: in a word.
-        paths: of its files and folders.
-        num_bytes: of all of them.
         age_days: since it was written or, of a cache, read last.
         version: the draft whose files they are.
         day: of Prefect's history, which of the file goes.

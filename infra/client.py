@@ -35,7 +35,6 @@ class Chat(NamedTuple):
 
     Attributes:
         id: comes back with the answer.
-        domain: kind of traffic.
         messages: in OpenAI's shape.
         group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
         fields: what else the request holds, such as `tools`.
@@ -91,9 +90,7 @@ class Client:
         """Connect at the first question.
 
         Args:
-            url: of the service, without /v1.
             api_key: bearer key: an operator's, see `infra.keys.operator_key`.
-            timeout_s: for whatever is not a chat.
             operates: false if the key is a client's or missing: then nothing but chats is answered, without the counts
                 of each step.
         """
@@ -132,10 +129,8 @@ class Client:
         """Wait until the service drafts with a version.
 
         Args:
-            number: of the version.
             holds: whether a status says so: `ServiceStatus.drafts_with`, or `ServiceStatus.has_proven` if it must have
                 passed its probation too.
-            timeout_s: how long to wait.
 
         Raises:
             RuntimeError: it refused the version, or did not take it in time; the message has its reasons.
@@ -165,14 +160,9 @@ class Client:
         """Send chats and stream their answers.
 
         Args:
-            chats: what to send.
-            concurrency: requests in flight.
-            max_tokens: of each answer.
             temperature: 0 is greedy.
-            log: what the service may log.
             gaps: whether to ask for the two best tokens at each position.
             speculation: how the answers are drafted; "head" measures the draft alone.
-            on_answer: called with each answer as it ends.
             primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
                 steps, so that the chats begin one after the other and not at once.
 

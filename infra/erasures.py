@@ -52,11 +52,9 @@ class Certificate(Frozen):
     """What an erasure did, without any text.
 
     Attributes:
-        number: of the erasure.
         subjects: hashes of whom it was for; none where it went by age.
         older_than_ms: rows served before this Unix time; None where it went by subject.
         began_ms, ended_ms: Unix time; None until it is complete.
-        rows: how many, of any consent.
         sketches: how many of them had been sketched.
         probes: domain to how many of them were in its probe set.
         windows: that they had been claimed in, open, committed or set aside, as far as known.

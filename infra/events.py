@@ -46,7 +46,6 @@ class Emitter:
     """Sends events to a Prefect server.
 
     Attributes:
-        sent, dropped: how many.
         last_error: why the last one was dropped.
     """
 

@@ -37,7 +37,6 @@ class Key(Frozen):
 
     Attributes:
         name: by which it is revoked; of the keys that are accepted no two have the same.
-        sha256: of the key.
         log: what its owner agreed to have logged; None if nothing was agreed.
     """
 

@@ -52,8 +52,6 @@ class Overview(Frozen):
         drafts: newest first.
         last_refresh: the newest draft that a refresh made or tried again.
         service: what the service says of itself; None if none answers.
-        programs: that `redraft up` runs.
-        waiting: what the loop waits for.
         probe_sets: domain to its set of logged conversations.
         watch: of the champion against the draft before it; None without one.
     """

@@ -24,7 +24,6 @@ class LogStats(Frozen):
 
     Attributes:
         depth: rows with full consent after the cursor.
-        bytes: of the files.
         attempt: at the open window; None if none is open.
         set_aside: windows that no attempt got through, oldest first.
     """

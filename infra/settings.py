@@ -58,7 +58,6 @@ class Settings(Frozen):
         cache: where replicas keep the versions they downloaded.
         artifacts: where tasks and MLflow keep checkpoints and snapshots.
         api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
-        host: the address that services bind.
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
 

@@ -50,11 +50,7 @@ def end_with_children() -> NoReturn:
 
 
 class Watchdog:
-    """Ends the process when memory runs short, if there is a service to spare.
-
-    Attributes:
-        peak_gib: the most that the process held.
-    """
+    """Ends the process when memory runs short, if there is a service to spare; `peak_gib` is the most it held."""
 
     def __init__(
         self,

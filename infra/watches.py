@@ -39,7 +39,6 @@ class Watch(Frozen):
     """A promoted draft and the one before it.
 
     Attributes:
-        draft, previous: their versions.
         outcome: "watching"; "lost", to be taken back; "taken back"; "left", because somebody replaced it before that;
             "settled" without a loss.
         looked_ms: when requests were compared last, in Unix time.

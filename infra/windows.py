@@ -65,9 +65,7 @@ class SetAside(Frozen):
 
     Attributes:
         num_rows: how many it had when it was claimed last.
-        num_attempts: how often it was tried.
         time_ms: when it was set aside, in Unix time.
-        error: of the last attempt.
     """
 
     first_seq: int
@@ -153,7 +151,6 @@ class Windows:
         Of a window that is no longer this owner's nothing is recorded.
 
         Args:
-            window: as it was claimed.
             error: one line; only its first 500 characters are kept. It goes when rows of the window are erased, since
                 it may quote them.
 

@@ -51,11 +51,7 @@ class _Waiting(NamedTuple):
 
 
 class FairQueue:
-    """The requests that run and those that wait.
-
-    Attributes:
-        per_key: sequences that the requests of one of several keys may run at once.
-    """
+    """The requests that run and those that wait; of several keys each runs `per_key` sequences at once."""
 
     def __init__(
         self, limits: Limits, max_num_seqs: int, max_model_len: int, busy: Callable[[bool], None] = lambda _: None

@@ -62,8 +62,6 @@ class Reasoned(Frozen):
 
     Attributes:
         lossless: never; it is not what the target would have said.
-        reasoning: the method.
-        steps: of the answer.
         steps_by_small: those that the small model wrote.
         tokens_by_small: tokens of the answer that it wrote.
         tokens_given_up: tokens that it wrote in vain.
@@ -78,11 +76,7 @@ class Reasoned(Frozen):
 
 
 class Reasoning:
-    """Both engines, and the methods that are offered. Made by `start`, ended by `close`.
-
-    Attributes:
-        seeded: see `models.serving.Serve`.
-    """
+    """Both engines, and the methods that are offered. Made by `start`, ended by `close`."""
 
     seeded: Literal["plain", "draft"] = "plain"
 

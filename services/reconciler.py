@@ -74,7 +74,6 @@ class Reconciler:
         counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, called_off, late,
             registry_unavailable, errors; canaries, and of these canaries_fell, canaries_undecided, target_differs and
             broken_pairs.
-        surroundings: the service that it runs in.
     """
 
     def __init__(

@@ -79,11 +79,7 @@ log = logging.getLogger(__name__)
 
 
 class ReverseProxy:
-    """A running HAProxy, which is started again when it ends by itself. Made by `find`.
-
-    Attributes:
-        socket: where it expects the replica.
-    """
+    """A running HAProxy, started again when it ends by itself; it expects the replica at `socket`. Made by `find`."""
 
     def __init__(self, binary: Path, config: ServiceConfig, folder: Path) -> None:
         """Write its files into a folder that nobody else can enter."""

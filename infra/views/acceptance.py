@@ -19,8 +19,6 @@ class Served(NamedTuple):
 
     Attributes:
         number: its place among the requests, such as its row in the log.
-        draft: version of the draft.
-        drafted, accepted: tokens in each verification step.
         per_token_ms: time between tokens, None if it was not measured.
     """
 

@@ -40,8 +40,6 @@ class Comparison(Frozen):
     """A comparison of methods that is at its end.
 
     Attributes:
-        question: what it answers.
-        baseline: the row the others are compared with.
         headings: metric to what its column is called.
         figures: row to metric to figure.
         seconds: row to what it took, all seeds together.

@@ -59,9 +59,7 @@ class Demonstration:
     """A run of `redraft demo`.
 
     Attributes:
-        name: of its folder.
         result: what it printed at its end; None if it has not come there.
-        acceptance: of its answers.
     """
 
     name: str
@@ -81,7 +79,6 @@ class Findings:
         acceptance: of the log's last requests that tell it.
         num_rows: how many of the log's last rows were looked through for them.
         demonstrations: by name.
-        written: when.
         commit: revision of the code that writes, "" if unknown.
     """
 

@@ -28,7 +28,6 @@ class Report(Frozen):
     """What was found.
 
     Attributes:
-        figures: all numbers, for programs.
         grids: the numbers that a reader needs.
         notes: sentences that belong under the tables: what was left out, what a column means.
         failures: what makes the command fail after it has reported.
