@@ -150,17 +150,15 @@ class Client:
         *,
         concurrency: int,
         max_tokens: int,
-        temperature: float = 0.0,
         log: LogLevel = "full",
         gaps: bool = False,
         speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
         primers: Sequence[Chat] = (),
     ) -> list[Answer]:
-        """Send chats and stream their answers.
+        """Send chats and stream their greedy answers.
 
         Args:
-            temperature: 0 is greedy.
             gaps: whether to ask for the two best tokens at each position.
             speculation: how the answers are drafted; "head" measures the draft alone.
             primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
@@ -177,7 +175,7 @@ class Client:
 
             async def ask(chat: Chat, most: int) -> Answer:
                 async with slots:
-                    return await _ask(connection, self._detail, chat, most, temperature, log, gaps, speculation)
+                    return await _ask(connection, self._detail, chat, most, log, gaps, speculation)
 
             async def tell(chat: Chat) -> Answer:
                 answer = await ask(chat, max_tokens)
@@ -214,7 +212,7 @@ class Client:
 
             async def ask() -> None:
                 while not stop():
-                    answer = await _ask(connection, self._detail, next(waiting), max_tokens, 0.0, "none", gaps=False)
+                    answer = await _ask(connection, self._detail, next(waiting), max_tokens, "none", gaps=False)
                     on_answer(answer)
                     await asyncio.sleep(pause_s if answer.status == "ok" else max(pause_s, PAUSE_AFTER_FAILURE_S))
 
@@ -240,7 +238,6 @@ async def _ask(
     detail: Mapping[str, str],
     chat: Chat,
     max_tokens: int,
-    temperature: float,
     log: LogLevel,
     gaps: bool,
     speculation: Speculation = "on",
@@ -255,7 +252,7 @@ async def _ask(
             model=SERVED_NAME,
             messages=chat.messages,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=0.0,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True, **chat.fields},
@@ -272,12 +269,10 @@ async def _ask(
             _note(seen, pieces, chunk, started_s)
     except openai.APIStatusError as error:
         status = f"http {error.status_code}"
-    except openai.APIConnectionError as error:
+    except (openai.APIConnectionError, httpx.HTTPError) as error:  # the latter if the body broke off
         status = type(error).__name__
     except openai.APIError as error:  # an error frame in the stream
         status = f"error frame: {error.message}"
-    except httpx.HTTPError as error:  # the body broke off
-        status = type(error).__name__
     else:
         status = "ok" if seen.get("finish_reason") else "truncated"
     return Answer(**seen, text="".join(pieces), status=status, seconds=time.monotonic() - started_s)
