@@ -161,9 +161,7 @@ class TriggerFile:
             sqlite3.Error: the file is locked, full or broken; then nothing has changed.
         """
         with self._open() as db:
-            before = _domains(db)
-            was = {domain: before.get(domain, Ok()) for domain in events}
-            if all(step(was[domain], event) == was[domain] for domain, event in events.items()):
+            if not _changed(db, events):
                 return {}  # the common case, which takes no lock
             with writing(db):
                 return _apply(db, events)
@@ -262,13 +260,15 @@ def _domains(db: sqlite3.Connection) -> dict[str, State]:
     return {domain: STATE.validate_json(state) for domain, state in found}
 
 
+def _changed(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
+    before = _domains(db)
+    after = {domain: step(before.get(domain, Ok()), event) for domain, event in events.items()}
+    return {domain: state for domain, state in after.items() if state != before.get(domain, Ok())}
+
+
 def _apply(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
-    before, changed = _domains(db), dict[str, State]()
-    for domain, event in events.items():
-        was = before.get(domain, Ok())
-        if (state := step(was, event)) == was:
-            continue
-        changed[domain] = state
+    changed = _changed(db, events)
+    for domain, state in changed.items():
         if isinstance(state, Ok):
             db.execute("DELETE FROM domains WHERE domain = ?", (domain,))
         else:

@@ -1,8 +1,6 @@
 """What is kept of watches: whole or as it was before, and one process at a time."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from infra.settings import Settings
 from infra.watches import LOST, WORK, Compared, Watch, Watches
-from tests.infra.rows import ROOT
+from tests.infra.rows import run_python
 
 COMPARED = Compared(seq=7, domain="chat", tau=1.5, previous_tau=1.6)
 WATCH = Watch(draft=3, previous=2, num_wanted=500, compared=(COMPARED,))
@@ -65,13 +63,9 @@ def test_a_home_is_watched_by_one_process(watches: Watches) -> None:
         "import sys; from pathlib import Path; from infra.settings import Settings; from infra.watches import Watches\n"
         "with Watches(Settings(home=Path(sys.argv[1]))).alone(): print('alone')"
     )
-    argv = [sys.executable, "-c", code, str(watches.folder.parent)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with watches.alone():
-        other = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-        assert "another process watches the drafts of" in other.stderr
-    other = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    assert other.stdout == "alone\n"
+        assert "another process watches the drafts of" in run_python(code, watches.folder.parent).stderr
+    assert run_python(code, watches.folder.parent).stdout == "alone\n"
 
 
 @pytest.mark.slow
