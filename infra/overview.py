@@ -65,6 +65,11 @@ class Overview(Frozen):
     probe_sets: dict[str, ProbeSet] = Field(default_factory=dict)
     watch: Watch | None = None
 
+    @property
+    def champion(self) -> DraftOverview | None:
+        """The draft that the registry wants served."""
+        return next((draft for draft in self.drafts if draft.champion), None)
+
 
 def overview(settings: Settings) -> Overview:
     """Look at a home folder.

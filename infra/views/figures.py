@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra.views.acceptance import curves, from_answers, swaps
 from models.types import Estimate
 
 if TYPE_CHECKING:
@@ -38,36 +39,18 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
     return saved(figure, file)
 
 
-def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, window: int, file: Path) -> Path:
-    """Draw τ over the requests that a service answered, a running mean a domain, with the swap marked.
+def draw_acceptance(answers: Sequence[Mapping[str, Any]], window: int, file: Path) -> Path:
+    """Draw τ over the requests that a service answered, a running mean a domain and draft, with each swap marked.
 
-    Answers are in the order they ended; the earlier draft gave `swap_at` of them, and None draws no mark.
+    Answers are in the order they ended.
     """
-    figure = new_figure()
+    figure, served = new_figure(), from_answers(answers)
     axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
-    counted = [(n, row) for n, row in enumerate(answers) if row["accepted_per_step"]]
-    for domain in sorted({str(row["domain"]) for _, row in counted}):
-        own = [
-            (n, sum(row["accepted_per_step"]), len(row["accepted_per_step"]))
-            for n, row in counted
-            if row["domain"] == domain
-        ]
-        # A mean over requests of both drafts would draw the swap as a slope.
-        for part in (
-            [one for one in own if swap_at is None or one[0] < swap_at],
-            [one for one in own if swap_at is not None and one[0] >= swap_at],
-        ):
-            points = []
-            for end in range(1, len(part) + 1):
-                recent = part[max(0, end - window) : end]
-                points.append((recent[-1][0], 1 + sum(r[1] for r in recent) / sum(r[2] for r in recent)))
-            if points:
-                later = swap_at is not None and part[0][0] >= swap_at
-                axes.plot(
-                    *zip(*points, strict=True), label=f"{domain}, {'new' if later else 'first'} draft", linewidth=1.5
-                )
-    if swap_at is not None:
-        axes.axvline(swap_at, color="black", linestyle="--", label="draft swapped")
+    for domain, parts in sorted(curves(served, window).items()):
+        for place, part in enumerate(parts):
+            axes.plot(*zip(*part, strict=True), label=f"{domain}, {'new' if place else 'first'} draft", linewidth=1.5)
+    for swap in swaps(served):
+        axes.axvline(swap.number, color="black", linestyle="--", label="draft swapped")
     axes.legend()
     return saved(figure, file)
 
