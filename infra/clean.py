@@ -126,8 +126,8 @@ def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Versi
 def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) -> Iterator[tuple[Item, str]]:
     versions = registry.versions("draft")
     kept = kept_drafts(settings, registry, versions, pool)
-    targets = [version for version in registry.versions("target") if version.number == _champion(registry)]
-    staying = [*targets, *(version for version in versions if version.number in kept)]
+    target = registry.champion("target")
+    staying = [*(() if target is None else (target,)), *(version for version in versions if version.number in kept)]
     candidates: list[Item] = []
     for rank, version in enumerate(versions):
         if version.number in kept or version.cleaned:
@@ -162,18 +162,13 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
             yield _item("log", file), f"its older half: beyond {limits.log_mib:g} MiB"
 
 
-def _champion(registry: Registry) -> int | None:
-    champion = registry.champion("target")
-    return None if champion is None else champion.number
-
-
 def _of_version(version: Version, registry: Registry) -> Item:
     with translated(f"looking for the files of draft {version.number}"):
         uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
     stored = Path(unquote(urlsplit(uri).path)) if uri.startswith(("file:", "/")) else None
     there = () if stored is None or not stored.is_dir() else (stored,)  # a server's files are the server's to clean
     age_days = (time.time() - version.created_ms / 1000) / DAY_S
-    return Item("draft", there, sum(map(_num_bytes, there)), age_days, version)
+    return Item("draft", there, sum(_item("", path).num_bytes for path in there), age_days, version)
 
 
 def _of_stages(settings: Settings, staying: Sequence[Version]) -> Iterator[Item]:
@@ -230,10 +225,6 @@ def _item(kind: str, path: Path, read: bool = False) -> Item:
             files.append(file.lstat())
     touched = [path.stat().st_mtime, *(max(one.st_mtime, one.st_atime if read else 0.0) for one in files)]
     return Item(kind, (path,), sum(one.st_size for one in files), (time.time() - max(touched)) / DAY_S)
-
-
-def _num_bytes(path: Path) -> int:
-    return _item("", path).num_bytes
 
 
 def _digest(folder: Path) -> str:

@@ -190,7 +190,9 @@ def _check_byte_code() -> Check:
     """Without it every command and every process of the engine compiles thousands of modules when it starts."""
     torch = find_spec("torch")  # looks for the file, runs none of it
     kept = Path(cache_from_source(torch.origin)) if torch is not None and torch.origin else None
-    ok = kept is not None and (kept.is_file() or (not sys.dont_write_bytecode and _is_writable(kept.parent)))
+    ok = kept is not None and (
+        kept.is_file() or (not sys.dont_write_bytecode and os.access(_existing(kept.parent), os.W_OK))
+    )
     return Check(
         name="byte code",
         ok=ok,
@@ -216,10 +218,6 @@ def _check_disk(home: Path) -> Check:
         wanted=f"{WANTED_DISK_GIB} GiB below {home}",
         fix="export REDRAFT_HOME=/a/larger/disk",
     )
-
-
-def _is_writable(path: Path) -> bool:
-    return os.access(_existing(path), os.W_OK)
 
 
 def _existing(path: Path) -> Path:

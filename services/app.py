@@ -46,7 +46,7 @@ def routes(service: Service) -> FastAPI:
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestError, _on_refusal)
-    app.add_exception_handler(Exception, _on_failure)
+    app.add_exception_handler(Exception, _on_refusal)  # Starlette raises it again, and Admission logs it
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
@@ -167,7 +167,3 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 async def _on_refusal(_: Request, error: Exception) -> Response:
     return error.response() if isinstance(error, RequestError) else INTERNAL_ERROR.response()
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    return INTERNAL_ERROR.response()  # Starlette raises the error again, and Admission logs it

@@ -127,11 +127,11 @@ class FairQueue:
     def _let_in(self) -> None:
         """Start what may start."""
         while (room := self._max_num_seqs - self._running.total()) > 0:
-            able = next((place for place, key in enumerate(self._queue) if self._may_run(key)), None)
-            if able is None:
+            heads = ((key, self._waiting[key][0]) for key in self._queue)  # a key is None where none is asked for
+            able = (pair for pair in heads if self._running[pair[0]] + pair[1].cost.sequences <= self._most(pair[0]))
+            if (found := next(able, None)) is None:
                 return
-            key = self._queue[able]  # which is None where no keys are asked for
-            one = self._waiting[key][0]
+            key, one = found
             if one.turn.cancelled():  # its client left, and `take` has not heard of it yet
                 self._forget(key, one)
                 continue
@@ -148,9 +148,6 @@ class FairQueue:
                 self._busy(True)
             self._running[key] += one.cost.sequences
             self._forget(key, one)
-
-    def _may_run(self, key: str | None) -> bool:
-        return self._running[key] + self._waiting[key][0].cost.sequences <= self._most(key)
 
     def _most(self, key: str | None) -> int:
         """Return how many sequences a key may run at once."""
