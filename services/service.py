@@ -42,7 +42,7 @@ from services.fair_queue import FairQueue
 from services.questions import Domains
 from services.reasoning import Reasoning
 from services.reconciler import Reconciler, ReplicaHooks
-from services.recorder import Recorder, no_states
+from services.recorder import Recorder
 
 UNFOLLOWED = replace(DraftState.started(None, DraftHistory()), fallback="drafts are not followed")
 UNDRAFTED = replace(UNFOLLOWED, fallback="num_draft_tokens is 0, so no draft is served")
@@ -111,7 +111,7 @@ class Service:
                 capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
             reasoning = await _reasoning(config, engine, built)
-            settle = capture.settle if capture is not None else no_states
+            settle = None if capture is None else capture.settle
             writer = BackgroundWriter(QueryLog(config.settings.querylog))
             recorder = Recorder(writer, built.tokenizer, config.target_version, settle=settle)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)

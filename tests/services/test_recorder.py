@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from infra.consent import QueryRow
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
@@ -78,10 +79,16 @@ def record(
     recorder.finished(completion(f"chatcmpl-{request_id}", **answered), Settings())
 
 
+def written(recorder: Recorder, querylog: QueryLog, consent: str = "full") -> QueryRow:
+    """Return the one row that a recorder wrote."""
+    recorder.close()
+    (row,) = querylog.rows(1, 9, consent)
+    return row
+
+
 def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
     record(recorder)
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert (row.domain, row.subject, row.target_version, row.draft_version) == ("chat", "s" * 64, 2, 7)
     assert row.group == "9" * 64
     assert (row.prompt, row.completion) == ("hi", "there")
@@ -91,12 +98,9 @@ def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Reco
 
 
 def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin("metadata"))
-    recorder.expect(origin("none", "f" * 32))
-    recorder.finished(completion(), Settings())
-    recorder.finished(completion(f"chatcmpl-{'f' * 32}"), Settings())
-    recorder.close()
-    (row,) = querylog.rows(1, 9, "metadata")
+    record(recorder, 1, "metadata")
+    record(recorder, 2, "none")
+    row = written(recorder, querylog, "metadata")
     assert (row.prompt, row.completion_ids, row.drafted_ids, row.accepted) == (None, None, None, [2, 0, 0])
     assert row.group is None
     assert querylog.stats().total == 1
@@ -114,11 +118,8 @@ def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits
 
 
 def test_what_was_scrubbed_is_encoded_again_and_loses_its_steps(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin())
-    prompt = "<|im_start|>user\nwrite to ann@example.org<|im_end|>"
-    recorder.finished(completion(prompt=prompt), Settings())
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    record(recorder, prompt="<|im_start|>user\nwrite to ann@example.org<|im_end|>")
+    row = written(recorder, querylog)
     assert row.prompt == "<|im_start|>user\nwrite to [EMAIL]<|im_end|>"
     assert row.prompt_ids == encode(row.prompt)
     assert (row.completion, row.drafted, row.accepted, row.drafted_ids) == ("there", None, None, None)
@@ -160,8 +161,7 @@ def test_a_client_that_left_still_has_its_row_but_no_usage(recorder: Recorder, q
     recorder.finished(completion(finish_reason=None), Settings())
     recorder.finished(completion(finish_reason=None), Settings())
     assert recorder.usage(ID) is None
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert row.finish_reason == "abort"
 
 
@@ -260,8 +260,7 @@ def test_a_row_says_how_it_was_drafted_and_what_was_looked_up(recorder: Recorder
     record(recorder, drafting="auto", matches=(0, 5, 0))
     usage = recorder.usage(ID) or {}
     assert (usage["accepted"], usage["looked_up"]) == (2, 0)
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert (row.drafting, row.matches) == ("auto", [0, 5, 0])
 
 
@@ -281,8 +280,7 @@ def test_what_a_grammar_constrained_is_counted_for_itself_and_judges_no_draft(
     record(recorder, structured=True, matches=(4, 0, 0))
     assert recorder.accepted == {"head": 0, "lookup": 0, "structured": 2}
     assert (recorder.acceptance("7"), recorder.recent("7")) == ({}, [])
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert row.structured and from_log([row]) == []
 
 
