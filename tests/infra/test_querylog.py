@@ -64,12 +64,6 @@ def test_rows_come_back_as_they_went_in_with_rising_seq(log: QueryLog) -> None:
     assert [found.id for found in log.rows(1, 9, consent="metadata")] == ["a3"]
 
 
-def test_an_id_that_is_there_already_is_left_out_and_counted(log: QueryLog) -> None:
-    assert log.append([row("a1"), row("a2")]) == 2
-    assert log.append([row("a2"), row("a3"), row("a3")]) == 1
-    assert (log.stats().total, log.stats().duplicates) == (3, 2)
-
-
 def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: QueryLog) -> None:
     for refused in (row("b").model_copy(update={"consent": level}) for level in ("none", "metadata")):
         with pytest.raises(ValueError, match="row b has consent"):
@@ -139,13 +133,6 @@ def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(log:
     log.append([row("a3")])
     window = claimed(log, owner, max_rows=10)
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 2, 2, owner)
-
-
-def test_a_released_window_can_be_claimed_anew(log: QueryLog) -> None:
-    log.append([row("a1")])
-    log.windows.release(claimed(log))
-    log.append([row("a2")])
-    assert claimed(log, "run-2").num_rows == 2
 
 
 def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are_claimed(log: QueryLog) -> None:
