@@ -53,11 +53,7 @@ def command_of(
 
 
 def prepare(recipe: str) -> tuple[Settings, Recipe]:
-    """Return the settings, already in the environment, and a recipe.
-
-    Raises:
-        ValueError: a setting or the recipe is wrong.
-    """
+    """Return the settings, already in the environment, and a recipe; ValueError if a setting or the recipe is wrong."""
     settings = open_settings()
     return settings, load_recipe(recipe)
 

@@ -110,11 +110,7 @@ def row_of(name: str) -> str:
 
 
 def parse_domain(named: object) -> Domain:
-    """Return the domain that a request or a row names, the default one for None.
-
-    Raises:
-        ValueError: it is no domain.
-    """
+    """Return the domain that a request or a row names, the default one for None; ValueError if it is no domain."""
     if named is None:
         return DEFAULT_DOMAIN
     if not isinstance(named, str) or re.fullmatch(DOMAIN, named) is None:

@@ -123,11 +123,7 @@ class LogFile:
 
     @contextmanager
     def unread(self, wait_s: float) -> Iterator[None]:
-        """Wait until nobody turns rows into files, and keep others from it.
-
-        Raises:
-            TimeoutError: somebody still does after `wait_s` seconds.
-        """
+        """Wait until nobody turns rows into files, and keep others from it; TimeoutError after `wait_s` seconds."""
         with lock_file(self._readers(), wait_s=wait_s) as is_held:
             if not is_held:
                 raise TimeoutError(f"{self.path}: a refresh, an adoption or the watch is at its rows")

@@ -253,22 +253,14 @@ class Registry:
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:
-        """Set a tag of a version beside its own.
-
-        Raises:
-            ValueError: the tag is one of OWN_TAGS.
-        """
+        """Set a tag of a version beside its own; ValueError if the tag is one of OWN_TAGS."""
         if name in OWN_TAGS:
             raise ValueError(f"the registry sets the tag {name} itself")
         with translated(f"tagging {version.kind} {version.number}"):
             self.store.client.set_model_version_tag(version.kind, str(version.number), name, value)
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
-        """Mark a version as never to be served; the first reason stays.
-
-        Raises:
-            ValueError: there is no such version, or the reason is empty.
-        """
+        """Mark a version as never to be served; the first reason stays; ValueError without version or reason."""
         if not reason:
             raise ValueError("a quarantine needs a reason, got an empty one")
         with self.alone():

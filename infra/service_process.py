@@ -115,11 +115,7 @@ def start_service(
 
 
 def last_url(settings: Settings) -> str:
-    """Return the URL of the service that was started last, running or not.
-
-    Raises:
-        ValueError: no service was ever started here.
-    """
+    """Return the URL of the service that was started last, running or not; ValueError if none ever was."""
     path = config_path(settings)
     if not path.is_file():
         raise ValueError("no service was started yet; run: redraft serve")

@@ -104,11 +104,7 @@ class Reasoning:
         tokenizer: Any,
         settings: Settings,
     ) -> "Reasoning":
-        """Start the small model's engine.
-
-        Raises:
-            ValueError: the small model can't be loaded, or does not read the target's tokens.
-        """
+        """Start the small model's engine; ValueError if it can't be loaded, or does not read the target's tokens."""
         directory = Path(settings.model)
         if describe(directory).tokenizer_sha256 != describe(target_dir).tokenizer_sha256:
             raise ValueError(f"[serve.reasoning] model {directory} has another tokenizer than the target")

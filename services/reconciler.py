@@ -114,11 +114,7 @@ class Reconciler:
             await asyncio.sleep(self._config.serve.poll_s)
 
     async def tick(self) -> None:
-        """Look once, and bring the engine in line.
-
-        Raises:
-            StoreUnavailable: nothing was changed, the last good draft serves.
-        """
+        """Look once, and bring the engine in line; at StoreUnavailable nothing changed, the last good draft serves."""
         await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.hooks.num_in_flight()))
 
     async def set_speculation(self, on: bool) -> bool:

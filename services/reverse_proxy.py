@@ -107,11 +107,7 @@ class ReverseProxy:
         return None
 
     def start(self) -> None:
-        """Start it and wait until it listens.
-
-        Raises:
-            RuntimeError: it doesn't.
-        """
+        """Start it and wait until it listens; RuntimeError if it doesn't."""
         self._watch.start()
         until_s = time.monotonic() + START_TIMEOUT_S
         while not self._listens():

@@ -97,11 +97,7 @@ def interval_chart(
     lines: Sequence[tuple[float, str]],
     label: str,
 ) -> Markup:
-    """Draw one interval a row, with vertical lines that they are held against; one without a label is plain.
-
-    Raises:
-        ValueError: there is no row.
-    """
+    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError if there is no row."""
     if not rows:
         raise ValueError("wanted at least one row, got none")
     values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
@@ -126,11 +122,7 @@ def interval_chart(
 
 
 def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Markup:
-    """Draw bars from 0, some for each name; all names have the same series.
-
-    Raises:
-        ValueError: there is no value above 0.
-    """
+    """Draw bars from 0, some for each name; all names have the same series; ValueError if there is no value above 0."""
     largest = max((value for bars in rows.values() for value in bars.values()), default=0.0)
     if largest <= 0:
         raise ValueError(f"wanted a value above 0, the largest is {largest}")
