@@ -107,12 +107,7 @@ class Client:
         self._http.close()
 
     def status(self) -> RunningService:
-        """Return what the service says of itself.
-
-        Raises:
-            httpx.HTTPError: it says nothing or refuses to.
-            ValueError: it is of another version, see `infra.status.parse_status`.
-        """
+        """Return what the service says of itself; httpx.HTTPError if it says nothing, ValueError as `parse_status`."""
         return parse_status(self._http.get("/redraft/status").raise_for_status().content, self.url)
 
     def metrics(self) -> str:
@@ -128,9 +123,8 @@ class Client:
     ) -> None:
         """Wait until the service drafts with a version.
 
-        Args:
-            holds: whether a status says so: `ServiceStatus.drafts_with`, or `ServiceStatus.has_proven` if it must have
-                passed its probation too.
+        `holds` tells it by a status: `ServiceStatus.drafts_with`, or `has_proven` if it must have passed its probation
+        too.
 
         Raises:
             RuntimeError: it refused the version, or did not take it in time; the message has its reasons.

@@ -48,10 +48,7 @@ def file_sha256(path: Path) -> str:
 
 
 def write_manifest(directory: Path) -> str:
-    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed to the disk.
-
-    Returns:
-        The directory's digest.
+    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed; return its digest.
 
     Raises:
         ValueError: `directory` is not a directory, or holds something that is neither a file nor a directory.
@@ -66,12 +63,9 @@ def write_manifest(directory: Path) -> str:
 
 
 def check_manifest(directory: Path) -> str:
-    """Compare every file below `directory` with the manifest.
+    """Compare every file below `directory` with the manifest, and return the directory's digest.
 
     Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
-
-    Returns:
-        The directory's digest.
 
     Raises:
         ValueError: names the directory or file and its fault: no manifest, unreadable or of another format version,

@@ -55,12 +55,9 @@ class QueryLog(LogFile):
         self.probe_sets, self.sketches = ProbeSets(self), Sketches(self)
 
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
-        """Write rows in one transaction; a row whose id is there already is left out and counted.
+        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
 
         `dropped` rows, which were lost before they came here, are added to the persistent count.
-
-        Returns:
-            How many rows were new.
 
         Raises:
             ValueError: a row may not be written (`require_loggable`); then none is.

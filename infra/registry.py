@@ -213,8 +213,7 @@ class Registry:
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version and, if it is still the champion, go back to the last good one before it.
 
-        Returns:
-            The champion afterwards; None if no good version was left, and the alias is gone.
+        Returns the champion afterwards; None if no good version was left, and the alias is gone.
 
         Raises:
             ValueError: there is no such version, or the reason is empty.

@@ -49,12 +49,9 @@ def require_startable(settings: Settings, port: int) -> None:
 
 
 def write_config(config: Mapping[str, Any], settings: Settings) -> str:
-    """Write what the service is to know (services/config.py), and return the URL that it will have.
+    """Write what the service is to know (services/config.py), and return its URL; ValueError as `require_startable`.
 
     Port 0 takes a free one. Clients' keys stay out of the file.
-
-    Raises:
-        ValueError: see `require_startable`.
     """
     serve = config["serve"]
     require_startable(settings, serve["port"])

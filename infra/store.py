@@ -42,9 +42,6 @@ class Store:
     ) -> str:
         """Record a finished run in the experiment "redraft", and return MLflow's id of it.
 
-        Returns:
-            MLflow's run id.
-
         Raises:
             ValueError: a metric is not finite.
             StoreUnavailable: the store failed.

@@ -134,13 +134,9 @@ class Watches:
 
     @contextmanager
     def alone(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Keep other processes from watching this home.
+        """Keep other processes from watching this home; ValueError if another one watches it.
 
-        Args:
-            wait_s: seconds that another one may take to end; one that was killed holds on for a moment.
-
-        Raises:
-            ValueError: another one watches it.
+        It may take `wait_s` seconds to end: one that was killed holds on for a moment.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock_file(self.folder / ".lock", wait_s=wait_s) as is_held:

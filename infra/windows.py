@@ -155,14 +155,9 @@ class Windows:
     def fail(self, window: Window, error: str) -> bool:
         """Record why an attempt failed, and let go of the window: the next run gets it, or the rows after it.
 
-        Of a window that is no longer this owner's nothing is recorded.
-
-        Args:
-            error: one line; only its first 500 characters are kept. It goes when rows of the window are erased, since
-                it may quote them.
-
-        Returns:
-            whether this was its last attempt, and it was set aside.
+        Of the line only the first 500 characters are kept. It goes when rows of the window are erased, since it may
+        quote them. Of a window that is no longer this owner's nothing is recorded. Returns whether this was its last
+        attempt, and it was set aside.
         """
         with self._file.transaction() as db:
             opened = _open_window(db)

@@ -110,17 +110,10 @@ def swaps(served: Sequence[Served]) -> list[Swap]:
 
 
 def curves(served: Sequence[Served], window: int) -> dict[str, list[list[Point]]]:
-    """Return the running τ of each domain, one curve each time that a draft served.
+    """Return the running τ of each domain, one curve of (number, τ) each time that a draft served.
 
-    A mean over requests of two drafts would draw a swap as a slope.
-
-    Args:
-        served: in their order.
-        window: requests that a mean runs over; a curve starts at a quarter of it, because the first few requests
-            scatter so much that they would look like an effect of the swap.
-
-    Returns:
-        domain to curves of (number, τ).
+    A mean over requests of two drafts would draw a swap as a slope. A curve starts at a quarter of its `window` of
+    requests, because the first few scatter so much that they would look like an effect of the swap.
     """
     takeovers = swaps(served)
     kept: dict[tuple[str, int, int], list[Served]] = {}
