@@ -15,7 +15,7 @@ import sqlite3
 import tarfile
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -167,7 +167,8 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
                         _place(source, target)
                     else:
                         _overwrite(source, target)
-        for begun in _missing(erased, log):
+        known = {one.began_ms for one in _erasures(log)}
+        for begun in {one.began_ms: one for one in erased if one.began_ms not in known}.values():
             log.erasures.begin(begun.subjects, begun.older_than_ms)
         log.close()
     open_home(settings)
@@ -272,11 +273,6 @@ def _certificates(settings: Settings) -> list[Certificate]:
 
 def _erasures(log: QueryLog) -> list[Certificate]:
     return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(ALL_ERASURES)]
-
-
-def _missing(erased: Sequence[Certificate], log: QueryLog) -> list[Certificate]:
-    known = {one.began_ms for one in _erasures(log)}
-    return list({one.began_ms: one for one in erased if one.began_ms not in known}.values())
 
 
 def _kept(root: Path) -> Iterator[Path]:

@@ -26,7 +26,6 @@ from typing import Self
 PR_SET_PDEATHSIG = 1
 ORPHAN_GRACE_S = 5.0
 POLL_S = 0.05
-TAIL_BYTES = 1 << 16
 
 
 class Child:
@@ -74,10 +73,9 @@ class Child:
 
     def tail(self, num_lines: int = 20) -> str:
         """Return the last lines of the log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+        from infra.files import last_lines  # not at the top: the guard runs this file without the others
+
+        return "\n".join(last_lines(self.log_path, num_lines))
 
     def stop(self, grace_s: float = 10.0) -> int:
         """Send SIGTERM to the program's group, SIGKILL after `grace_s` seconds, and return the exit code."""

@@ -308,7 +308,7 @@ class DraftSource:
         """
         champion = self.registry.champion("draft")
         if champion is not None:
-            champion.require_lineage()
+            _ = champion.lineage  # which is read here and not where it is loaded
         return champion
 
     def fetch(self, version: Version) -> Path:

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from infra.artifacts import publish, staged, sweep_staging
@@ -30,9 +31,8 @@ def rewrite_snapshots(job: Job) -> None:
         sweep_staging(folder)
     known = {one.snapshot for one in job.certificate.snapshots}
     for directory in _snapshots(job.settings.artifacts):
-        num_rows = sum(held for _, held in _parts_with(directory, job.ids)) if directory.as_uri() not in known else 0
-        if num_rows:
-            _rewrite(job, directory, num_rows)
+        if directory.as_uri() not in known and (num_rows := _num_held(directory, job.ids)):
+            job.keep(snapshots=(*job.certificate.snapshots, _rewritten(job, directory, num_rows)))
     for one in job.certificate.snapshots:
         _point(job, one)
         shutil.rmtree(Path(one.snapshot.removeprefix("file://")), ignore_errors=True)
@@ -69,12 +69,12 @@ def _snapshots(artifacts: Path) -> Iterator[Path]:
                 yield directory.resolve()
 
 
-def _parts_with(directory: Path, ids: frozenset[str]) -> Iterator[tuple[Path, int]]:
+def _num_held(directory: Path, ids: frozenset[str]) -> int:
+    num_rows = 0
     for part in PARTS:
-        file = directory / f"{part}.jsonl"
-        if file.is_file():
-            with file.open(encoding="utf-8") as lines:
-                yield file, sum(_is_of(line, ids) for line in lines)
+        with suppress(FileNotFoundError), (directory / f"{part}.jsonl").open(encoding="utf-8") as lines:
+            num_rows += sum(_is_of(line, ids) for line in lines)
+    return num_rows
 
 
 def _is_of(line: str, ids: frozenset[str]) -> bool:
@@ -83,13 +83,12 @@ def _is_of(line: str, ids: frozenset[str]) -> bool:
     return isinstance(row, dict) and row_of(str(row.get("id"))) in ids
 
 
-def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
+def _rewritten(job: Job, directory: Path, num_rows: int) -> Rewritten:
+    uri = directory.as_uri()
     try:
         before = check_manifest(directory)
     except ValueError:  # torn, and so never read again: nothing of it is worth keeping
-        gone = Rewritten(snapshot=directory.as_uri(), sha256="", became="", became_sha256="", rows=num_rows)
-        job.keep(snapshots=(*job.certificate.snapshots, gone))
-        return
+        return Rewritten(snapshot=uri, sha256="", became="", became_sha256="", rows=num_rows)
     final = directory.with_name(f"{directory.name}.{job.certificate.number}")
     if not final.exists():
         with staged(final) as staging:
@@ -102,10 +101,7 @@ def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
                 else:
                     shutil.copyfile(file, target)
     became = publish(final, KIND)
-    rewritten = Rewritten(
-        snapshot=directory.as_uri(), sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows
-    )
-    job.keep(snapshots=(*job.certificate.snapshots, rewritten))
+    return Rewritten(snapshot=uri, sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows)
 
 
 def _point(job: Job, rewritten: Rewritten) -> None:
