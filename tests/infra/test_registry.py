@@ -1,8 +1,7 @@
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from infra.processes import free_port, hold_port
 from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 from tests.tags import draft_tags
 
 LINEAGE = draft_tags()
@@ -192,15 +191,14 @@ except Outdated:
 else:
     print("promoted", sys.argv[3])
 """
-    argv = [sys.executable, "-c", code, registry.store.uri, str(registry.store.artifact_root)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    racers = [subprocess.Popen([*argv, str(number)], cwd=ROOT, **pipes) for number in (2, 3, 4)]
-    for racer in racers:
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    ends = sorted(racer.communicate(timeout=60)[0].strip() for racer in racers)
+    store = registry.store
+    with ExitStack() as stack:
+        racers = [stack.enter_context(running_python(code, store.uri, store.artifact_root, n)) for n in (2, 3, 4)]
+        assert {told for _, told in racers} == {"ready"}
+        for racer, _ in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        ends = sorted(racer.communicate(timeout=60)[0].strip() for racer, _ in racers)
     assert ends == ["outdated", "outdated", f"promoted {champion_number(registry)}"]
 
 
