@@ -62,9 +62,11 @@ class Speculated(Frozen):
 
     Attributes:
         draft_version: number of the draft in the registry, "" without one.
+        drafted: tokens drafted.
         accepted: drafted tokens that the target kept.
         looked_up: those of them that were not drafted by the draft model, but stood in the request or in an earlier
             answer to its key.
+        steps: verification steps.
         mean_accepted_length: τ, 1 + accepted / steps, of steps for which draft or look-up was run; null without one.
         drafted_per_step: tokens drafted in each step; left out unless an operator asks with `X-Redraft-Detail: steps`.
         accepted_per_step: tokens accepted in each step; likewise.
