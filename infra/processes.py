@@ -167,25 +167,21 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def dying_with_parent() -> Callable[[], None]:
-    """Return what a new process of this thread's calls, so that the kernel kills it when the thread ends."""
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-
-    return die_with_parent
-
-
 def _guard(argv: list[str]) -> int:
     """Run `argv` in a session of its own until it ends, standard input closes, or a signal says so."""
+    guard_pid = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def die_with_guard() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard_pid:  # the guard died before the call
+            os._exit(1)
+
     program = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=dying_with_parent(),  # noqa: PLW1509 - the guard has one thread
+        preexec_fn=die_with_guard,  # noqa: PLW1509 - the guard has one thread
     )
     signal.signal(signal.SIGTERM, lambda *_: _signal_group(program.pid, signal.SIGTERM))
     signal.signal(signal.SIGINT, lambda *_: _signal_group(program.pid, signal.SIGINT))

@@ -5,7 +5,9 @@ statistics and no socket for commands. Once a request's headers are known, each 
 shape; headers that are no HTTP, too large or too slow get its built-in 400 or 408, which can't be replaced.
 """
 
+import ctypes
 import logging
+import os
 import resource
 import signal
 import socket
@@ -15,8 +17,8 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+from infra.identity import PR_SET_PDEATHSIG
 from infra.installed import haproxy_binary
-from infra.processes import dying_with_parent
 from infra.serving import front_folder
 from services.access import INTERNAL_ERROR, RequestError
 from services.config import ServiceConfig
@@ -126,11 +128,18 @@ class ReverseProxy:
 
     def _run(self) -> None:
         """Keep it running: the kernel ends it with this thread, which so lives as long as it."""
+        libc, parent = ctypes.CDLL(None), os.getpid()
+
+        def die_with_parent() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before the call
+                os._exit(1)
+
         while not self._ending.is_set():
             self._process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=dying_with_parent(),  # noqa: PLW1509 - calls one function that is loaded
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - calls one function that is loaded
             )
             code = self._process.wait()
             if not self._ending.wait(RESTART_S):
