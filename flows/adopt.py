@@ -27,11 +27,8 @@ def adopt(
 ) -> tuple[AdoptOutcome, Version]:
     """Register a published draft; where none is served yet it becomes the champion, else the gate must pass it first.
 
-    Args:
-        recipe: with its target, and the prompts that the draft is measured on.
-        source: the draft's directory.
-        promote: whether to hold it against the champion; otherwise it is registered and measured only.
-        num_layers: of a draft in which others are nested, which of them to take.
+    Without `promote` it is registered and measured only. Of a draft in which others are nested, `num_layers` says
+    which.
     """
     weights = make_target(recipe)
     adopted = adopt_draft(weights, source, num_layers)

@@ -153,11 +153,9 @@ def specbench(
 
     Example: redraft bench specbench --data spec_bench.jsonl --train 5 --temperature 0 --temperature 1 --per-task 10
     """
-    given = {"data": data, "configurations": configurations}
-    files = {name: str(file.absolute()) if file else None for name, file in given.items()}
-    options: dict[str, Any] = {"per_task": per_task, "per_cell": per_cell, "max_tokens": max_tokens}
-    options |= {"temperatures": sorted(set(temperatures)), "minutes": minutes}
-    run_benchmark("specbench", recipe, output, **files, **options)
+    options: dict[str, Any] = {"data": data, "configurations": configurations, "minutes": minutes}
+    options |= {"per_task": per_task, "per_cell": per_cell, "max_tokens": max_tokens}
+    run_benchmark("specbench", recipe, output, **options, temperatures=sorted(set(temperatures)))
 
 
 def advise(
@@ -176,12 +174,12 @@ def advise(
 
     Example: redraft advise --prompts 8
     """
-    files = {"data": str(data.absolute()) if data else None, "costs": str(costs.absolute()) if costs else None}
-    run_benchmark("advise", recipe, output, **files, per_domain=per_domain, max_tokens=max_tokens)
+    run_benchmark("advise", recipe, output, data=data, costs=costs, per_domain=per_domain, max_tokens=max_tokens)
 
 
 def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     """Measure and report; RuntimeError if the report says that something is wrong."""
+    options = {key: str(value.absolute()) if isinstance(value, Path) else value for key, value in options.items()}
     settings = load_settings()
     open_home(settings)
     folder = (output or settings.home / "bench" / f"{name}-{Path(recipe).stem}").absolute()

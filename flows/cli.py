@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; SIGTERM ends it as Ctrl-C does, so that what it started ends too."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # At its end the interpreter would look for garbage among all objects of PyTorch and others, for three seconds.
     atexit.register(gc.freeze)
     app()
@@ -296,10 +296,6 @@ def doctor() -> None:
             out.print(f"      wanted {check.wanted}; run: {check.fix}", soft_wrap=True, markup=False)
     if faults := sum(not check.ok for check in checks):
         raise RuntimeError(f"{faults} of {len(checks)} checks failed")
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _taus(version: "Version") -> str:

@@ -29,10 +29,7 @@ def command_of(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator that adds a function to `app`, with our exit codes.
 
-    Args:
-        app: gets the command.
-        panel: heading of its help.
-        name: of the command, by default the function's.
+    `panel` is the heading of its help; the command's name is by default the function's.
     """
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -56,11 +53,7 @@ def command_of(
 
 
 def prepare(recipe: str) -> tuple[Settings, Recipe]:
-    """Return the settings, already in the environment, and a recipe.
-
-    Raises:
-        ValueError: a setting or the recipe is wrong.
-    """
+    """Return the settings, already in the environment, and a recipe; ValueError if a setting or the recipe is wrong."""
     settings = open_settings()
     return settings, load_recipe(recipe)
 

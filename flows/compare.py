@@ -25,21 +25,9 @@ def compare(
     only: Sequence[str] = (),
     num_jobs: int = 1,
 ) -> dict[str, Any]:
-    """Measure what is missing and report; returns what `result.json` holds.
+    """Measure what is missing and report; returns what `result.json` holds. Options are those of the command.
 
-    Args:
-        family: names the comparison.
-        recipe_name: its target and its text are used.
-        settings: say where everything lies.
-        budget: how much is trained or calibrated.
-        num_seeds: the seeds are 0, 1, ….
-        output: where cells and report lie; None takes a folder below the home.
-        typed: the command to repeat it.
-        wanted: bounds such as "110 MiB, KL 0.1", under which the best row is printed as tables of a recipe.
-        margin: a column's name and what makes no difference, such as "kl 0.05"; see `tasks.measure.decide`.
-        most_seeds: that may go into a row under a margin; None for 12.
-        only: patterns of rows' names; none means all.
-        num_jobs: cells that are measured at once.
+    `typed` is the command to repeat it. `margin` is read as `tasks.measure.decide` says.
 
     Raises:
         ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, bounds or

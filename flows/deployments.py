@@ -36,12 +36,7 @@ EVERY_NIGHT, AFTER_IT = "17 3 * * *", "47 3 * * *"
 
 
 def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
-    """Return the deployments of a recipe.
-
-    Args:
-        recipe: with its schedule.
-        work_pool: whose workers run them; None for `serve` on this machine.
-    """
+    """Return the deployments of a recipe, for the workers of a pool or, without one, for `serve` on this machine."""
     common: dict[str, Any] = {
         "parameters": {"recipe": recipe.model_dump(mode="json")},
         "concurrency_limit": ONE_AT_A_TIME,

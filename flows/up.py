@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flows.command import complete_erasures
 from infra.auth_middleware import LOOPBACK, pages_login
+from infra.files import last_lines
 from infra.home import open_home
 from infra.identity import process_identity
 from infra.installed import openmp_preload
@@ -43,10 +44,6 @@ POLL_S = 0.3
 
 def start(recipe: str, settings: Settings) -> UpState:
     """Start the supervisor in the background and wait until all programs answer.
-
-    Args:
-        recipe: the name of one that ships, or the path of a TOML file.
-        settings: where everything lies.
 
     Raises:
         ValueError: something runs here already, or the service can't be started, see `require_served` and
@@ -109,7 +106,7 @@ def _failure(settings: Settings, log_path: Path) -> str:
     file = settings.home / STATE
     if file.is_file() and (failure := UpState.model_validate_json(file.read_bytes()).failure):
         return failure
-    return "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
+    return "\n".join(last_lines(log_path, 5))
 
 
 def pages(settings: Settings) -> list[Program]:

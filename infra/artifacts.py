@@ -9,12 +9,11 @@ alive without process ids, which say nothing about the processes of another cont
 moments in which a directory is not locked yet or has no final name.
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -26,7 +25,6 @@ from infra.locks import lock_folder
 from infra.manifest import check_manifest, write_manifest
 from models.types import Frozen
 
-ROWS_NAME = "rows.jsonl"
 LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 
 
@@ -125,37 +123,6 @@ def open_artifact(artifact: Artifact) -> Path:
     if sha256 != artifact.sha256:
         raise ValueError(f"{artifact.path} has digest {sha256}, the reference says {artifact.sha256}")
     return artifact.path
-
-
-def snapshot_jsonl(rows: Iterable[dict[str, object]], final: Path) -> Artifact:
-    """Write `rows` as JSON Lines into a new directory `final`; a NaN or Infinity raises ValueError."""
-    with staged(final) as directory, (directory / ROWS_NAME).open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-    return publish(final, "rows")
-
-
-def read_jsonl(source: Artifact | Path) -> list[dict[str, object]]:
-    """Read the rows of a snapshot, checked against its manifest.
-
-    Args:
-        source: a reference, or the snapshot's directory.
-
-    Raises:
-        ValueError: the snapshot is not what its manifest or reference says, or a line is not a JSON object.
-    """
-    if isinstance(source, Artifact):
-        directory = open_artifact(source)
-    else:
-        directory = source
-        check_manifest(directory)
-    path, rows = directory / ROWS_NAME, []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.startswith("{"):
-                raise ValueError(f"{path}, line {number}: got {line[:40]!r}, wanted a JSON object")
-            rows.append(json.loads(line))
-    return rows
 
 
 def _sibling(final: Path, role: str) -> Path:

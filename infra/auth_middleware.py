@@ -36,12 +36,9 @@ class AuthMiddleware:
     """ASGI middleware."""
 
     def __init__(self, app: Any, names: Sequence[str] = NAMES, password: str | None = None) -> None:
-        """Stand before an application.
+        """Stand before an ASGI application.
 
-        Args:
-            app: ASGI.
-            names: by which it may be asked, with any port.
-            password: what each request must carry; None leaves that to the application.
+        It may be asked by these names, with any port; without a password, what requests must carry is left to it.
         """
         self._app, self._names, self._password = app, names, password
 

@@ -9,15 +9,13 @@ What was erased since a backup was taken is erased again when it is brought back
 nothing of that.
 """
 
-import hashlib
-import io
 import os
 import shutil
 import sqlite3
 import tarfile
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -32,6 +30,7 @@ from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.lineage import SNAPSHOT_TAGS
 from infra.logfile import SCHEMA_VERSION, TORN, copy_database
+from infra.manifest import file_sha256
 from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -119,11 +118,11 @@ def back_up(settings: Settings, file: Path) -> Contents:
             made_ms=int(time.time() * 1000),
             home=str(settings.home),
             artifacts=str(settings.artifacts),
-            files={name: _sha256(work / name) for name in small},
+            files={name: file_sha256(work / name) for name in small},
         )
+        (work / CONTENTS).write_text(contents.model_dump_json(indent=1))
         with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
-            _add_text(archive, CONTENTS, contents.model_dump_json(indent=1))
-            for name in small:
+            for name in (CONTENTS, *small):
                 archive.add(work / name, name)
             for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
                 for path in _kept(root):
@@ -133,12 +132,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
 
 
 def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Path | None]:
-    """Bring a backup back into an empty home, or into the one that it was taken of; a service there goes on.
-
-    Args:
-        settings: of the home.
-        file: a backup.
-        wait_s: how long to wait for a refresh, an adoption or a post-promotion test that is reading rows.
+    """Bring a backup back into an empty home, or the one that it was taken of; a service there goes on.
 
     Returns:
         What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
@@ -174,7 +168,8 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
                         _place(source, target)
                     else:
                         _overwrite(source, target)
-        for begun in _missing(erased, log):
+        known = {one.began_ms for one in _erasures(log)}
+        for begun in {one.began_ms: one for one in erased if one.began_ms not in known}.values():
             log.erasures.begin(begun.subjects, begun.older_than_ms)
         log.close()
     open_home(settings)
@@ -192,7 +187,7 @@ def _unpack(file: Path, work: Path) -> Contents:
     if (contents.home_format, contents.log_schema) != (FORMAT, SCHEMA_VERSION):
         raise ValueError(f"{file} was taken by another version of redraft, and only that one reads it")
     for name, sha256 in contents.files.items():
-        if not (work / name).is_file() or _sha256(work / name) != sha256:
+        if not (work / name).is_file() or file_sha256(work / name) != sha256:
             raise ValueError(f"{file} is damaged: {name} is not what was backed up")
     return contents
 
@@ -281,11 +276,6 @@ def _erasures(log: QueryLog) -> list[Certificate]:
     return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(ALL_ERASURES)]
 
 
-def _missing(erased: Sequence[Certificate], log: QueryLog) -> list[Certificate]:
-    known = {one.began_ms for one in _erasures(log)}
-    return list({one.began_ms: one for one in erased if one.began_ms not in known}.values())
-
-
 def _kept(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         is_root = Path(folder) == root
@@ -293,14 +283,3 @@ def _kept(root: Path) -> Iterator[Path]:
         if is_root:
             folders[:] = [name for name in folders if name not in NOT_KEPT]
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, int(time.time())
-    archive.addfile(entry, io.BytesIO(text.encode()))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -15,11 +15,7 @@ SUFFIX = ".states"
 
 
 class CapturedFiles:
-    """The files beside a query log.
-
-    Attributes:
-        folder: where they lie; it need not exist.
-    """
+    """The files beside a query log, in a folder that need not exist."""
 
     def __init__(self, querylog: Path) -> None:
         self.folder = querylog.with_name(f"{querylog.stem}-states")

@@ -45,32 +45,22 @@ LATER = Window(first_seq=2**62, last_seq=2**62, num_rows=0, sha256="", owner="")
 
 
 class Limits(Protocol):
-    """How much is kept beyond what serves: table `[keep]` of a recipe says so."""
+    """How much is kept beyond what serves: what each means stands at table `[keep]` of a recipe."""
 
     @property
-    def num_drafts(self) -> int:
-        """Newest drafts whose files are kept."""
-
+    def num_drafts(self) -> int: ...
     @property
-    def days(self) -> float:
-        """Age in days from which files go, whatever their number."""
-
+    def days(self) -> float: ...
     @property
-    def gib(self) -> float:
-        """Size in GiB of drafts, results of finished steps, copies, history and sessions together; oldest go first."""
-
+    def gib(self) -> float: ...
     @property
-    def log_mib(self) -> float:
-        """Size in MiB from which the older half of a log goes."""
+    def log_mib(self) -> float: ...
 
 
 class Item(NamedTuple):
     """Something that may go.
 
     Attributes:
-        kind: in a word.
-        paths: of its files and folders.
-        num_bytes: of all of them.
         age_days: since it was written or, of a cache, read last.
         version: the draft whose files they are.
         day: of Prefect's history, which of the file goes.
@@ -90,13 +80,9 @@ class Item(NamedTuple):
 
 
 def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
-    """Remove what is beyond the limits, and return it, each with why.
+    """Remove what is beyond the limits, and return it, each with why; a dry run removes nothing.
 
-    Args:
-        settings: of the home.
-        limits: what is kept.
-        pool: past champions of each domain that may return.
-        dry_run: whether nothing is to be removed.
+    Of each domain `pool` past champions may return, and stay.
 
     Raises:
         TimeoutError: a refresh, an adoption or a post-promotion test is at work.
@@ -141,8 +127,8 @@ def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Versi
 def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) -> Iterator[tuple[Item, str]]:
     versions = registry.versions("draft")
     kept = kept_drafts(settings, registry, versions, pool)
-    targets = [version for version in registry.versions("target") if version.number == _champion(registry)]
-    staying = [*targets, *(version for version in versions if version.number in kept)]
+    target = registry.champion("target")
+    staying = [*(() if target is None else (target,)), *(version for version in versions if version.number in kept)]
     candidates: list[Item] = []
     for rank, version in enumerate(versions):
         if version.number in kept or version.cleaned:
@@ -177,18 +163,13 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
             yield _item("log", file), f"its older half: beyond {limits.log_mib:g} MiB"
 
 
-def _champion(registry: Registry) -> int | None:
-    champion = registry.champion("target")
-    return None if champion is None else champion.number
-
-
 def _of_version(version: Version, registry: Registry) -> Item:
     with translated(f"looking for the files of draft {version.number}"):
         uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
     stored = Path(unquote(urlsplit(uri).path)) if uri.startswith(("file:", "/")) else None
     there = () if stored is None or not stored.is_dir() else (stored,)  # a server's files are the server's to clean
     age_days = (time.time() - version.created_ms / 1000) / DAY_S
-    return Item("draft", there, sum(map(_num_bytes, there)), age_days, version)
+    return Item("draft", there, sum(_item("", path).num_bytes for path in there), age_days, version)
 
 
 def _of_stages(settings: Settings, staying: Sequence[Version]) -> Iterator[Item]:
@@ -237,10 +218,7 @@ def _folders(folder: Path) -> list[Path]:
 def _item(kind: str, path: Path, read: bool = False) -> Item:
     """Measure what lies at a path.
 
-    Args:
-        kind: in a word.
-        path: of a file or a folder.
-        read: whether reading a file makes it young too. Of a folder it never does: this look reads it.
+    With `read`, reading a file makes it young too. Of a folder it never does: this look reads it.
     """
     files = []
     for file in files_under(path) if path.is_dir() else [path]:
@@ -248,10 +226,6 @@ def _item(kind: str, path: Path, read: bool = False) -> Item:
             files.append(file.lstat())
     touched = [path.stat().st_mtime, *(max(one.st_mtime, one.st_atime if read else 0.0) for one in files)]
     return Item(kind, (path,), sum(one.st_size for one in files), (time.time() - max(touched)) / DAY_S)
-
-
-def _num_bytes(path: Path) -> int:
-    return _item("", path).num_bytes
 
 
 def _digest(folder: Path) -> str:

@@ -35,7 +35,6 @@ class Chat(NamedTuple):
 
     Attributes:
         id: comes back with the answer.
-        domain: kind of traffic.
         messages: in OpenAI's shape.
         group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
         fields: what else the request holds, such as `tools`.
@@ -91,9 +90,7 @@ class Client:
         """Connect at the first question.
 
         Args:
-            url: of the service, without /v1.
             api_key: bearer key: an operator's, see `infra.keys.operator_key`.
-            timeout_s: for whatever is not a chat.
             operates: false if the key is a client's or missing: then nothing but chats is answered, without the counts
                 of each step.
         """
@@ -110,12 +107,7 @@ class Client:
         self._http.close()
 
     def status(self) -> RunningService:
-        """Return what the service says of itself.
-
-        Raises:
-            httpx.HTTPError: it says nothing or refuses to.
-            ValueError: it is of another version, see `infra.status.parse_status`.
-        """
+        """Return what the service says of itself; httpx.HTTPError if it says nothing, ValueError as `parse_status`."""
         return parse_status(self._http.get("/redraft/status").raise_for_status().content, self.url)
 
     def metrics(self) -> str:
@@ -131,11 +123,8 @@ class Client:
     ) -> None:
         """Wait until the service drafts with a version.
 
-        Args:
-            number: of the version.
-            holds: whether a status says so: `ServiceStatus.drafts_with`, or `ServiceStatus.has_proven` if it must have
-                passed its probation too.
-            timeout_s: how long to wait.
+        `holds` tells it by a status: `ServiceStatus.drafts_with`, or `has_proven` if it must have passed its probation
+        too.
 
         Raises:
             RuntimeError: it refused the version, or did not take it in time; the message has its reasons.
@@ -155,24 +144,17 @@ class Client:
         *,
         concurrency: int,
         max_tokens: int,
-        temperature: float = 0.0,
         log: LogLevel = "full",
         gaps: bool = False,
         speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
         primers: Sequence[Chat] = (),
     ) -> list[Answer]:
-        """Send chats and stream their answers.
+        """Send chats and stream their greedy answers.
 
         Args:
-            chats: what to send.
-            concurrency: requests in flight.
-            max_tokens: of each answer.
-            temperature: 0 is greedy.
-            log: what the service may log.
             gaps: whether to ask for the two best tokens at each position.
             speculation: how the answers are drafted; "head" measures the draft alone.
-            on_answer: called with each answer as it ends.
             primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
                 steps, so that the chats begin one after the other and not at once.
 
@@ -187,7 +169,7 @@ class Client:
 
             async def ask(chat: Chat, most: int) -> Answer:
                 async with slots:
-                    return await _ask(connection, self._detail, chat, most, temperature, log, gaps, speculation)
+                    return await _ask(connection, self._detail, chat, most, log, gaps, speculation)
 
             async def tell(chat: Chat) -> Answer:
                 answer = await ask(chat, max_tokens)
@@ -217,20 +199,14 @@ class Client:
     ) -> None:
         """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
 
-        Args:
-            chats: what to send, in turn.
-            concurrency: how many ask.
-            max_tokens: of each answer.
-            stop: asked before each request; running ones are waited for.
-            on_answer: called with each answer as it ends.
-            pause_s: what is waited between an answer and the next request.
+        `stop` is asked before each request, and running ones are waited for. After an answer `pause_s` are waited.
         """
         waiting = itertools.cycle(chats)
         async with self._chats(concurrency) as connection:
 
             async def ask() -> None:
                 while not stop():
-                    answer = await _ask(connection, self._detail, next(waiting), max_tokens, 0.0, "none", gaps=False)
+                    answer = await _ask(connection, self._detail, next(waiting), max_tokens, "none", gaps=False)
                     on_answer(answer)
                     await asyncio.sleep(pause_s if answer.status == "ok" else max(pause_s, PAUSE_AFTER_FAILURE_S))
 
@@ -256,7 +232,6 @@ async def _ask(
     detail: Mapping[str, str],
     chat: Chat,
     max_tokens: int,
-    temperature: float,
     log: LogLevel,
     gaps: bool,
     speculation: Speculation = "on",
@@ -271,7 +246,7 @@ async def _ask(
             model=SERVED_NAME,
             messages=chat.messages,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=0.0,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True, **chat.fields},
@@ -288,12 +263,10 @@ async def _ask(
             _note(seen, pieces, chunk, started_s)
     except openai.APIStatusError as error:
         status = f"http {error.status_code}"
-    except openai.APIConnectionError as error:
+    except (openai.APIConnectionError, httpx.HTTPError) as error:  # the latter if the body broke off
         status = type(error).__name__
     except openai.APIError as error:  # an error frame in the stream
         status = f"error frame: {error.message}"
-    except httpx.HTTPError as error:  # the body broke off
-        status = type(error).__name__
     else:
         status = "ok" if seen.get("finish_reason") else "truncated"
     return Answer(**seen, text="".join(pieces), status=status, seconds=time.monotonic() - started_s)

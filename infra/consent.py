@@ -110,11 +110,7 @@ def row_of(name: str) -> str:
 
 
 def parse_domain(named: object) -> Domain:
-    """Return the domain that a request or a row names, the default one for None.
-
-    Raises:
-        ValueError: it is no domain.
-    """
+    """Return the domain that a request or a row names, the default one for None; ValueError if it is no domain."""
     if named is None:
         return DEFAULT_DOMAIN
     if not isinstance(named, str) or re.fullmatch(DOMAIN, named) is None:
@@ -123,12 +119,9 @@ def parse_domain(named: object) -> Domain:
 
 
 def consent_level(header: str | None, store: bool | None, key_policy: str | None) -> Consent:
-    """Return what may be logged of one request.
+    """Return what may be logged of a request: the strictest of `X-Redraft-Log`, OpenAI's `store` and the key's policy.
 
-    Args:
-        header: the value of `X-Redraft-Log`, None if it was not sent.
-        store: OpenAI's flag, None if it was not sent; False means "none", True means "full".
-        key_policy: what the key's owner agreed to, None if nothing was agreed.
+    None of each is silence; False of `store` means "none", True "full".
     """
     said: list[Consent] = []
     if store is not None:
@@ -151,12 +144,7 @@ def subject_of(key: str | None, user: object) -> str | None:
 def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
     """Return the hashes of all names that a request or a row has for whom it is for, each once; see `subject_of`.
 
-    Args:
-        key: the hash that the API key is known by, None without one.
-        said: the request's JSON, or the row; fields that are missing, None or "" name nobody.
-
-    Raises:
-        ValueError: a name is no text.
+    `key` is the hash of the API key. Fields that are missing, None or "" name nobody; ValueError if a name is no text.
     """
     names = []
     for field in NAMED_BY:
@@ -170,12 +158,7 @@ def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
 def group_of(secret: bytes, key: str | None, named: object) -> str | None:
     """Return the hash under which a group of requests is kept: HMAC-SHA256 of key and name under the home's secret.
 
-    Each key's groups are its own: with another key the same name is another group.
-
-    Args:
-        secret: of the home (`infra.secret`).
-        key: the hash of the API key that names it, None without one.
-        named: the name; None, for no group, stays None.
+    Each key's groups are its own: with another key the same name is another group. None, for no group, stays None.
 
     Raises:
         ValueError: it is no name of a group. The message leaves it out, because it is never kept in clear.

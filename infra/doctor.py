@@ -41,11 +41,7 @@ class Check(Frozen):
 
 
 def check_environment(settings: Settings | None = None) -> list[Check]:
-    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk.
-
-    Args:
-        settings: says which device and home to check for; by default read from the environment.
-    """
+    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk."""
     settings = load_settings() if settings is None else settings
     checks = [_check_python(), *_check_requirements(), _check_sqlalchemy(), _check_engine(settings.device)]
     checks.append(_check_torch(settings.device))
@@ -165,11 +161,7 @@ def _check_suffix() -> Check:
 
 
 def said_of_suffix(vllm: Path | None) -> str:
-    """Return the error that vLLM's check of a configuration for suffix trees ends with.
-
-    Args:
-        vllm: the folder of its sources; None where it is not installed.
-    """
+    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none installed."""
     if vllm is None:
         return "vLLM is not installed"
     try:
@@ -198,7 +190,9 @@ def _check_byte_code() -> Check:
     """Without it every command and every process of the engine compiles thousands of modules when it starts."""
     torch = find_spec("torch")  # looks for the file, runs none of it
     kept = Path(cache_from_source(torch.origin)) if torch is not None and torch.origin else None
-    ok = kept is not None and (kept.is_file() or (not sys.dont_write_bytecode and _is_writable(kept.parent)))
+    ok = kept is not None and (
+        kept.is_file() or (not sys.dont_write_bytecode and os.access(_existing(kept.parent), os.W_OK))
+    )
     return Check(
         name="byte code",
         ok=ok,
@@ -224,10 +218,6 @@ def _check_disk(home: Path) -> Check:
         wanted=f"{WANTED_DISK_GIB} GiB below {home}",
         fix="export REDRAFT_HOME=/a/larger/disk",
     )
-
-
-def _is_writable(path: Path) -> bool:
-    return os.access(_existing(path), os.W_OK)
 
 
 def _existing(path: Path) -> Path:

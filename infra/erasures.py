@@ -52,11 +52,9 @@ class Certificate(Frozen):
     """What an erasure did, without any text.
 
     Attributes:
-        number: of the erasure.
         subjects: hashes of whom it was for; none where it went by age.
         older_than_ms: rows served before this Unix time; None where it went by subject.
         began_ms, ended_ms: Unix time; None until it is complete.
-        rows: how many, of any consent.
         sketches: how many of them had been sketched.
         regression_rows: domain to how many of them were in its regression set.
         windows: that they had been claimed in, open, committed or set aside, as far as known.
@@ -114,9 +112,7 @@ class Erasures:
     def begin(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
         """Take rows out of the log and enter their erasure in the journal, in one transaction; of none it is complete.
 
-        Args:
-            subjects: hashes whose rows go, those that have one as an alias too.
-            older_than_ms: if given, rows that were served before this Unix time go instead.
+        They are those of the subjects' hashes, as aliases too, or, if given, those served before a Unix time.
         """
         condition = BY_SUBJECT if older_than_ms is None else BY_AGE
         value = json.dumps(subjects) if older_than_ms is None else older_than_ms
@@ -158,11 +154,11 @@ class Erasures:
         with self._file.transaction() as db:
             _enter(db, certificate, step)
 
-    def forget(self, number: int) -> bool:
-        """Delete the text of an erasure's rows; False if a reader kept the write-ahead log from being emptied."""
+    def forget(self, number: int) -> None:
+        """Delete the text of an erasure's rows, and empty the write-ahead log unless a reader prevents it."""
         with self._file.transaction() as db:
             db.execute("DELETE FROM erasing WHERE erasure = ?", (number,))
-        return self._file.empty_wal()
+        self._file.empty_wal()
 
 
 def _enter(db: sqlite3.Connection, certificate: Certificate, step: int) -> None:

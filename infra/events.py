@@ -46,17 +46,11 @@ class Emitter:
     """Sends events to a Prefect server.
 
     Attributes:
-        sent, dropped: how many.
         last_error: why the last one was dropped.
     """
 
     def __init__(self, api_url: str, capacity: int = 64) -> None:
-        """Start the thread.
-
-        Args:
-            api_url: of the server, with /api; "" drops everything.
-            capacity: events that may wait.
-        """
+        """Start the thread; the server's address has /api, and "" drops everything. `capacity` events may wait."""
         self.sent = self.dropped = 0
         self.last_error: str | None = None
         self._url = api_url.rstrip("/")

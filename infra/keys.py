@@ -37,7 +37,6 @@ class Key(Frozen):
 
     Attributes:
         name: by which it is revoked; of the keys that are accepted no two have the same.
-        sha256: of the key.
         log: what its owner agreed to have logged; None if nothing was agreed.
     """
 
@@ -69,11 +68,7 @@ def sha256_of(key: str) -> str:
 
 
 def read_keys(file: Path) -> tuple[Key, ...]:
-    """Return the keys of a file, revoked ones too; none if there is no file.
-
-    Raises:
-        ValueError: it does not hold keys.
-    """
+    """Return the keys of a file, revoked ones too; none if there is no file; ValueError if it does not hold keys."""
     try:
         return _File.model_validate_json(file.read_bytes()).keys
     except FileNotFoundError:
@@ -84,11 +79,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
 
 
 def add_key(file: Path, name: str, role: Role, log: Consent | None = None) -> str:
-    """Make a key, keep its hash, and return it.
-
-    Raises:
-        ValueError: the name is taken or no name.
-    """
+    """Make a key, keep its hash, and return it; ValueError if the name is taken or no name."""
     key = f"rd-{secrets.token_urlsafe(NUM_BYTES)}"
     with _changing(file) as keys:
         if any(one.name == name and one.accepted for one in keys) or name == OWN:
@@ -98,11 +89,7 @@ def add_key(file: Path, name: str, role: Role, log: Consent | None = None) -> st
 
 
 def revoke_key(file: Path, name: str) -> None:
-    """Revoke a key. The home's own one is replaced at the next command.
-
-    Raises:
-        ValueError: no key of that name is accepted.
-    """
+    """Revoke a key, the home's own one until the next command; ValueError if none of that name is accepted."""
     with _changing(file) as keys:
         found = [number for number, one in enumerate(keys) if one.name == name and one.accepted]
         if not found:

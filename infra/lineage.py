@@ -52,11 +52,7 @@ class _Tags(Frozen):
 
     @classmethod
     def from_tags(cls, tags: Mapping[str, str]) -> Self:
-        """Read the value off all the tags of a version.
-
-        Raises:
-            ValueError: tags are missing or hold something else; names each.
-        """
+        """Read the value off all the tags of a version; ValueError names those missing or that hold something else."""
         return cls._read(tags)
 
     @classmethod

@@ -45,12 +45,8 @@ def past_champions(
     its files were never found bad, in whichever version, and are not the champion's. None that was trained on rows of
     the window counts: all the window's rows came after its training, so that it is gated by what it never saw.
 
-    Args:
-        versions: newest first.
-        champion: which serves.
-        domain: by whose τ they are ordered, each at the gate of its own time; unknown ones come last, newest first.
-        num_draft_tokens: K.
-        window: whose rows they are to be gated by.
+    Versions are newest first. The order is by τ, each at the gate of its own time; unknown ones come last, newest
+    first.
     """
     replaced = {one.previous for one in versions}
     seen = ((one, one.lineage.window) for one in versions)
@@ -82,13 +78,9 @@ def best_versions(line: Sequence[Version]) -> dict[str, Version]:
 def challenger_to_go_on(versions: Sequence[Version], champion: int, first_seq: int) -> Version | None:
     """Return the checkpoint that the training on the next rows resumes, None where it starts from the champion.
 
-    It is the champion's last challenger, if its gate was left undecided. One that was shown worse or quarantined is
-    not resumed; nor is one that passed and does not serve, because somebody took it back.
-
-    Args:
-        versions: newest first.
-        champion: the champion's number.
-        first_seq: first of the rows. A checkpoint of the same ones, of which some were erased since, does not count.
+    It is the champion's last challenger, if its gate was left undecided. One that was shown worse or quarantined is not
+    resumed; nor is one that passed and does not serve, because somebody took it back; nor one of the same rows,
+    from `first_seq` on, of which some were erased since. Versions are newest first.
     """
     found = ((one, one.lineage.window) for one in versions if one.lineage.parent == champion)
     last = next((one for one, seen in found if seen and seen.last_seq < first_seq), None)

@@ -18,10 +18,7 @@ POLL_S = 0.05
 def lock_file(file: Path, shared: bool = False, wait_s: float | None = None) -> Iterator[bool]:
     """Hold a lock file, which is made where it is missing; yields whether it is held.
 
-    Args:
-        file: in a folder that exists.
-        shared: others may hold it at the same time, if they share it too.
-        wait_s: seconds to wait for whoever holds it; None waits until it is free.
+    Those who share it hold it at the same time. Without `wait_s` it is waited for until it is free.
     """
     with _opened(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as descriptor:
         yield _take(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait_s)
@@ -29,12 +26,7 @@ def lock_file(file: Path, shared: bool = False, wait_s: float | None = None) -> 
 
 @contextmanager
 def lock_folder(folder: Path, wait_s: float | None = None) -> Iterator[bool]:
-    """Hold a folder alone, so that nobody takes it for that of a dead process; yields whether it is held.
-
-    Args:
-        folder: exists.
-        wait_s: see `lock_file`.
-    """
+    """Hold a folder alone, so that nobody takes it for that of a dead process; otherwise as `lock_file`."""
     with _opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
         yield _take(descriptor, fcntl.LOCK_EX, wait_s)
 

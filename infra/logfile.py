@@ -106,16 +106,9 @@ class LogFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Begin to write; what the block did holds if it ends, and is undone if it raises."""
-        db = self.connection()
-        db.execute("BEGIN IMMEDIATE")
-        try:
+        """See `writing`."""
+        with writing(self.connection()) as db:
             yield db
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:  # a full disk makes SQLite roll back by itself
-                db.execute("ROLLBACK")
-            raise
 
     def empty_wal(self) -> bool:
         """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
@@ -130,11 +123,7 @@ class LogFile:
 
     @contextmanager
     def unread(self, wait_s: float) -> Iterator[None]:
-        """Wait until nobody turns rows into files, and keep others from it.
-
-        Raises:
-            TimeoutError: somebody still does after `wait_s` seconds.
-        """
+        """Wait until nobody turns rows into files, and keep others from it; TimeoutError after `wait_s` seconds."""
         with lock_file(self._readers(), wait_s=wait_s) as is_held:
             if not is_held:
                 raise TimeoutError(f"{self.path}: a refresh, an adoption or a post-promotion test is at its rows")
@@ -145,13 +134,25 @@ class LogFile:
         return self.path.with_name(f".{self.path.name}.readers")
 
 
+@contextmanager
+def writing(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Begin to write; what the block did holds if it ends, and is undone if it raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk makes SQLite roll back by itself
+            db.execute("ROLLBACK")
+        raise
+
+
 def _create(db: sqlite3.Connection) -> None:
     """Make the tables in one transaction; does nothing where another process made them just now."""
-    db.execute("BEGIN IMMEDIATE")
-    for statement in SCHEMA.split(";"):
-        db.execute(statement)
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    db.execute("COMMIT")
+    with writing(db):
+        for statement in SCHEMA.split(";"):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def copy_database(file: Path, copy: Path) -> None:

@@ -15,7 +15,6 @@ from infra.files import fsync_directory, write_atomic
 from models.types import Frozen
 
 MANIFEST_NAME = "manifest.json"
-CHUNK_BYTES = 1 << 20
 
 
 class FileEntry(Frozen):
@@ -44,18 +43,12 @@ def canonical_json(value: object) -> bytes:
 
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's content as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path) -> str:
-    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed to the disk.
-
-    Returns:
-        The directory's digest.
+    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed; return its digest.
 
     Raises:
         ValueError: `directory` is not a directory, or holds something that is neither a file nor a directory.
@@ -70,12 +63,9 @@ def write_manifest(directory: Path) -> str:
 
 
 def check_manifest(directory: Path) -> str:
-    """Compare every file below `directory` with the manifest.
+    """Compare every file below `directory` with the manifest, and return the directory's digest.
 
     Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
-
-    Returns:
-        The directory's digest.
 
     Raises:
         ValueError: names the directory or file and its fault: no manifest, unreadable or of another format version,

@@ -52,8 +52,6 @@ class Overview(Frozen):
         drafts: newest first.
         last_refresh: the newest draft that a refresh made or tried again.
         service: what the service says of itself; None if none answers.
-        programs: that `redraft up` runs.
-        waiting: what the loop waits for.
         regression_sets: domain to its set of logged conversations.
         post_promotion_test: of the champion against the draft before it; None without one.
     """
@@ -66,6 +64,11 @@ class Overview(Frozen):
     waiting: Waiting
     regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
     post_promotion_test: PostPromotionTest | None = None
+
+    @property
+    def champion(self) -> DraftOverview | None:
+        """The draft that the registry wants served."""
+        return next((draft for draft in self.drafts if draft.champion), None)
 
 
 def overview(settings: Settings) -> Overview:

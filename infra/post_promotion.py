@@ -39,7 +39,6 @@ class PostPromotionTest(Frozen):
     """The test of a promoted draft against the one before it.
 
     Attributes:
-        draft, previous: their versions.
         outcome: "failed" asks for a rollback; "superseded" says that somebody replaced the draft before that.
         looked_ms: when requests were compared last, in Unix time.
         num_wanted: requests that are compared without a loss until it passes.
@@ -134,13 +133,9 @@ class PostPromotionTests:
 
     @contextmanager
     def alone(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Keep other processes from testing the drafts of this home.
+        """Keep other processes from testing the drafts of this home; ValueError if another one does.
 
-        Args:
-            wait_s: seconds that another one may take to end; one that was killed holds on for a moment.
-
-        Raises:
-            ValueError: another one does.
+        It may take `wait_s` seconds to end: one that was killed holds on for a moment.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock_file(self.folder / ".lock", wait_s=wait_s) as is_held:

@@ -26,7 +26,6 @@ from typing import Self
 PR_SET_PDEATHSIG = 1
 ORPHAN_GRACE_S = 5.0
 POLL_S = 0.05
-TAIL_BYTES = 1 << 16
 
 
 class Child:
@@ -42,13 +41,7 @@ class Child:
 
     @classmethod
     def start(cls, argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, name: str) -> Self:
-        """Start a program.
-
-        Args:
-            argv: the program and its arguments.
-            env: variables added to this process's own, or put in their place.
-            log_path: its standard output and error are appended here.
-            name: what messages call it.
+        """Start a program, with variables added to this process's own; its output is appended to the log.
 
         Raises:
             ValueError: there is no program `argv[0]`.
@@ -80,10 +73,9 @@ class Child:
 
     def tail(self, num_lines: int = 20) -> str:
         """Return the last lines of the log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+        from infra.files import last_lines  # not at the top: the guard runs this file without the others
+
+        return "\n".join(last_lines(self.log_path, num_lines))
 
     def stop(self, grace_s: float = 10.0) -> int:
         """Send SIGTERM to the program's group, SIGKILL after `grace_s` seconds, and return the exit code."""
@@ -105,13 +97,7 @@ class Child:
 
 
 def wait_until(check: Callable[[], bool], timeout_s: float, child: Child | None, what: str) -> None:
-    """Wait until `check` returns True.
-
-    Args:
-        check: asked every 50 ms.
-        timeout_s: how long to wait, in seconds.
-        child: the process that is to bring it about, if it is one of ours.
-        what: what is waited for, in words.
+    """Wait until `check`, which is asked every 50 ms, returns True; `child` is the process that brings it about.
 
     Raises:
         RuntimeError: the child ended first; the message ends with the tail of its log.

@@ -24,7 +24,6 @@ class LogStats(Frozen):
 
     Attributes:
         depth: rows with full consent after the cursor.
-        bytes: of the files.
         attempt: at the open window; None if none is open.
         set_aside: windows that no attempt got through, oldest first.
     """
@@ -56,14 +55,9 @@ class QueryLog(LogFile):
         self.regression_sets, self.sketches = RegressionSets(self), Sketches(self)
 
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
-        """Write rows in one transaction; a row whose id is there already is left out and counted.
+        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
 
-        Args:
-            rows: without `seq`.
-            dropped: rows lost before they came here, added to the persistent count.
-
-        Returns:
-            How many rows were new.
+        `dropped` rows, which were lost before they came here, are added to the persistent count.
 
         Raises:
             ValueError: a row may not be written (`require_loggable`); then none is.
@@ -156,11 +150,7 @@ class QueryLog(LogFile):
         return int(seq)
 
     def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
-        """Return the hashed API keys of the first rows that wait and may be trained on, and when the first was served.
-
-        Args:
-            max_rows: how many rows are looked at.
-        """
+        """Return the hashed API keys of the first rows that wait and may be trained on, and when the first came."""
         query = """SELECT json_extract(body, '$.key'), count(*), min(time_ms) FROM
             (SELECT body, time_ms FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
         found = self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()

@@ -169,14 +169,8 @@ class Registry:
     def promote(self, kind: Kind, number: int, forced: str = "", expected_champion: int | None = None) -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
-        Promoting the champion changes nothing.
-
-        Args:
-            kind: "target" or "draft".
-            number: of the version.
-            forced: why it is promoted against its gate; kept as a tag.
-            expected_champion: the one that it was found better than, which must still be the champion, and good;
-                None replaces whichever there is.
+        Promoting the champion changes nothing. `forced`, why it is promoted against its gate, is kept as a tag. The
+        `expected_champion`, which it was found better than, must still be the champion, and good; None replaces any.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
@@ -219,8 +213,7 @@ class Registry:
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version and, if it is still the champion, go back to the last good one before it.
 
-        Returns:
-            The champion afterwards; None if no good version was left, and the alias is gone.
+        Returns the champion afterwards; None if no good version was left, and the alias is gone.
 
         Raises:
             ValueError: there is no such version, or the reason is empty.
@@ -230,7 +223,7 @@ class Registry:
             champion = self.champion(kind)
             if champion is None or champion.number != number:
                 return champion
-            target = self._last_good(champion)
+            target = self.previous_good(champion)
             with translated(f"reverting {kind} {number}"):
                 if target is None:
                     self.store.client.delete_registered_model_alias(kind, CHAMPION)
@@ -241,9 +234,7 @@ class Registry:
     def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
         """Make the last good champion before this one the champion again, and return it.
 
-        Args:
-            kind: "target" or "draft".
-            quarantine: why the version left must never be served again; without a reason it may be promoted again.
+        With a reason for its quarantine, the version left may never be promoted again.
 
         Raises:
             NotFound: there is no champion, or no good one before it.
@@ -261,22 +252,14 @@ class Registry:
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:
-        """Set a tag of a version beside its own.
-
-        Raises:
-            ValueError: the tag is one of OWN_TAGS.
-        """
+        """Set a tag of a version beside its own; ValueError if the tag is one of OWN_TAGS."""
         if name in OWN_TAGS:
             raise ValueError(f"the registry sets the tag {name} itself")
         with translated(f"tagging {version.kind} {version.number}"):
             self.store.client.set_model_version_tag(version.kind, str(version.number), name, value)
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
-        """Mark a version as never to be served; the first reason stays.
-
-        Raises:
-            ValueError: there is no such version, or the reason is empty.
-        """
+        """Mark a version as never to be served; the first reason stays; ValueError without version or reason."""
         if not reason:
             raise ValueError("a quarantine needs a reason, got an empty one")
         with self.alone():
@@ -320,10 +303,6 @@ class Registry:
         for path in fetched.iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(inner)
-
-    def _last_good(self, version: Version) -> Version | None:
-        """Return the version itself or, if it is quarantined, the last good one before it."""
-        return self.previous_good(version) if is_quarantined(version) else version
 
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""

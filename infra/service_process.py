@@ -33,10 +33,6 @@ STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 def require_startable(settings: Settings, port: int) -> None:
     """Refuse what can't be served, by the name of what to change, before anything is started.
 
-    Args:
-        settings: of the home that is to be served.
-        port: TCP port; 0 takes a free one.
-
     Raises:
         ValueError: the home is served already, the address can't be bound, or its clients would need a key.
     """
@@ -55,14 +51,9 @@ def require_startable(settings: Settings, port: int) -> None:
 
 
 def write_config(config: Mapping[str, Any], settings: Settings) -> str:
-    """Write what the service is to know (services/config.py), and return the URL that it will have.
+    """Write what the service is to know (services/config.py), and return its URL; ValueError as `require_startable`.
 
-    Args:
-        config: what is served, and how; port 0 takes a free one.
-        settings: where everything lies; clients' keys stay out of the file.
-
-    Raises:
-        ValueError: see `require_startable`.
+    Port 0 takes a free one. Clients' keys stay out of the file.
     """
     serve = config["serve"]
     require_startable(settings, serve["port"])
@@ -96,10 +87,7 @@ def start_service(
 ) -> tuple[Child, str]:
     """Start the service, wait until it answers, and return it with its URL; see `write_config`.
 
-    Args:
-        config: of the service.
-        settings: where everything lies.
-        tell: is told once a second how far the start is, in words.
+    Once a second `tell` gets how far the start is, in words.
 
     Raises:
         ValueError: see `require_startable`.
@@ -142,11 +130,7 @@ def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
 
 
 def last_url(settings: Settings) -> str:
-    """Return the URL of the service that was started last, running or not.
-
-    Raises:
-        ValueError: no service was ever started here.
-    """
+    """Return the URL of the service that was started last, running or not; ValueError if none ever was."""
     path = config_path(settings)
     if not path.is_file():
         raise ValueError("no service was started yet; run: redraft serve")

@@ -69,11 +69,7 @@ def ray_folder(home: Path) -> Path:
 
 
 def front_folder(home: Path) -> Path:
-    """Return the folder of the proxy before the service, made now, which other users can't enter.
-
-    Raises:
-        ValueError: see `ray_folder`.
-    """
+    """Return the folder of the proxy before the service, made now, closed to others; ValueError as `ray_folder`."""
     folder = home / "front"
     if len(str(folder)) > MAX_FRONT_DIR:
         folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"

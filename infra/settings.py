@@ -58,7 +58,6 @@ class Settings(Frozen):
         cache: where replicas keep the versions they downloaded.
         artifacts: where tasks and MLflow keep checkpoints and snapshots.
         api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
-        host: the address that services bind.
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
 
@@ -126,10 +125,7 @@ class Settings(Frozen):
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from REDRAFT_* variables.
-
-    Args:
-        environment: the variables to read, by default the process's own.
+    """Read the settings from REDRAFT_* variables, by default the process's own.
 
     Raises:
         ValueError: a REDRAFT_ variable is not a setting (the message names it and the nearest one), or its value is

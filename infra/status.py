@@ -139,11 +139,7 @@ class RunningService(ServiceStatus):
 
 
 def parse_status(content: bytes, url: str) -> RunningService:
-    """Read what a service answered to /redraft/status.
-
-    Args:
-        content: the answer's body.
-        url: of the service, without /v1.
+    """Read what the service at a URL, which is without /v1, answered to /redraft/status.
 
     Raises:
         ValueError: it is no status that this version of redraft knows.

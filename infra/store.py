@@ -31,12 +31,7 @@ class Store:
     """One MLflow store and our experiment in it. Connects at first use, so it can be made while the store is down."""
 
     def __init__(self, uri: str, artifact_root: Path) -> None:
-        """Remember the addresses.
-
-        Args:
-            uri: MLflow's tracking and registry store, `sqlite:///…` or `http://…`.
-            artifact_root: where the files go if the experiment has to be made.
-        """
+        """Remember MLflow's address, `sqlite:///…` or `http://…`, and where files of a new experiment go."""
         self.uri = uri
         self.artifact_root = artifact_root
         for name, value in QUIET_MLFLOW.items():  # MLflow reads them when it is imported, at first use
@@ -45,16 +40,7 @@ class Store:
     def record_run(
         self, name: str, params: Mapping[str, object], metrics: Mapping[str, float], files: Sequence[Path]
     ) -> str:
-        """Record a finished run in the experiment "redraft".
-
-        Args:
-            name: what was run.
-            params: settings, stored as strings.
-            metrics: finite numbers.
-            files: figures and reports to keep with it.
-
-        Returns:
-            MLflow's run id.
+        """Record a finished run in the experiment "redraft", and return MLflow's id of it.
 
         Raises:
             ValueError: a metric is not finite.

@@ -37,7 +37,6 @@ class Program:
 
     Attributes:
         name: also of its log file.
-        argv: the program and its arguments.
         env: variables added to the supervisor's own.
         url: where it is found, "" if nowhere.
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from infra.locks import lock_file
+from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen
 
-BUSY_TIMEOUT_S = 5.0
-TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 LOOK_S = 2.0  # whoever looks holds the lock for milliseconds
 NOTE_S = 15.0
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
@@ -162,11 +161,9 @@ class TriggerFile:
             sqlite3.Error: the file is locked, full or broken; then nothing has changed.
         """
         with self._open() as db:
-            before = _domains(db)
-            was = {domain: before.get(domain, Ok()) for domain in events}
-            if all(step(was[domain], event) == was[domain] for domain, event in events.items()):
+            if not _changed(db, events):
                 return {}  # the common case, which takes no lock
-            with _transaction(db):
+            with writing(db):
                 return _apply(db, events)
 
     def find_lost(self) -> None:
@@ -176,7 +173,7 @@ class TriggerFile:
                 with self._open() as db:
                     last = _fact(db, LastRun)
                     if last is not None and last.ended_ms is None:
-                        with _transaction(db):
+                        with writing(db):
                             _end_lost(db, last, self.clock())
 
     @contextmanager
@@ -190,7 +187,7 @@ class TriggerFile:
             if not held:
                 yield lambda result, outcome: None
                 return
-            with self._open() as db, _transaction(db):
+            with self._open() as db, writing(db):
                 last = _fact(db, LastRun)
                 if last is not None and last.ended_ms is None:
                     _end_lost(db, last, self.clock())
@@ -199,7 +196,7 @@ class TriggerFile:
                 _keep(db, _next(_wish(db)))
 
             def end(result: Result, outcome: str) -> None:
-                with self._open() as db, _transaction(db):
+                with self._open() as db, writing(db):
                     last, at_ms = _fact(db, LastRun), self.clock()
                     event = Ended(result=result, now_ms=at_ms, retry=retry)
                     _apply(db, dict.fromkeys(_domains(db), event))
@@ -210,18 +207,18 @@ class TriggerFile:
 
     def wish(self) -> RunRequest:
         """Return what the orchestrator is to be asked with."""
-        with self._open() as db, _transaction(db):
+        with self._open() as db, writing(db):
             return _wish(db)
 
     def ask_anew(self, wish: RunRequest) -> None:
         """Ask with another wish from now on: this one's run ended without acknowledging it."""
-        with self._open() as db, _transaction(db):
+        with self._open() as db, writing(db):
             if _wish(db) == wish:
                 _keep(db, _next(wish))
 
     def note(self, fact: LastLook | Need) -> None:
         """Keep what was seen at a look, or what a run took."""
-        with self._open() as db, _transaction(db):
+        with self._open() as db, writing(db):
             _keep(db, fact)
 
     def _is_held(self) -> bool:
@@ -263,13 +260,15 @@ def _domains(db: sqlite3.Connection) -> dict[str, State]:
     return {domain: STATE.validate_json(state) for domain, state in found}
 
 
+def _changed(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
+    before = _domains(db)
+    after = {domain: step(before.get(domain, Ok()), event) for domain, event in events.items()}
+    return {domain: state for domain, state in after.items() if state != before.get(domain, Ok())}
+
+
 def _apply(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
-    before, changed = _domains(db), dict[str, State]()
-    for domain, event in events.items():
-        was = before.get(domain, Ok())
-        if (state := step(was, event)) == was:
-            continue
-        changed[domain] = state
+    changed = _changed(db, events)
+    for domain, state in changed.items():
         if isinstance(state, Ok):
             db.execute("DELETE FROM domains WHERE domain = ?", (domain,))
         else:
@@ -302,15 +301,3 @@ def _wish(db: sqlite3.Connection) -> RunRequest:
 
 def _next(wish: RunRequest) -> RunRequest:
     return wish.model_copy(update={"number": wish.number + 1})
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:  # a full disk makes SQLite roll back by itself
-            db.execute("ROLLBACK")
-        raise

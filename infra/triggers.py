@@ -24,7 +24,6 @@ class Retry(Frozen):
 
     Attributes:
         first_s: after the first such run, and after one that somebody stopped.
-        most_s: at most.
     """
 
     first_s: float = Field(gt=0)

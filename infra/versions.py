@@ -80,10 +80,6 @@ class Version(Frozen):
         """When its files were removed, "" while they are there (infra/clean.py)."""
         return self.tags.get(CLEANED, "")
 
-    def require_lineage(self) -> None:
-        """Raise ForeignVersion if the draft's lineage can't be read."""
-        _ = self.lineage
-
     @contextmanager
     def _read(self) -> Iterator[None]:
         try:

@@ -72,13 +72,7 @@ def waiting_for(
 ) -> Waiting:
     """Return what the loop waits for.
 
-    Args:
-        champion: the draft that is to be served.
-        drafts: all of them, newest first.
-        queue: the rows that wait.
-        trigger: what is wanted, and who looked.
-        made_ms: when the home was made, in Unix time.
-        at_ms: the present in Unix time, by default the clock's.
+    The home was made at `made_ms`; the present, both in Unix time, is by default the clock's. Drafts are newest first.
     """
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:

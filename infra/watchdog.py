@@ -50,11 +50,7 @@ def end_with_children() -> NoReturn:
 
 
 class Watchdog:
-    """Ends the process when memory runs short, if there is a service to spare.
-
-    Attributes:
-        peak_gib: the most that the process held.
-    """
+    """Ends the process when memory runs short, if there is a service to spare; `peak_gib` is the most it held."""
 
     def __init__(
         self,
@@ -63,21 +59,14 @@ class Watchdog:
         read: Callable[[], MemoryUsage] = read_memory,
         end: Callable[[], object] = end_with_children,
     ) -> None:
-        """Take what is to happen.
-
-        Args:
-            spares: whether a service runs that would go otherwise.
-            last_words: told why; half a second is waited for it.
-            read: looks how much memory there is.
-            end: ends the process.
-        """
+        """Take what says whether a service runs that would go otherwise, and what hears why before the process ends."""
         self.peak_gib = 0.0
         self._spares, self._last_words, self._read, self._end = spares, last_words, read, end
         self._done = threading.Event()
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
-        """Watch for as long as the block lasts."""
+        """PostPromotionTest for as long as the block lasts."""
         thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         thread.start()
         try:

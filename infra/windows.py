@@ -43,6 +43,11 @@ class Window(Frozen):
     sha256: str
     owner: str
 
+    @property
+    def claimed(self) -> tuple[int, int, str]:
+        """What makes it one claim: not the digest, since rows may have been erased while it is open."""
+        return self.first_seq, self.last_seq, self.owner
+
 
 class Attempt(Frozen):
     """The attempt at the open window, and what became of the one before.
@@ -65,9 +70,7 @@ class SetAside(Frozen):
 
     Attributes:
         num_rows: how many it had when it was claimed last.
-        num_attempts: how often it was tried.
         time_ms: when it was set aside, in Unix time.
-        error: of the last attempt.
     """
 
     first_seq: int
@@ -85,16 +88,10 @@ class Windows:
         self._file = file
 
     def claim(self, owner: str, max_rows: int, min_rows: int = 1, lease_s: float = LEASE_S) -> Window | None:
-        """Claim the next rows with full consent after the cursor, and count an attempt at them.
+        """Claim up to `max_rows` rows with full consent after the cursor, and count an attempt at them.
 
         An open claim is handed out again with the same range: to the same owner always, to another one when it failed,
         its process is gone or its lease is over. A window that had its attempts is set aside instead.
-
-        Args:
-            owner: the run that will train on the window.
-            max_rows: the window's largest size.
-            min_rows: with fewer rows waiting, no window is opened.
-            lease_s: seconds until another owner may take the claim over from a living process that doesn't renew it.
 
         Returns:
             The window, or None if fewer than `min_rows` rows wait.
@@ -108,7 +105,9 @@ class Windows:
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is not None:
-                _require_unheld(db, owner)
+                query = "SELECT pid, process, lease_until_s FROM claim"
+                if opened.owner != owner and _is_held(*(holder := db.execute(query).fetchone())):
+                    raise WindowBusy(f"the open window belongs to {opened.owner} (process {holder[0]})")
                 if _num_attempts(db, opened) >= MAX_ATTEMPTS:
                     _set_aside(db, opened)
                     opened = None
@@ -156,19 +155,13 @@ class Windows:
     def fail(self, window: Window, error: str) -> bool:
         """Record why an attempt failed, and release the window: the next run gets it, or the rows after it.
 
-        Of a window that is no longer this owner's nothing is recorded.
-
-        Args:
-            window: as it was claimed.
-            error: one line; only its first 500 characters are kept. It goes when rows of the window are erased, since
-                it may quote them.
-
-        Returns:
-            whether this was its last attempt, and it was set aside.
+        Of the line only the first 500 characters are kept. It goes when rows of the window are erased, since it may
+        quote them. Of a window that is no longer this owner's nothing is recorded. Returns whether this was its last
+        attempt, and it was set aside.
         """
         with self._file.transaction() as db:
             opened = _open_window(db)
-            if opened is None or not _same_claim(opened, window):
+            if opened is None or opened.claimed != window.claimed:
                 return False
             number = _num_attempts(db, window)
             db.execute(
@@ -188,7 +181,7 @@ class Windows:
         """
         with self._file.transaction() as db:
             opened = _open_window(db)
-            if opened is not None and _same_claim(opened, window):
+            if opened is not None and opened.claimed == window.claimed:
                 place = (window.first_seq, window.last_seq, _num_attempts(db, window))
                 db.execute("DELETE FROM attempts WHERE first_seq = ? AND last_seq = ? AND number = ?", place)
                 db.execute("UPDATE claim SET lease_until_s = 0")
@@ -199,10 +192,9 @@ class Windows:
         Raises:
             ValueError: the window is neither the open claim nor committed by this owner before.
         """
-        place = (window.first_seq, window.last_seq, window.owner)
         with self._file.transaction() as db:
             again = "SELECT 1 FROM committed WHERE first_seq = ? AND last_seq = ? AND owner = ?"
-            if db.execute(again, place).fetchone():
+            if db.execute(again, window.claimed).fetchone():
                 return
             _require_open(db, window)
             db.execute("INSERT INTO committed VALUES (?, ?, ?, ?, ?)", tuple(window.model_dump().values()))
@@ -226,15 +218,13 @@ class Windows:
 
     def last(self) -> Window | None:
         """Return the window that was committed last, None before the first."""
-        columns = self._file.connection().execute("SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1").fetchone()
-        return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
+        return _read_window(self._file.connection(), "SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1")
 
     def _renew(self, window: Window, lease_s: float) -> bool:
         """Put the end of the lease off; False if the window is no longer this owner's."""
-        until_s, place = time.monotonic() + lease_s, (window.first_seq, window.last_seq, window.owner)
         query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
         with self._file.transaction() as db:
-            return db.execute(query, (until_s, *place)).rowcount == 1
+            return db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount == 1
 
 
 def _window(db: sqlite3.Connection, first_seq: int, last_seq: int, owner: str) -> Window:
@@ -247,31 +237,19 @@ def _window(db: sqlite3.Connection, first_seq: int, last_seq: int, owner: str) -
 
 
 def _open_window(db: sqlite3.Connection) -> Window | None:
-    columns = db.execute("SELECT first_seq, last_seq, num_rows, sha256, owner FROM claim").fetchone()
+    return _read_window(db, "SELECT first_seq, last_seq, num_rows, sha256, owner FROM claim")
+
+
+def _read_window(db: sqlite3.Connection, query: str) -> Window | None:
+    columns = db.execute(query).fetchone()
     return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
 
 
 def _require_open(db: sqlite3.Connection, window: Window) -> None:
     opened = _open_window(db)
-    if opened is None or not _same_claim(opened, window):
+    if opened is None or opened.claimed != window.claimed:
         held = "none is open" if opened is None else f"open is {opened.first_seq}-{opened.last_seq} of {opened.owner}"
         raise ValueError(f"window {window.first_seq}-{window.last_seq} of {window.owner} is not the open claim: {held}")
-
-
-def _same_claim(opened: Window, window: Window) -> bool:
-    # Not the digest: rows of an open window may have been erased since it was handed out.
-    place = (window.first_seq, window.last_seq, window.owner)
-    return (opened.first_seq, opened.last_seq, opened.owner) == place
-
-
-def _require_unheld(db: sqlite3.Connection, owner: str) -> None:
-    holder, pid, process, lease_until_s = db.execute("SELECT owner, pid, process, lease_until_s FROM claim").fetchone()
-    if holder != owner and _is_held(pid, process, lease_until_s):
-        raise WindowBusy(f"the open window belongs to {holder} (process {pid})")
-
-
-def _is_held(pid: int, process: str, lease_until_s: float) -> bool:
-    return time.monotonic() < lease_until_s and _is_running(pid, process)
 
 
 def _num_attempts(db: sqlite3.Connection, window: Window) -> int:
@@ -333,8 +311,10 @@ def shrink_claim(db: sqlite3.Connection) -> None:
         _close_claim(db)
 
 
-def _is_running(pid: int, process: str) -> bool:
+def _is_held(pid: int, process: str, lease_until_s: float) -> bool:
     """Return whether the claiming process may still run; of another container only the lease can tell."""
+    if time.monotonic() >= lease_until_s:
+        return False
     boot, namespace, _ = process.split(" ")
     own_boot, own_namespace = process_place().split(" ")
     if boot != own_boot or namespace != own_namespace:

@@ -31,12 +31,9 @@ class AcceptanceSampler:
     def draws(self, draft_version: str, domain: str, doubted: bool = False, lost: float = 0.0) -> bool:
         """Return whether the next request of a domain is drafted by this draft alone.
 
-        Args:
-            draft_version: of the draft.
-            domain: of the request.
-            doubted: whether acceptance seems to have fallen there, and more must be known to tell.
-            lost: share of the tokens that it would cost to draft all running requests so; four times `LOST` may be lost
-                while the domain is doubted.
+        More are while acceptance seems to have fallen there (`doubted`), and fewer the larger the share of the tokens
+        is that it would cost to draft all running requests so (`lost`), of which four times `LOST` may be lost in
+        doubt.
         """
         pair = (draft_version, domain)
         if pair not in self._seen and len(self._seen) >= MAX_COUNTED:

@@ -109,15 +109,7 @@ class Keys:
     """The accepted keys, read again when their file changed; where it can't be read, those read before go on."""
 
     def __init__(self, file: Path, loopback: bool) -> None:
-        """Read the keys.
-
-        Args:
-            file: of the home, see infra/keys.py.
-            loopback: whether only this machine reaches the service: then a client needs no key until one was made.
-
-        Raises:
-            ValueError: the file does not hold keys.
-        """
+        """Read the keys of a home's file, or ValueError; on loopback a client needs none until one was made."""
         self._file, self._loopback = file, loopback
         self._seen = self._stamp()
         self._keys = read_keys(file)

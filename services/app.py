@@ -20,8 +20,9 @@ from models.engines.vllm.openai import Answer
 from services import metrics
 from services.access import INTERNAL_ERROR, PAGE_PATH, RequestError
 from services.bodies import bounded
+from services.fair_queue import QueuedRequest
 from services.handlers import answered, from_error
-from services.questions import check_limits, describe_origin, parse_body, wants_steps
+from services.questions import Origin, check_limits, describe_origin, parse_body, wants_steps
 from services.reasoning import HEADER
 from services.service import Service
 from services.stream import opened
@@ -45,7 +46,7 @@ def routes(service: Service) -> FastAPI:
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestError, _on_refusal)
-    app.add_exception_handler(Exception, _on_failure)
+    app.add_exception_handler(Exception, _on_refusal)  # Starlette raises it again, and Admission logs it
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
@@ -112,12 +113,9 @@ async def _body(raw: Request) -> dict[str, Any]:
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
     body = await _body(raw)
     check_limits(body)
-    caller = raw.scope["redraft.caller"]
-    by_step = wants_steps(raw.headers, caller)
+    by_step = wants_steps(raw.headers, raw.scope["redraft.caller"])
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
-    origin = describe_origin(request_id, raw.headers, body, caller, service.secret)
-    turn = await service.turns.take(origin.key, service.turns.cost(origin.key, body, len(await raw.body())))
-    raw.scope["redraft.at_end"].append(turn.end)
+    origin, turn = await _turn(service, raw, body)
     recorder.expect(origin._replace(domain=service.domains.admit(origin.key, origin.domain)))
     try:
         answer = await answered(handler(body | {"priority": turn.priority}, raw), body)
@@ -132,6 +130,18 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
     frames = await opened(
         answer, from_error, lambda: recorder.usage(request_id, by_step), lambda: recorder.forget(request_id)
     )
+    return _stream(frames)
+
+
+async def _turn(service: Service, raw: Request, body: dict[str, Any]) -> tuple[Origin, QueuedRequest]:
+    """Say what is known of a request, and wait until it may run."""
+    origin = describe_origin(raw.scope["redraft.id"], raw.headers, body, raw.scope["redraft.caller"], service.secret)
+    turn = await service.turns.take(origin.key, service.turns.cost(origin.key, body, len(await raw.body())))
+    raw.scope["redraft.at_end"].append(turn.end)
+    return origin, turn
+
+
+def _stream(frames: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
@@ -142,15 +152,11 @@ async def _in_turn(service: Service, raw: Request) -> Response:
         raise RequestError(400, message, HEADER, "unsupported")
     body = await _body(raw)
     check_limits(body)
-    caller, request_id = raw.scope["redraft.caller"], raw.scope["redraft.id"]
-    key = describe_origin(request_id, raw.headers, body, caller, service.secret).key
-    turn = await service.turns.take(key, service.turns.cost(key, body, len(await raw.body())))
-    raw.scope["redraft.at_end"].append(turn.end)
-    answer = await service.reasoning.answer(raw.headers[HEADER], body, request_id, turn.priority)
+    _, turn = await _turn(service, raw, body)
+    answer = await service.reasoning.answer(raw.headers[HEADER], body, raw.scope["redraft.id"], turn.priority)
     if isinstance(answer, dict):
         return JSONResponse(answer)
-    frames = await opened(answer, from_error, lambda: None, lambda: None)
-    return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return _stream(await opened(answer, from_error, lambda: None, lambda: None))
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
@@ -161,7 +167,3 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 async def _on_refusal(_: Request, error: Exception) -> Response:
     return error.response() if isinstance(error, RequestError) else INTERNAL_ERROR.response()
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    return INTERNAL_ERROR.response()  # Starlette raises the error again, and Admission logs it

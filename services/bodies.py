@@ -23,38 +23,11 @@ FULL_OF_KEY = RequestError(
 )
 
 
-class BodyLimit:
-    """Bytes of bodies that are held, in all and by key."""
-
-    def __init__(self, limits: Limits) -> None:
-        """Take the bounds; one body fits in any case."""
-        self._most = max(limits.max_held_bytes, limits.max_body_bytes)
-        self._most_of_key = max(limits.max_held_bytes // 2, limits.max_body_bytes)
-        self._of: Counter[str | None] = Counter()
-
-    def hold(self, key: str | None, num_bytes: int) -> None:
-        """Hold more.
-
-        Raises:
-            Refusal: 429, the key holds its half already; 503, all that may be held is.
-        """
-        if key is not None and self._of[key] + num_bytes > self._most_of_key:
-            raise FULL_OF_KEY
-        if self._of.total() + num_bytes > self._most:
-            raise FULL
-        self._of[key] += num_bytes
-
-    def let_go(self, key: str | None, num_bytes: int) -> None:
-        """Hold less."""
-        self._of[key] -= num_bytes
-        if not self._of[key]:
-            del self._of[key]
-
-
 def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
-    """Return `app` with each request's body read before it, see `read_body`."""
-
-    held = BodyLimit(limits)
+    """Return `app` with each request's body read before it, see `read_body`; one body fits in any case."""
+    most = max(limits.max_held_bytes, limits.max_body_bytes)
+    most_of_key = max(limits.max_held_bytes // 2, limits.max_body_bytes)
+    held: Counter[str | None] = Counter()
 
     async def whole(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,13 +38,19 @@ def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
 
         def came(more: int) -> None:
             nonlocal num_bytes
-            held.hold(key, more)
+            if key is not None and held[key] + more > most_of_key:
+                raise FULL_OF_KEY
+            if held.total() + more > most:
+                raise FULL
+            held[key] += more
             num_bytes += more
 
         try:
             await app(scope, await read_body(Headers(scope=scope), receive, limits, came), send)
         finally:
-            held.let_go(key, num_bytes)
+            held[key] -= num_bytes
+            if not held[key]:
+                del held[key]
 
     return whole
 
@@ -79,13 +58,7 @@ def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
 async def read_body(
     headers: Headers, receive: Receive, limits: Limits, came: Callable[[int], None] = lambda _: None
 ) -> Receive:
-    """Read a whole body.
-
-    Args:
-        headers: of the request.
-        receive: hands out the body's parts.
-        limits: how large it may be, and how long it may take.
-        came: told of the bytes of each part; may refuse them.
+    """Read a whole body; `came` is told of the bytes of each part, and may refuse them.
 
     Returns:
         What hands out the body, then whatever comes, so that a client's leaving is still seen.

@@ -23,13 +23,9 @@ log = logging.getLogger(__name__)
 async def start_engine(
     start: Callable[[Loaded | None], Awaitable[E]], source: DraftSource, state: Path, counts: Counter[str]
 ) -> tuple[E, Loaded | None, DraftHistory]:
-    """Start with the best draft there is.
+    """Start with the best draft there is, or with the target alone.
 
-    Args:
-        start: starts an engine with a draft, or with the target alone.
-        source: registry and cache.
-        state: file of the memory.
-        counts: gets `postponed`, and what `choose_boot_draft` counts.
+    Counts get `postponed`, and what `choose_boot_draft` counts. `state` is the file of the memory.
 
     Returns:
         The engine, the draft it was started with, and what is known of drafts now.

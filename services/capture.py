@@ -43,14 +43,7 @@ class Capture:
 
     @classmethod
     async def start(cls, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str) -> "Capture | None":
-        """Let an engine hold hidden states; None if that is not wanted or can't be.
-
-        Args:
-            engine: that serves.
-            files: where states go.
-            params: how many.
-            target: sha256 of the target's weights.
-        """
+        """Let an engine hold hidden states of a target, by its sha256; None if that is not wanted or can't be."""
         if not params.is_on or engine.draft is None:
             return None
         try:
@@ -81,9 +74,7 @@ class Capture:
     def settle(self, completion: "Completion", row_id: str | None) -> None:
         """Have a generation's states written for a row, or dropped; any thread may call it.
 
-        Args:
-            completion: which ended.
-            row_id: None where it left no row that may be trained on as it was served.
+        There is no row where it left none that may be trained on as it was served.
         """
         asyncio.run_coroutine_threadsafe(self._settle(completion, row_id), self._loop)
 

@@ -87,11 +87,7 @@ class DraftHistory(Frozen):
         return self.model_copy(update={"unreported": tuple(other for other in self.unreported if other != name)})
 
     def without_cleared(self, version: Version) -> "DraftHistory":
-        """Forget a refusal that the registry was told of and doesn't hold any more, because somebody cleared it.
-
-        Args:
-            version: as the registry has it now.
-        """
+        """Forget a refusal that the registry was told of and doesn't hold any more, because somebody cleared it."""
         if is_quarantined(version) or label(version) in self.unreported:
             return self
         return self.model_copy(update={"refused": without(self.refused, version)})
@@ -101,10 +97,8 @@ class DraftHistory(Frozen):
 
         What started in the end shows that the target, the port and the files are fine, but not that the memory was: a
         draft needs some, and may have been unlucky. So it is refused only at the MAX_FAILED_STARTS-th such start in a
-        row, and not when another draft failed beside it, which speaks for a common cause.
-
-        Args:
-            failed: in one process, the first tried first; the count of any other draft begins anew.
+        row, and not when another draft failed beside it, which speaks for a common cause. The count of any other draft
+        begins anew.
         """
         failed_starts = {label(version): self.failed_starts.get(label(version), 0) + 1 for version in failed}
         memory = self.model_copy(update={"failed_starts": failed_starts})
@@ -300,11 +294,7 @@ class DraftSource:
     def __init__(self, registry: Registry, cache: Path, target: TargetCard, num_draft_tokens: int) -> None:
         """Remember where drafts come from and what they must fit.
 
-        Args:
-            registry: of the drafts.
-            cache: where downloaded versions lie.
-            target: what is served.
-            num_draft_tokens: K as configured, for drafts that don't say theirs; 0 for an engine that can't speculate.
+        K is that of drafts that don't say theirs; 0 is an engine that can't speculate.
         """
         self.registry = registry
         self._cache, self._target, self._num_draft_tokens = cache, target, num_draft_tokens
@@ -318,7 +308,7 @@ class DraftSource:
         """
         champion = self.registry.champion("draft")
         if champion is not None:
-            champion.require_lineage()
+            _ = champion.lineage  # which is read here and not where it is loaded
         return champion
 
     def fetch(self, version: Version) -> Path:
@@ -352,12 +342,7 @@ class DraftSource:
         return self._num_draft_tokens and (boot.lineage.num_draft_tokens or self._num_draft_tokens)
 
     def require_swappable(self, draft: Loaded, boot: Loaded | None) -> None:
-        """Raise NeedsReplacement if a draft can't be swapped in for the one that the engine was started with.
-
-        Args:
-            draft: a fetched one.
-            boot: what the engine was started with, None if with none.
-        """
+        """Raise NeedsReplacement if a draft can't be swapped in for the one that the engine was started with."""
         name = f"draft {draft.version.number}"
         if boot is None:
             raise NeedsReplacement(
@@ -375,12 +360,7 @@ class DraftSource:
 
 
 def require_room(draft: Loaded, min_free_gib: float) -> None:
-    """Raise ShortOfMemory if the machine has not the memory to load a draft beside the one that serves.
-
-    Args:
-        draft: a fetched one.
-        min_free_gib: what must be left.
-    """
+    """Raise ShortOfMemory if the machine has not the memory to load a draft beside the one that serves."""
     num_bytes = sum(file.stat().st_size for file in draft.directory.glob(WEIGHTS))
     wanted_gib = COPIES_OF_A_SWAP * num_bytes / 2**30 + min_free_gib
     if (free_gib := free_memory_gib()) < wanted_gib:
@@ -392,11 +372,8 @@ def choose_boot_draft(
 ) -> tuple[Loaded | None, DraftHistory]:
     """Pick what a starting replica loads: the champion, or the last good version that is in the cache.
 
-    Args:
-        source: registry and cache.
-        memory: what the replica before this one knew.
-        counts: gets `registry_unavailable`, `refused`, `unfit` and `errors`.
-        failed: labels of the drafts that this start has failed with; they are passed over.
+    Those that this start has failed with are passed over, by label. Counts get `registry_unavailable`, `refused`,
+    `unfit` and `errors`.
 
     Returns:
         The draft, None if there is no usable one, and the memory with what was refused and without what was cleared.

@@ -51,23 +51,12 @@ class _Waiting(NamedTuple):
 
 
 class FairQueue:
-    """The requests that run and those that wait.
-
-    Attributes:
-        per_key: sequences that the requests of one of several keys may run at once.
-    """
+    """The requests that run and those that wait; of several keys each runs `per_key` sequences at once."""
 
     def __init__(
         self, limits: Limits, max_num_seqs: int, max_model_len: int, busy: Callable[[bool], None] = lambda _: None
     ) -> None:
-        """Take the bounds.
-
-        Args:
-            limits: of keys.
-            max_num_seqs: sequences that run in the engine at once.
-            max_model_len: tokens of each, at most.
-            busy: told when the first request begins to run, and when the last one has ended.
-        """
+        """Take the bounds; `busy` is told when the first request begins to run, and when the last one has ended."""
         self.per_key = max(1, int(limits.max_share_per_key * max_num_seqs))
         self._limits, self._max_num_seqs, self._max_model_len = limits, max_num_seqs, max_model_len
         self._busy = busy
@@ -77,12 +66,7 @@ class FairQueue:
         self._queue: deque[str | None] = deque()  # the keys that wait, the one whose turn it is first
 
     def cost(self, key: str | None, body: Mapping[str, Any], num_bytes: int) -> Cost:
-        """Return what a request may take.
-
-        Args:
-            key: hash of the key that it came with.
-            body: its JSON, after `check_limits`.
-            num_bytes: length of that.
+        """Return what a request of a key may take, of its JSON after `check_limits` and the length of that.
 
         Raises:
             Refusal: 400, it asks for more sequences than a key may run.
@@ -99,11 +83,7 @@ class FairQueue:
         return Cost(sequences, num_bytes // BYTES_PER_TOKEN + sequences * min(answer, self._max_model_len))
 
     async def take(self, key: str | None, cost: Cost) -> QueuedRequest:
-        """Wait until a request may run.
-
-        Args:
-            key: hash of the key that it came with; requests without one are one key's.
-            cost: what it takes.
+        """Wait until a request may run; requests without a key are one key's.
 
         Raises:
             Refusal: 429, too much waits for this key already; 503, too many wait in all.
@@ -147,11 +127,11 @@ class FairQueue:
     def _let_in(self) -> None:
         """Start what may start."""
         while (room := self._max_num_seqs - self._running.total()) > 0:
-            able = next((place for place, key in enumerate(self._queue) if self._may_run(key)), None)
-            if able is None:
+            heads = ((key, self._waiting[key][0]) for key in self._queue)  # a key is None where none is asked for
+            able = (pair for pair in heads if self._running[pair[0]] + pair[1].cost.sequences <= self._most(pair[0]))
+            if (found := next(able, None)) is None:
                 return
-            key = self._queue[able]  # which is None where no keys are asked for
-            one = self._waiting[key][0]
+            key, one = found
             if one.turn.cancelled():  # its client left, and `take` has not heard of it yet
                 self._forget(key, one)
                 continue
@@ -168,9 +148,6 @@ class FairQueue:
                 self._busy(True)
             self._running[key] += one.cost.sequences
             self._forget(key, one)
-
-    def _may_run(self, key: str | None) -> bool:
-        return self._running[key] + self._waiting[key][0].cost.sequences <= self._most(key)
 
     def _most(self, key: str | None) -> int:
         """Return how many sequences a key may run at once."""

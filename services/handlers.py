@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answer:
-    """Return a handler's answer.
-
-    Args:
-        running: the handler.
-        body: the request's JSON. What reads the parameters of its tools fails in more ways than it names.
+    """Return a handler's answer. What reads the parameters of a body's tools fails in more ways than it names.
 
     Raises:
         Refusal: what the handler refused.

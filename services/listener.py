@@ -22,12 +22,9 @@ class Listener:
 
     @classmethod
     async def start(cls, app: ASGIApp, path: Path, drain_s: float) -> "Listener":
-        """Listen at a path, in the place of whoever listened there: that one ends what it accepted.
+        """Listen at a path that only this user can reach, in the place of whoever listened there.
 
-        Args:
-            app: answers; its lifespan is somebody else's.
-            path: of the socket, which only this user can reach.
-            drain_s: seconds that running requests get at the end.
+        That one ends what it accepted. The app's lifespan is somebody else's.
         """
         config = uvicorn.Config(
             app,

@@ -105,14 +105,7 @@ def check_limits(body: Mapping[str, Any]) -> None:
 def describe_origin(
     request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None, secret: bytes
 ) -> Origin:
-    """Read domain, consent, subject, group and how it is to be drafted off a request.
-
-    Args:
-        request_id: of ours.
-        headers: of the request.
-        body: its JSON.
-        caller: who asks.
-        secret: of the home, which groups are hashed under.
+    """Read domain, consent, subject, group, hashed under the secret, and how it is to be drafted off a request.
 
     Raises:
         Refusal: 400, the domain, the subject or the group is malformed, or its speculation is none of the choices.
@@ -200,12 +193,7 @@ class Domains:
         self._named: defaultdict[str | None, set[Domain]] = defaultdict(set)
 
     def admit(self, key: str | None, domain: Domain) -> Domain:
-        """Return the domain that a request counts for.
-
-        Args:
-            key: hash of the key that it came with; requests without one are one key's.
-            domain: what it names.
-        """
+        """Return the domain that a request counts for; requests without a key are one key's."""
         named = self._named[key]
         if domain not in (DEFAULT_DOMAIN, OTHER_DOMAINS) and domain not in named:
             if len(named) >= self._max_per_key:

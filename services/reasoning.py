@@ -5,7 +5,6 @@ whatever was agreed to: no draft may learn from it.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -26,7 +25,7 @@ from models.targets import describe, stop_ids
 from models.types import Frozen
 from services.access import RequestError
 from services.handlers import UNAVAILABLE
-from services.stream import DATA, DONE
+from services.stream import DONE, event
 
 HEADER = "X-Redraft-Reasoning"
 UNFINISHED = "\ufffd"  # stands at the end of a text whose last letter has not come whole
@@ -63,8 +62,6 @@ class Reasoned(Frozen):
 
     Attributes:
         lossless: never; it is not what the target would have said.
-        reasoning: the method.
-        steps: of the answer.
         steps_by_small: those that the small model wrote.
         tokens_by_small: tokens of the answer that it wrote.
         tokens_given_up: tokens that it wrote in vain.
@@ -79,11 +76,7 @@ class Reasoned(Frozen):
 
 
 class Reasoning:
-    """Both engines, and the methods that are offered. Made by `start`, ended by `close`.
-
-    Attributes:
-        seeded: see `models.serving.Serve`.
-    """
+    """Both engines, and the methods that are offered. Made by `start`, ended by `close`."""
 
     seeded: Literal["plain", "draft"] = "plain"
 
@@ -111,19 +104,7 @@ class Reasoning:
         tokenizer: Any,
         settings: Settings,
     ) -> "Reasoning":
-        """Start the small model's engine.
-
-        Args:
-            target: serves.
-            target_dir: its files.
-            max_model_len: tokens that it reads.
-            served_name: the model's name in requests.
-            tokenizer: the target's.
-            settings: of the recipe.
-
-        Raises:
-            ValueError: the small model can't be loaded, or does not read the target's tokens.
-        """
+        """Start the small model's engine; ValueError if it can't be loaded, or does not read the target's tokens."""
         directory = Path(settings.model)
         if describe(directory).tokenizer_sha256 != describe(target_dir).tokenizer_sha256:
             raise ValueError(f"[serve.reasoning] model {directory} has another tokenizer than the target")
@@ -142,13 +123,7 @@ class Reasoning:
     async def answer(
         self, method: str, body: Mapping[str, Any], request_id: str, priority: int
     ) -> dict[str, Any] | AsyncGenerator[str, None]:
-        """Answer a chat, whole or as server-sent events.
-
-        Args:
-            method: as the request names it.
-            body: its JSON.
-            request_id: of ours.
-            priority: in the target's engine.
+        """Answer a chat, whole or as server-sent events, with a priority in the target's engine.
 
         Raises:
             Refusal: what it asks for is not served so.
@@ -227,7 +202,7 @@ class _Told:
     def chunk(self, delta: dict[str, str], ended: bool = False) -> str:
         """Return an event of the stream; the last one says why it ended."""
         reason = self._finish_reason() if ended else None
-        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+        return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
 
     def rest(self) -> list[str]:
         """Return the stream's last events."""
@@ -235,7 +210,7 @@ class _Told:
         events = [self.chunk({"content": left})] if left else []
         events.append(self.chunk({}, ended=True))
         if (self._asked.stream_options or {}).get("include_usage"):
-            events.append(_event({**self._head, "choices": [], "usage": self._usage()}))
+            events.append(event({**self._head, "choices": [], "usage": self._usage()}))
         return [*events, DONE]
 
     def _tokens(self) -> list[int]:
@@ -270,11 +245,11 @@ async def _streamed(steps: Steps, told: _Told) -> AsyncGenerator[str, None]:
                     yield told.chunk({"role": "assistant", "content": text} if first else {"content": text})
                 first = False
     except EngineEnded:
-        yield _event(ENDED)
+        yield event(ENDED)
         yield DONE
     else:
-        for event in told.rest():
-            yield event
+        for last in told.rest():
+            yield last
 
 
 def _parse(body: Mapping[str, Any]) -> ChatRequest:
@@ -285,7 +260,3 @@ def _parse(body: Mapping[str, Any]) -> ChatRequest:
         where = ".".join(map(str, fault["loc"]))
         message = f"{where}: {fault['msg']}; with {HEADER} a chat takes {', '.join(ChatRequest.model_fields)}"
         raise RequestError(400, message[:1000], str(fault["loc"][0]), "unsupported") from error
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"{DATA}{json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -75,7 +75,6 @@ class Reconciler:
         counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, called_off, late,
             registry_unavailable, errors; canaries, and of these canaries_fell, canaries_undecided, target_differs and
             broken_pairs.
-        surroundings: the service that it runs in.
     """
 
     def __init__(
@@ -120,11 +119,7 @@ class Reconciler:
             log.exception("a look at the registry failed")
 
     async def tick(self) -> None:
-        """Look once, and bring the engine in line.
-
-        Raises:
-            StoreUnavailable: nothing was changed, the last good draft serves.
-        """
+        """Look once, and bring the engine in line; at StoreUnavailable nothing changed, the last good draft serves."""
         await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.hooks.num_in_flight()))
 
     async def set_speculation(self, on: bool) -> bool:
@@ -355,11 +350,8 @@ class GoldenPrompts:
     ) -> tuple[Finding, str]:
         """Ask the served draft the canary prompts, after all traffic; a fall is believed when a second look sees it.
 
-        Args:
-            number: the draft's.
-            reference: what it answered on probation.
-            lost_on_traffic: returns the share of the promised gain that is missing on its last requests.
-            params: what counts as a fall.
+        `reference` is what it answered on probation; `lost_on_traffic` returns the share of the promised gain that is
+        missing.
 
         Returns:
             What was found, in a word and in a line.

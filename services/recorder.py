@@ -51,10 +51,6 @@ Settle = Callable[["Completion", str | None], None]
 log = logging.getLogger(__name__)
 
 
-def no_states(completion: "Completion", row_id: str | None) -> None:
-    """Do nothing: no hidden states are captured."""
-
-
 class RequestedSampling(Protocol):
     """What a request asked for: vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
 
@@ -89,7 +85,8 @@ class Speculated(Frozen):
 class Recorder:
     """Holds what is known of running requests and hands finished ones to the log; never makes a request wait.
 
-    `settle` is told of each generation that ended, with the row that holds it as it was served, None if there is none.
+    `settle`, where hidden states are captured, is told of each generation that ended, with the row that holds it as it
+    was served, None if there is none.
 
     Attributes:
         dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
@@ -105,7 +102,7 @@ class Recorder:
         tokenizer: Any,
         target_version: int,
         capacity: int = 1024,
-        settle: Settle = no_states,
+        settle: Settle | None = None,
     ) -> None:
         self.dropped = 0
         self.tokens = 0
@@ -204,12 +201,7 @@ class Recorder:
         return figures
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
-        """Return the last requests that began with a draft, the oldest first, at most so many of each domain.
-
-        Args:
-            draft_version: the draft.
-            after: number of the last one that the caller knows already.
-        """
+        """Return the last requests that began with a draft, oldest first: of a domain so many, and after a number."""
         domains = self._rolling.get(draft_version, {}).values()
         return sorted(one for tallies in domains for one in tallies if one.number > after)
 
@@ -265,7 +257,8 @@ class Recorder:
 
     def _settled(self, completion: "Completion", row_id: str | None) -> None:
         try:
-            self._settle(completion, row_id)
+            if self._settle is not None:
+                self._settle(completion, row_id)
         except Exception as error:  # noqa: BLE001 - the edge: states that are lost must not end the thread
             log.warning("hidden states could not be settled: %s", type(error).__name__)
 
@@ -300,18 +293,13 @@ class Recorder:
         prompt_ids, prompt = encoder.rewrite(completion.prompt_ids, scrub.scrub)
         completion_ids, text = encoder.rewrite(completion.token_ids, scrub.scrub)
         same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
-        steps: dict[str, Any] = (
-            {"drafted_ids": [list(step) for step in completion.drafted_ids]}
-            if same
-            else {"drafted": None, "accepted": None, "matches": None}
-        )
-        content: dict[str, Any] = {
-            "prompt": prompt,
-            "completion": text,
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-        }
-        return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
+        content: dict[str, Any] = {"prompt": prompt, "completion": text}
+        content |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        if same:
+            content["drafted_ids"] = [list(step) for step in completion.drafted_ids]
+        else:
+            content |= {"drafted": None, "accepted": None, "matches": None}
+        return QueryRow(**row.model_dump() | content)
 
 
 def _looked_up(completion: "Completion") -> int:

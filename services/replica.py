@@ -82,12 +82,7 @@ def serve_log_kept() -> Iterator[None]:
 
 
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
-    """Return the Serve application of one configuration.
-
-    Args:
-        config: of the service.
-        socket: where the replica listens for the proxy before it; None leaves that to Serve's own.
-    """
+    """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
     params = config.engine_params()
     compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.settings.cache))}
     environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}

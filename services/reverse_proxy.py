@@ -81,20 +81,10 @@ log = logging.getLogger(__name__)
 
 
 class ReverseProxy:
-    """A running HAProxy, which is started again when it ends by itself. Made by `find`.
-
-    Attributes:
-        socket: where it expects the replica.
-    """
+    """A running HAProxy, started again when it ends by itself; it expects the replica at `socket`. Made by `find`."""
 
     def __init__(self, binary: Path, config: ServiceConfig, folder: Path) -> None:
-        """Write its files.
-
-        Args:
-            binary: HAProxy.
-            config: of the service.
-            folder: for its files, which nobody else can enter.
-        """
+        """Write its files into a folder that nobody else can enter."""
         self.socket = folder / "replica.sock"
         self._address = (config.settings.host, config.serve.port)
         self._argv = [str(binary), "-db", "-f", str(_write(config, folder, self.socket))]
@@ -119,11 +109,7 @@ class ReverseProxy:
         return None
 
     def start(self) -> None:
-        """Start it and wait until it listens.
-
-        Raises:
-            RuntimeError: it doesn't.
-        """
+        """Start it and wait until it listens; RuntimeError if it doesn't."""
         self._watch.start()
         until_s = time.monotonic() + START_TIMEOUT_S
         while not self._listens():

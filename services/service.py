@@ -32,7 +32,6 @@ from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.evaluation import drift_detector
 from models.evaluation.golden import load_golden
 from models.targets import describe
-from models.types import ThroughputEstimate
 from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys
 from services.boot import start_engine
@@ -44,7 +43,7 @@ from services.fair_queue import FairQueue
 from services.questions import Domains
 from services.reasoning import Reasoning
 from services.reconciler import Reconciler, ReplicaHooks
-from services.recorder import Recorder, no_states
+from services.recorder import Recorder
 
 UNFOLLOWED = replace(DraftState.started(None, DraftHistory()), fallback="drafts are not followed")
 UNDRAFTED = replace(UNFOLLOWED, fallback="num_draft_tokens is 0, so no draft is served")
@@ -113,7 +112,7 @@ class Service:
                 capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
             reasoning = await _reasoning(config, engine, built)
-            settle = capture.settle if capture is not None else no_states
+            settle = None if capture is None else capture.settle
             writer = BackgroundWriter(QueryLog(config.settings.querylog))
             recorder = Recorder(writer, built.tokenizer, config.target_version, settle=settle)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
@@ -160,7 +159,7 @@ class Service:
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
-            throughput=self._throughput(),
+            throughput=None if (plan := self.engine.llm.throughput) is None else plan.at(self.admission.in_flight),
             speed=dict(sorted(self.engine.llm.speeds.items())),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
@@ -225,10 +224,6 @@ class Service:
             promised=serving.version.lineage.tau.get(origin.domain, 0.0) if serving is not None else 0.0,
             capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
         )
-
-    def _throughput(self) -> ThroughputEstimate | None:
-        """Return how steps are drafted, with what measuring acceptance costs at the present load."""
-        return None if (throughput := self.engine.llm.throughput) is None else throughput.at(self.admission.in_flight)
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight

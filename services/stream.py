@@ -26,11 +26,8 @@ async def opened(
 ) -> AsyncGenerator[str, None]:
     """Wait for the first frame, then return the stream.
 
-    Args:
-        frames: the handler's events, "data: …" and a blank line each.
-        refuse: turns the body of an error frame into what the client is told.
-        usage: what speculation did, added to the chunk that carries the usage.
-        closed: called once, when the stream ended or the client left.
+    `refuse` turns the body of an error frame into what the client is told; `usage` is added to the chunk that carries
+    the usage; `closed` is called once, when the stream ended or the client left.
 
     Raises:
         Refusal: the first frame is an error.
@@ -43,39 +40,34 @@ async def opened(
     if first.startswith(ERROR_START):
         closed()
         raise refuse(json.loads(first.removeprefix(DATA)))
-    return _rest(first, frames, refuse, usage, closed)
 
+    async def rest() -> AsyncGenerator[str, None]:
+        try:
+            yield first
+            async for frame in frames:
+                if frame.startswith(ERROR_START):
+                    frame = event(refuse(json.loads(frame.removeprefix(DATA))).body())
+                elif '"choices":[]' in frame:
+                    frame = _with_usage(frame, usage())
+                yield frame
+        except Exception as error:  # noqa: BLE001 - the status is long sent; the frame is the only way left to say it
+            log.error("a stream failed: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
+            yield event(INTERNAL_ERROR.body())
+            yield DONE
+        finally:
+            await frames.aclose()  # a client that left: the engine stops at once
+            closed()
 
-async def _rest(
-    first: str,
-    frames: AsyncGenerator[str, None],
-    refuse: Callable[[dict[str, Any]], RequestError],
-    usage: Callable[[], dict[str, Any] | None],
-    closed: Callable[[], None],
-) -> AsyncGenerator[str, None]:
-    try:
-        yield first
-        async for frame in frames:
-            if frame.startswith(ERROR_START):
-                frame = _frame(refuse(json.loads(frame.removeprefix(DATA))).body())
-            elif '"choices":[]' in frame:
-                frame = _with_usage(frame, usage())
-            yield frame
-    except Exception as error:  # noqa: BLE001 - the status is long sent; the frame is the only way left to say it
-        log.error("a stream failed: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
-        yield _frame(INTERNAL_ERROR.body())
-        yield DONE
-    finally:
-        await frames.aclose()  # a client that left: the engine stops at once
-        closed()
+    return rest()
 
 
 def _with_usage(frame: str, speculation: dict[str, Any] | None) -> str:
     chunk = json.loads(frame.removeprefix(DATA))
     if speculation is not None and isinstance(chunk.get("usage"), dict):
         chunk["usage"]["redraft"] = speculation
-    return _frame(chunk)
+    return event(chunk)
 
 
-def _frame(body: dict[str, Any]) -> str:
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"{DATA}{json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -262,12 +262,8 @@ def needs_replica(
 ) -> Step:
     """A champion is sound, and only an engine that was started with it can serve it.
 
-    Args:
-        state, patience: of the replica.
-        version: the champion.
-        reason: why it can't be swapped in.
-        goes_back: whether it is champion because a newer one, which this replica has or can't start with, was
-            quarantined. Then this replica answers on, without a draft if its own is the one that was.
+    It `goes_back` where it is champion because a newer one, which this replica has or can't start with, was
+    quarantined. Then this replica answers on, without a draft if its own is the one that was.
     """
     if not goes_back:
         return Step(replace(state, replacement=reason), (Say(reason),))

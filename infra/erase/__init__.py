@@ -48,7 +48,6 @@ def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> C
     """Erase what a person asked and was answered.
 
     Args:
-        settings: of the home.
         subject: the hash in the log, or the name that a client gave as `user` or `safety_identifier` or that a row was
             imported with, which is hashed under each API key.
         wait_s: how long to wait for a refresh, an adoption or a post-promotion test that is reading rows.

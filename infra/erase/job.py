@@ -10,12 +10,7 @@ from infra.settings import Settings
 
 
 class Job:
-    """What a store is given.
-
-    Attributes:
-        settings: of the home.
-        certificate: what was done so far.
-    """
+    """What a store is given; the certificate holds what was done so far."""
 
     def __init__(self, settings: Settings, log: QueryLog, step: int, certificate: Certificate) -> None:
         self.settings, self.log, self.certificate = settings, log, certificate

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from infra.artifacts import publish, staged, sweep_staging
@@ -30,9 +31,8 @@ def rewrite_snapshots(job: Job) -> None:
         sweep_staging(folder)
     known = {one.snapshot for one in job.certificate.snapshots}
     for directory in _snapshots(job.settings.artifacts):
-        num_rows = sum(held for _, held in _parts_with(directory, job.ids)) if directory.as_uri() not in known else 0
-        if num_rows:
-            _rewrite(job, directory, num_rows)
+        if directory.as_uri() not in known and (num_rows := _num_held(directory, job.ids)):
+            job.keep(snapshots=(*job.certificate.snapshots, _rewritten(job, directory, num_rows)))
     for one in job.certificate.snapshots:
         _point(job, one)
         shutil.rmtree(Path(one.snapshot.removeprefix("file://")), ignore_errors=True)
@@ -48,16 +48,12 @@ def name_drafts(job: Job) -> None:
         for version in versions:
             seen = Counter[str]()
             for uri in {version.lineage.gate_data, version.lineage.window.uri if version.lineage.window else ""} - {""}:
-                seen += of_snapshot.get(snapshot_name(uri), Counter())
+                # The name under which its reads were recorded, whatever was taken out of it since.
+                seen += of_snapshot.get(Path(uri).name.partition(".")[0], Counter())
             if seen:
                 drafts[version.number] = seen
         named = {number: dict(sorted(seen.items())) for number, seen in sorted(drafts.items())}
         job.keep(drafts=named, descendants=tuple(_descendants(versions, named)))
-
-
-def snapshot_name(uri: str) -> str:
-    """Return the name under which a snapshot's reads were recorded, whatever was taken out of it since."""
-    return Path(uri).name.partition(".")[0]
 
 
 def _stages(artifacts: Path) -> list[Path]:
@@ -73,12 +69,12 @@ def _snapshots(artifacts: Path) -> Iterator[Path]:
                 yield directory.resolve()
 
 
-def _parts_with(directory: Path, ids: frozenset[str]) -> Iterator[tuple[Path, int]]:
+def _num_held(directory: Path, ids: frozenset[str]) -> int:
+    num_rows = 0
     for part in PARTS:
-        file = directory / f"{part}.jsonl"
-        if file.is_file():
-            with file.open(encoding="utf-8") as lines:
-                yield file, sum(_is_of(line, ids) for line in lines)
+        with suppress(FileNotFoundError), (directory / f"{part}.jsonl").open(encoding="utf-8") as lines:
+            num_rows += sum(_is_of(line, ids) for line in lines)
+    return num_rows
 
 
 def _is_of(line: str, ids: frozenset[str]) -> bool:
@@ -87,12 +83,12 @@ def _is_of(line: str, ids: frozenset[str]) -> bool:
     return isinstance(row, dict) and row_of(str(row.get("id"))) in ids
 
 
-def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
+def _rewritten(job: Job, directory: Path, num_rows: int) -> Rewritten:
+    uri = directory.as_uri()
     try:
         before = check_manifest(directory)
     except ValueError:  # torn, and so never read again: nothing of it is worth keeping
-        job.keep(snapshots=(*job.certificate.snapshots, _gone(directory, "", num_rows)))
-        return
+        return Rewritten(snapshot=uri, sha256="", became="", became_sha256="", rows=num_rows)
     final = directory.with_name(f"{directory.name}.{job.certificate.number}")
     if not final.exists():
         with staged(final) as staging:
@@ -105,14 +101,7 @@ def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
                 else:
                     shutil.copyfile(file, target)
     became = publish(final, KIND)
-    rewritten = Rewritten(
-        snapshot=directory.as_uri(), sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows
-    )
-    job.keep(snapshots=(*job.certificate.snapshots, rewritten))
-
-
-def _gone(directory: Path, sha256: str, num_rows: int) -> Rewritten:
-    return Rewritten(snapshot=directory.as_uri(), sha256=sha256, became="", became_sha256="", rows=num_rows)
+    return Rewritten(snapshot=uri, sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows)
 
 
 def _point(job: Job, rewritten: Rewritten) -> None:

@@ -19,8 +19,6 @@ class Served(NamedTuple):
 
     Attributes:
         number: its place among the requests, such as its row in the log.
-        draft: version of the draft.
-        drafted, accepted: tokens in each verification step.
         per_token_ms: time between tokens, None if it was not measured.
     """
 
@@ -74,8 +72,7 @@ def from_log(rows: Iterable[QueryRow]) -> list[Served]:
 def from_answers(answers: Iterable[Mapping[str, Any]]) -> list[Served]:
     """Keep the answers that say what was accepted, numbered from 1 in their order.
 
-    Args:
-        answers: rows with domain, draft_version, drafted_per_step and accepted_per_step.
+    An answer has domain, draft_version, drafted_per_step and accepted_per_step.
     """
     return [
         Served(
@@ -113,17 +110,10 @@ def swaps(served: Sequence[Served]) -> list[Swap]:
 
 
 def curves(served: Sequence[Served], window: int) -> dict[str, list[list[Point]]]:
-    """Return the running τ of each domain, one curve each time that a draft served.
+    """Return the running τ of each domain, one curve of (number, τ) each time that a draft served.
 
-    A mean over requests of two drafts would draw a swap as a slope.
-
-    Args:
-        served: in their order.
-        window: requests that a mean runs over; a curve starts at a quarter of it, because the first few requests
-            scatter so much that they would look like an effect of the swap.
-
-    Returns:
-        domain to curves of (number, τ).
+    A mean over requests of two drafts would draw a swap as a slope. A curve starts at a quarter of its `window` of
+    requests, because the first few scatter so much that they would look like an effect of the swap.
     """
     takeovers = swaps(served)
     kept: dict[tuple[str, int, int], list[Served]] = {}

@@ -60,16 +60,9 @@ def line_chart(
     labels: tuple[str, str],
     base: float,
 ) -> Markup:
-    """Draw curves over numbered requests.
+    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts.
 
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        curves: name to its parts, each (x, y) by x; at most MAX_SERIES names.
-        marks: (x, label) of vertical lines, by x.
-        labels: of the two axes, with their units.
-        base: where the upright axis starts; no y is below it.
+    `marks` are upright lines, by x. Where the upright axis starts, `base`, no y is below.
 
     Raises:
         ValueError: there is no point, or there are too many names.
@@ -104,19 +97,7 @@ def interval_chart(
     lines: Sequence[tuple[float, str]],
     label: str,
 ) -> Markup:
-    """Draw one interval a row, with vertical lines that they are held against.
-
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        rows: name to its interval.
-        lines: (value, label); a label of "" is a plain line.
-        label: of the axis, with its unit.
-
-    Raises:
-        ValueError: there is no row.
-    """
+    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError if there is no row."""
     if not rows:
         raise ValueError("wanted at least one row, got none")
     values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
@@ -141,18 +122,7 @@ def interval_chart(
 
 
 def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Markup:
-    """Draw bars from 0, some for each name.
-
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        description: what it shows, for who can't see it.
-        rows: name to series to a value of at least 0; all names have the same series.
-        label: of the axis, with its unit.
-
-    Raises:
-        ValueError: there is no value above 0.
-    """
+    """Draw bars from 0, some for each name; all names have the same series; ValueError if there is no value above 0."""
     largest = max((value for bars in rows.values() for value in bars.values()), default=0.0)
     if largest <= 0:
         raise ValueError(f"wanted a value above 0, the largest is {largest}")
@@ -185,12 +155,7 @@ def draw_validation(taus: Sequence[Point], file: Path) -> Path:
 
 
 def draw_tau(taus: Mapping[str, Sequence[Point]], file: Path) -> Path:
-    """Draw τ over the versions of a line of champions into an SVG file and return it.
-
-    Args:
-        taus: domain to (version, τ), oldest first.
-        file: where to.
-    """
+    """Draw τ over the versions of a line of champions, oldest first, into an SVG file and return it."""
     return _draw_curves(taus, ("draft version", TAU), 1.0, file)
 
 

@@ -40,8 +40,6 @@ class Comparison(Frozen):
     """A comparison of methods that is at its end.
 
     Attributes:
-        question: what it answers.
-        baseline: the row the others are compared with.
         headings: metric to what its column is called.
         figures: row to metric to figure.
         seconds: row to what it took, all seeds together.
@@ -61,12 +59,7 @@ class Comparison(Frozen):
 
 
 def comparison_report(found: Comparison, picture: Path) -> Report:
-    """Return the tables of a comparison, and draw it.
-
-    Args:
-        found: the comparison.
-        picture: where its picture goes.
-    """
+    """Return the tables of a comparison, and draw it."""
     figures, headings, num_seeds = found.figures, found.headings, found.num_seeds
     values = [
         [row, *(_spread(of_row[metric]) for metric in headings), f"{found.seconds[row]:.0f}"]
@@ -117,11 +110,6 @@ def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Ma
     """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
 
     Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
-
-    Args:
-        rows: row to metric to figure.
-        headings: metric to what its axis is called.
-        file: where to.
     """
     names, (width, _) = list(rows), SIZE_INCHES
     num_across = min(3, len(headings))
@@ -156,15 +144,9 @@ def draw_tradeoffs(
 ) -> Path:
     """Draw a panel a metric with a point a row: the mean of the metric across, that of `quality` upwards.
 
-    Each row has a colour and a mark of its own, which one legend beside the panels names. Qualities of which the
-    largest is more than `WIDE` times the smallest are drawn on a logarithmic axis, with what is 0 at its foot.
-
-    Args:
-        rows: row to metric to figure; a row without a figure for either is left out of that panel.
-        headings: metric to what its axis is called.
-        quality: a metric.
-        metrics: what a row costs or gains.
-        file: where to.
+    Each row has a colour and a mark of its own, which one legend beside the panels names; a row without a figure for
+    either is left out of that panel. Qualities of which the largest is more than `WIDE` times the smallest are drawn on
+    a logarithmic axis, with what is 0 at its foot.
     """
     width, height = SIZE_INCHES
     figure = new_figure((0.75 * width * len(metrics) + 2.6, 1.25 * height))

@@ -13,12 +13,7 @@ RELOAD_S = 5
 
 
 def dashboard(status: ServiceStatus, now: datetime) -> str:
-    """Return the page as HTML; it loads itself again every RELOAD_S seconds.
-
-    Args:
-        status: what the replica says of itself.
-        now: when it said so.
-    """
+    """Return the page as HTML; it loads itself again every RELOAD_S seconds."""
     return render(
         TEMPLATE,
         reload_s=RELOAD_S,

@@ -12,12 +12,7 @@ Compared = Mapping[str, Any]
 
 
 def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
-    """Print what the demonstration found.
-
-    Args:
-        result: as it stands in the demonstration's `result.json`.
-        out: where to.
-    """
+    """Print what the demonstration found, as it stands in its `result.json`."""
     domains: dict[str, Compared] = result["domains"]
     table = Table("", *domains, title=f"held-out prompts, K = {result['num_draft_tokens']}, greedy")
     for name, cell in ROWS.items():

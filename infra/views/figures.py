@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra.views.acceptance import curves, from_answers, swaps
 from models.types import Estimate
 
 if TYPE_CHECKING:
@@ -26,13 +27,7 @@ def saved(figure: "Figure", file: Path) -> Path:
 
 
 def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str], file: Path) -> Path:
-    """Draw τ with its intervals over a row of refreshes into a PNG.
-
-    Args:
-        taus: domain to τ before the first refresh and after each.
-        marks: what stands under each of them.
-        file: where to.
-    """
+    """Draw τ with its intervals, before the first refresh and after each, over their marks into a PNG."""
     figure = new_figure()
     axes = figure.add_subplot(ylabel="τ, mean accepted length")
     for number, (domain, of_domain) in enumerate(taus.items()):
@@ -44,52 +39,24 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
     return saved(figure, file)
 
 
-def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, window: int, file: Path) -> Path:
-    """Draw τ over the requests that a service answered, a running mean a domain, with the swap marked.
+def draw_acceptance(answers: Sequence[Mapping[str, Any]], window: int, file: Path) -> Path:
+    """Draw τ over the requests that a service answered, a running mean a domain and draft, with each swap marked.
 
-    Args:
-        answers: rows with domain, drafted_per_step and accepted_per_step, in the order they ended.
-        swap_at: number of requests that were answered by the earlier draft; None draws no mark.
-        window: requests that a mean runs over.
-        file: where to.
+    Answers are in the order they ended.
     """
-    figure = new_figure()
+    figure, served = new_figure(), from_answers(answers)
     axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
-    counted = [(n, row) for n, row in enumerate(answers) if row["accepted_per_step"]]
-    for domain in sorted({str(row["domain"]) for _, row in counted}):
-        own = [
-            (n, sum(row["accepted_per_step"]), len(row["accepted_per_step"]))
-            for n, row in counted
-            if row["domain"] == domain
-        ]
-        # A mean over requests of both drafts would draw the swap as a slope.
-        for part in (
-            [one for one in own if swap_at is None or one[0] < swap_at],
-            [one for one in own if swap_at is not None and one[0] >= swap_at],
-        ):
-            points = []
-            for end in range(1, len(part) + 1):
-                recent = part[max(0, end - window) : end]
-                points.append((recent[-1][0], 1 + sum(r[1] for r in recent) / sum(r[2] for r in recent)))
-            if points:
-                later = swap_at is not None and part[0][0] >= swap_at
-                axes.plot(
-                    *zip(*points, strict=True), label=f"{domain}, {'new' if later else 'first'} draft", linewidth=1.5
-                )
-    if swap_at is not None:
-        axes.axvline(swap_at, color="black", linestyle="--", label="draft swapped")
+    for domain, parts in sorted(curves(served, window).items()):
+        for place, part in enumerate(parts):
+            axes.plot(*zip(*part, strict=True), label=f"{domain}, {'new' if place else 'first'} draft", linewidth=1.5)
+    for swap in swaps(served):
+        axes.axvline(swap.number, color="black", linestyle="--", label="draft swapped")
     axes.legend()
     return saved(figure, file)
 
 
 def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
-    """Draw a bar a side, domain by domain, with a line from p10 to p90.
-
-    Args:
-        speeds: domain to side to median, p10 and p90.
-        x_label: what they are.
-        file: where to.
-    """
+    """Draw a bar a side, the median, domain by domain, with a line from p10 to p90."""
     sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
     width, height = SIZE_INCHES
     figure = new_figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)))
@@ -115,11 +82,7 @@ def draw_ratios(
 ) -> Path:
     """Draw ratios over doubling numbers, a line a name with its intervals, domain by domain.
 
-    Args:
-        ratios: domain to name to (number, ratio, lower end, upper end), ascending.
-        limit: what no lower end is to fall below.
-        x_label, y_label: what number and ratio are.
-        file: where to.
+    A point is (number, ratio, lower end, upper end); no lower end is to fall below the limit.
     """
     figure = new_figure()
     shared = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
@@ -141,13 +104,7 @@ def draw_ratios(
 
 
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
-    """Draw inter-token latencies as dots, a colour a kind.
-
-    Args:
-        points: kind to (place on the x axis, milliseconds).
-        x_label: what the place is.
-        file: where to.
-    """
+    """Draw inter-token latencies, (place on the x axis, milliseconds), as dots, a colour a kind."""
     figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
     for name, of_kind in points.items():

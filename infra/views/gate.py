@@ -144,13 +144,7 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
 
 
 def change_chart(key: str, title: str, report: GateReport) -> Markup | None:
-    """Return a chart of what each domain pays, held against the floor; None where no domain has one.
-
-    Args:
-        key: unique in the page.
-        title: of the chart.
-        report: of a draft that was tested.
-    """
+    """Return a chart of what each domain pays, held against the floor; None where no domain has one."""
     changes = {domain: one.change.times(100.0) for domain, one in report.domains.items() if one.change is not None}
     if report.test is None or not changes:
         return None

@@ -49,10 +49,5 @@ TEMPLATES = Environment(
 
 
 def render(template: str, **shown: Any) -> str:
-    """Return a page as HTML.
-
-    Args:
-        template: file beside this one.
-        shown: what it names.
-    """
+    """Return a page as HTML, of a template beside this file and what it names."""
     return TEMPLATES.get_template(template).render(**shown)

@@ -59,9 +59,7 @@ class Demonstration:
     """A run of `redraft demo`.
 
     Attributes:
-        name: of its folder.
         result: what it printed at its end; None if it has not come there.
-        acceptance: of its answers.
     """
 
     name: str
@@ -81,7 +79,6 @@ class Findings:
         acceptance: of the log's last requests that tell it.
         num_rows: how many of the log's last rows were looked through for them.
         demonstrations: by name.
-        written: when.
         commit: revision of the code that writes, "" if unknown.
     """
 
@@ -121,8 +118,7 @@ def page(found: Findings) -> str:
 
 
 def _cards(found: Findings) -> list[Card]:
-    champion = next((draft for draft in found.state.drafts if draft.champion), None)
-    service, log = found.state.service, found.state.log
+    champion, service, log = found.state.champion, found.state.service, found.state.log
     number, note = ("none", "nothing built yet") if champion is None else (champion.version, f"τ {_taus(champion.tau)}")
     return [
         Card("Champion draft", str(number), note),
@@ -137,22 +133,18 @@ def _cards(found: Findings) -> list[Card]:
 
 
 def _serving(found: Findings) -> Table:
-    champion = next((draft for draft in found.state.drafts if draft.champion), None)
+    target, champion, service = found.target, found.state.champion, found.state.service
+    none = "none yet; run: redraft build"
     rows = [
-        ("target", "none yet; run: redraft build" if found.target is None else _target(found.target)),
-        ("champion draft", "none yet; run: redraft build" if champion is None else f"version {champion.version}"),
+        ("target", none if target is None else f"{target.target.name}, version {target.number}"),
+        ("champion draft", none if champion is None else f"version {champion.version}"),
+        ("the loop", f"waits for {found.state.waiting.words}"),
     ]
-    rows.append(("the loop", f"waits for {found.state.waiting.words}"))
-    service = found.state.service
     if service is None:
         rows.append(("service", "not running; start it with redraft serve or redraft up"))
     else:
         rows += [("service", f"answers on {service.url}/v1"), *told_of(service)]
     return Table("What should serve, and what does", ("what", "now"), frozenset(), rows)
-
-
-def _target(target: Version) -> str:
-    return f"{target.target.name}, version {target.number}"
 
 
 def _programs(programs: Sequence[ProcessRecord]) -> Table | None:

@@ -28,7 +28,6 @@ class Report(Frozen):
     """What was found.
 
     Attributes:
-        figures: all numbers, for programs.
         grids: the numbers that a reader needs.
         notes: sentences that belong under the tables: what was left out, what a column means.
         failures: what makes the command fail after it has reported.
@@ -49,13 +48,7 @@ def publish(
 ) -> dict[str, Any]:
     """Write `result.json` and `report.md` into `folder`, show the tables, and end with the JSON line.
 
-    Args:
-        report: the outcome.
-        folder: of this benchmark or comparison.
-        title: its name, such as "swap".
-        question: what it answers.
-        command: what to type to repeat it.
-        setup: commit, device and settings that the figures belong to.
+    `command` is what to type to repeat it, `setup` what the figures belong to: commit, device, settings.
     """
     result = {"benchmark": title, **setup, **report.figures, "failures": report.failures}
     (folder / RESULT).write_text(json.dumps(result, allow_nan=False) + "\n")

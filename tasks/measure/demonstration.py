@@ -249,8 +249,7 @@ class Demonstration:
         registry = open_registry(self._settings)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
-        swap_at = len([row for row in sent if row["draft_version"] == sent[0]["draft_version"]])
-        plot = draw_acceptance(sent, swap_at, PLOT_WINDOW, self._folder / "acceptance.png")
+        plot = draw_acceptance(sent, PLOT_WINDOW, self._folder / "acceptance.png")
         status = json.loads((self._folder / "service.json").read_text())
         result = {
             "recipe": self._recipe.name,

@@ -9,9 +9,9 @@ import pytest
 
 from infra.lineage import Lineage
 from infra.manifest import check_manifest
-from infra.registry import Registry
 from models.drafts import eagle3
 from tests.conftest import shake
+from tests.flows.conftest import registry_of
 from tests.models.published import published
 
 pytestmark = pytest.mark.engine
@@ -55,10 +55,6 @@ def noise(target: Path, tmp_path: Path) -> Callable[[int], Path]:
         return published(ours, target, tmp_path / f"noise{seed}", "native")
 
     return make
-
-
-def registry_of(home: Path) -> Registry:
-    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
 
 
 def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_does_not(

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,16 +11,11 @@ from transformers import AutoTokenizer
 
 from infra.lineage import Lineage
 from infra.manifest import check_manifest
-from infra.registry import Registry
 from models.sources import Prompt
-from tests.flows.conftest import Cli
+from tests.flows.conftest import Cli, registry_of
 from tests.models.tokenizers import byte_ids
 
 pytestmark = pytest.mark.engine
-
-
-def registry_of(home: Path) -> Registry:
-    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
 
 
 def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(built, tmp_path):

@@ -22,6 +22,10 @@ COMMANDS = (
 PANELS = ("Every day", "Drafts", "Privacy", "Home", "Measure", "Keys")
 
 
+def slow(*arguments: str, told: str):
+    return pytest.param(arguments, told, marks=pytest.mark.slow)
+
+
 def commands() -> Iterator[tuple[list[str], click.Command]]:
     """Yield each command with the words that name it."""
     for name, command in get_command(cli.app).commands.items():
@@ -38,10 +42,13 @@ def run(tmp_path, monkeypatch, own_environment):
     return lambda *arguments: CliRunner().invoke(cli.app, arguments)
 
 
-def test_help_names_every_command(run):
-    result = run("--help")
+@pytest.mark.parametrize(
+    ("command", "names"), [((), COMMANDS), (("bench",), ("speed", "load", "swap", "drift", "specbench"))]
+)
+def test_help_names_every_command(run, command, names):
+    result = run(*command, "--help")
     assert result.exit_code == 0
-    for name in COMMANDS:
+    for name in names:
         assert name in result.output
 
 
@@ -72,13 +79,6 @@ def test_a_command_ends_without_a_last_search_for_garbage():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.endswith("left alone: True\n")
-
-
-def test_help_names_every_benchmark(run):
-    result = run("bench", "--help")
-    assert result.exit_code == 0
-    for name in ("speed", "load", "swap", "drift", "specbench"):
-        assert name in result.output
 
 
 @pytest.mark.slow
@@ -123,29 +123,37 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
     assert not [file for file in (tmp_path / "home").rglob("*") if file.suffix == ".log" or file.name == "service.json"]
 
 
-def test_a_misspelt_key_is_one_line_and_exit_code_2(run, tmp_path):
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text("[refresh]\nmin_rowz = 3\n")
-    result = run("build", "--recipe", str(recipe))
-    assert result.exit_code == 2
-    assert result.stderr.startswith(
-        'redraft: mine.toml: [refresh]: refresh: unknown key "min_rowz" (did you mean "min_rows"?)'
-    )
-    assert result.stderr.count("\n") == 1
-
-
-def test_an_unknown_method_is_answered_with_the_nearest_one(run, tmp_path):
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text('[target]\nname = "smolm2"\n')
-    result = run("build", "--recipe", str(recipe))
-    assert result.exit_code == 2
-    assert 'no method "smolm2" in targets (did you mean "smollm2"?)' in result.stderr
-
-
-def test_an_unknown_recipe_is_exit_code_2(run):
-    result = run("refresh", "--recipe", "tinny")
-    assert result.exit_code == 2
-    assert 'did you mean "tiny"' in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("build", "--recipe", "key.toml"),
+            'redraft: key.toml: [refresh]: refresh: unknown key "min_rowz" (did you mean "min_rows"?)',
+        ),
+        (("build", "--recipe", "method.toml"), 'no method "smolm2" in targets (did you mean "smollm2"?)'),
+        (("refresh", "--recipe", "tinny"), 'did you mean "tiny"'),
+        (("traffic", "--recipe", "tiny", "--domain", "cod"), 'has no domain "cod"; there are: chat, code'),
+        (("traffic", "--recipe", "tiny"), "no service was started yet; run: redraft serve"),
+        (("import-draft", "none", "--recipe", "tiny"), "redraft: there is no folder none"),
+        slow(
+            "refresh", "--recipe", "tiny", told="the registry has no champion target and draft yet; run: redraft build"
+        ),
+        slow("import-logs", "old.jsonl", "--recipe", "tiny", told="no champion target yet"),
+        slow("import-logs", "old.txt", "--recipe", "tiny", told="old.txt: wanted a file ending in .jsonl, .json, .csv"),
+        slow("promote", "7", told="draft 7"),
+        slow("rollback", told="there is no champion"),
+        slow("diff", "1", "2", told="draft 1"),
+        slow("report", "--output", "none/page.html", told="there is no folder"),
+    ],
+)
+def test_what_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, told):
+    (tmp_path / "key.toml").write_text("[refresh]\nmin_rowz = 3\n")
+    (tmp_path / "method.toml").write_text('[target]\nname = "smolm2"\n')
+    (tmp_path / "old.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert told in result.stderr
 
 
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
@@ -153,61 +161,6 @@ def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
     result = run("doctor")
     assert result.exit_code == 2
     assert "REDRAFT_HOMES is not a setting; did you mean REDRAFT_HOME?" in result.stderr
-
-
-def test_an_unknown_domain_of_traffic_is_exit_code_2(run):
-    result = run("traffic", "--recipe", "tiny", "--domain", "cod")
-    assert result.exit_code == 2
-    assert 'has no domain "cod"; there are: chat, code' in result.stderr
-
-
-def test_traffic_without_a_service_says_how_to_start_one(run):
-    result = run("traffic", "--recipe", "tiny")
-    assert result.exit_code == 2
-    assert "no service was started yet; run: redraft serve" in result.stderr
-
-
-def test_a_draft_that_is_not_there_is_refused_before_a_flow_starts(run, tmp_path):
-    result = run("import-draft", str(tmp_path / "none"), "--recipe", "tiny")
-    assert result.exit_code == 2
-    assert result.stderr == f"redraft: there is no folder {tmp_path / 'none'}\n"
-
-
-@pytest.mark.slow
-def test_a_refresh_before_a_build_is_one_line_and_exit_code_2(run):
-    result = run("refresh", "--recipe", "tiny")
-    assert result.exit_code == 2
-    assert result.stderr == "redraft: the registry has no champion target and draft yet; run: redraft build\n"
-
-
-@pytest.mark.slow
-def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):
-    (tmp_path / "old.jsonl").write_text("{}\n")
-    result = run("import-logs", str(tmp_path / "old.jsonl"), "--recipe", "tiny")
-    assert result.exit_code == 2
-    assert "no champion target yet" in result.stderr
-    result = run("import-logs", str(tmp_path / "old.txt"), "--recipe", "tiny")
-    assert result.exit_code == 2
-    assert "old.txt: wanted a file ending in .jsonl, .json, .csv, .parquet" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [(("promote", "7"), "draft 7"), (("rollback",), "there is no champion"), (("diff", "1", "2"), "draft 1")],
-)
-def test_a_version_that_is_not_there_is_exit_code_2(run, arguments, reason):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert reason in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_report_that_can_not_be_written_is_exit_code_2(run, tmp_path):
-    result = run("report", "--output", str(tmp_path / "none" / "page.html"))
-    assert result.exit_code == 2
-    assert "there is no folder" in result.stderr
 
 
 @pytest.mark.slow

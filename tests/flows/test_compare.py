@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -89,6 +90,12 @@ def run(
     sys.modules.pop("tasks.measure.comparisons.unigrams", None)
 
 
+def told(result: Result) -> dict[str, Any]:
+    """Return what a comparison that succeeded printed at its end."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def measured(tmp_path: Path) -> list[str]:
     return (tmp_path / "measured").read_text().splitlines()
 
@@ -99,11 +106,9 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert stopped.exit_code == 130, stopped.output
     assert measured(tmp_path) == ["uniform 0", "unigram 0", "uniform 1", "unigram 1"]
     (tmp_path / "interrupt").unlink()
-    whole = run("unigrams")
-    assert whole.exit_code == 0, whole.output
+    found = told(run("unigrams"))
     assert measured(tmp_path)[4:] == ["unigram 1", "uniform 2", "unigram 2"]
 
-    found = json.loads(whole.stdout.splitlines()[-1])
     folder = tmp_path / "home" / "compare" / "unigrams-tiny"
     assert json.loads((folder / "result.json").read_text()) == found
     assert (found["benchmark"], found["num_seeds"], found["recipe"]["name"]) == ("compare unigrams", 3, "tiny")
@@ -123,9 +128,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert metrics["loss"] == pytest.approx(rows["unigram"]["loss"]["value"])
     assert metrics["loss/gain"] == pytest.approx(gain["value"])
 
-    again = run("unigrams")  # nothing is measured and no run is recorded once more
-    assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout.splitlines()[-1]) == found
+    assert told(run("unigrams")) == found  # nothing is measured and no run is recorded once more
     assert len(measured(tmp_path)) == 7
     assert len(registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")) == 1
 
@@ -141,9 +144,7 @@ def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, t
     found = []
     for jobs in ("1", "2"):
         asked = ("verify", "--seeds", "2", "--budget", "0.1", "--only", "spectr, 2*", "--output", str(tmp_path / jobs))
-        measured_so = run(*asked, "--jobs", jobs)
-        assert measured_so.exit_code == 0, measured_so.output
-        found.append(json.loads(measured_so.stdout.splitlines()[-1]))
+        found.append(told(run(*asked, "--jobs", jobs)))
     assert [one["jobs"] for one in found] == [1, 2]
     alone, together = (one["rows_measured"] for one in found)
     assert len(alone) == 3
@@ -173,21 +174,18 @@ def test_an_interrupt_ends_what_is_measured_at_once_and_keeps_what_is_finished(r
 @pytest.mark.parametrize(("family", "only"), [("trees", "dynamic, 4*"), ("lengths", "confidence*")])
 def test_ways_to_draft_are_compared_on_a_head_that_is_taught_and_cells_are_kept(run, family: str, only: str) -> None:
     asked = (family, "--seeds", "1", "--budget", "0.05", "--only", only)
-    once, again = (run(*asked) for _ in range(2))
-    assert once.exit_code == 0, once.output
-    found = json.loads(once.stdout.splitlines()[-1])
+    found, again = (told(run(*asked)) for _ in range(2))
     assert len(found["rows_measured"]) == 2
     for figures in found["rows_measured"].values():
         assert figures["equal_pct"]["value"] + figures["near_tie_pct"]["value"] == 100
         assert figures["speedup"]["value"] > 0
-    assert json.loads(again.stdout.splitlines()[-1]) == found  # times too, so nothing was measured again
+    assert again == found  # times too, so nothing was measured again
 
 
 def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
     one = run("unigrams", "--seeds", "1", "--output", str(tmp_path / "mine"))
-    assert one.exit_code == 0, one.output
+    assert told(one)["rows_measured"]["unigram"]["loss"]["interval"] is None
     assert "1 of at least 3 seeds" in one.output
-    assert json.loads(one.stdout.splitlines()[-1])["rows_measured"]["unigram"]["loss"]["interval"] is None
     assert (tmp_path / "mine" / "report.md").is_file()
     other = run("unigrams", "--seeds", "1", "--budget", "2", "--output", str(tmp_path / "mine"))
     assert other.exit_code == 2
@@ -195,14 +193,14 @@ def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
 
 
 def test_under_a_margin_undecided_rows_get_more_seeds_and_what_is_still_open_is_told(run, tmp_path: Path) -> None:
-    result = run("unigrams", "--margin", "loss 0.1", "--seeds", "2", "--max-seeds", "4", "--budget", "3")
-    assert result.exit_code == 0, result.output
+    verdicts = told(run("unigrams", "--margin", "loss 0.1", "--seeds", "2", "--max-seeds", "4", "--budget", "3"))[
+        "verdicts"
+    ]
     # Uniform is compared with, unigrams differ and equal guesses are level after two seeds; noise goes on to four.
     assert measured(tmp_path) == [
         *[f"{row} {seed}" for seed in (0, 1) for row in ("uniform", "unigram", "noisy", "same")],
         *[f"{row} {seed}" for seed in (2, 3) for row in ("uniform", "noisy")],
     ]
-    verdicts = json.loads(result.stdout.splitlines()[-1])["verdicts"]
     assert (verdicts["unigram"], verdicts["same"]) == ("differs", "level")
     assert re.fullmatch(r"undecided, needs about \d+ more seeds?", verdicts["noisy"])
     block = (tmp_path / "home" / "compare" / "unigrams-tiny" / "report.md").read_text()
@@ -210,11 +208,9 @@ def test_under_a_margin_undecided_rows_get_more_seeds_and_what_is_still_open_is_
 
 
 def test_a_row_is_measured_at_the_learning_rate_that_its_sweep_finds_once_for_all_seeds(run, tmp_path: Path) -> None:
-    result = run("unigrams", "--seeds", "2", "--budget", "4", "--only", "swept")
-    assert result.exit_code == 0, result.output
+    found = told(run("unigrams", "--seeds", "2", "--budget", "4", "--only", "swept"))
     sweep = [f"sweep {rate}" for rate in (0.5, 0.167, 1.5, 4.5)]
     assert measured(tmp_path) == ["uniform 0", *sweep, "swept 0", "uniform 1", "swept 1"]
-    found = json.loads(result.stdout.splitlines()[-1])
     assert found["rows_measured"]["swept"]["loss"]["value"] == 1.5
     assert found["sweep"]["most_runs"] == 5
 

@@ -1,11 +1,19 @@
-"""An HTTP server that takes events as Prefect's does, and keeps them."""
+"""HTTP servers of a few lines, and one that takes events as Prefect's does, and keeps them."""
 
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from typing import TypeVar
+
+S = TypeVar("S", bound=HTTPServer)
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 class Collector(ThreadingHTTPServer):
@@ -19,7 +27,7 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/api"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Collector
 
     def do_POST(self) -> None:
@@ -29,14 +37,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(self.server.status)
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    """Yield a collector that listens."""
-    with Collector() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+def running(server: S) -> Iterator[S]:
+    """Let a server answer in the block."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
         yield server
         server.shutdown()
+        thread.join()
+
+
+def collecting() -> AbstractContextManager[Collector]:
+    return running(Collector())

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from infra.consent import Consent, QueryRow
@@ -29,10 +31,25 @@ def row(name: str, domain: str = "chat", consent: Consent = "full", subject: str
     )
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+
+
+@contextmanager
+def running_python(script: str, *arguments: object) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Yield a process that runs a script, and the first line that it prints; it is killed at the end."""
+    argv, pipe = [sys.executable, "-c", script, *map(str, arguments)], subprocess.PIPE
+    with subprocess.Popen(argv, env=environment(), stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def erase(log: QueryLog, *subjects: str, older_than_ms: int | None = None) -> Certificate:

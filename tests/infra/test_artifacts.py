@@ -1,20 +1,10 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from infra.artifacts import (
-    Artifact,
-    open_artifact,
-    publish,
-    read_jsonl,
-    snapshot_jsonl,
-    staged,
-    sweep_staging,
-)
+from infra.artifacts import Artifact, open_artifact, publish, staged, sweep_staging
 from infra.manifest import check_manifest
+from tests.infra.rows import running_python
 
 
 def test_a_staged_directory_appears_whole_with_a_manifest(tmp_path: Path) -> None:
@@ -57,24 +47,15 @@ def test_what_a_killed_process_left_is_swept_and_living_processes_are_left_alone
         "    (d / 'half').write_text('x'); print(d, flush=True); sys.stdin.read(1)\n"
         "    if sys.argv[2] == 'dies': os.kill(pid, signal.SIGKILL)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-    def start(name: str, end: str) -> tuple[subprocess.Popen[str], Path]:
-        command = [sys.executable, "-c", script, str(tmp_path / name), end]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    living, half_made = start("final", "ends")
-    killed, leftover = start("other", "dies")
-    killed.communicate("x")
-    assert killed.returncode == -9
-    assert leftover.is_dir()
-    assert sweep_staging(tmp_path) == [leftover]
-    assert (half_made / "half").read_text() == "x"
-    living.communicate("x")
-    assert living.returncode == 0
+    with running_python(script, tmp_path / "final", "ends") as (living, half_made):
+        with running_python(script, tmp_path / "other", "dies") as (killed, leftover):
+            killed.communicate("x")
+        assert killed.returncode == -9
+        assert Path(leftover).is_dir()
+        assert sweep_staging(tmp_path) == [Path(leftover)]
+        assert Path(half_made, "half").read_text() == "x"
+        living.communicate("x")
+        assert living.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
@@ -106,21 +87,3 @@ def test_a_reference_to_another_scheme_or_with_a_short_hash_is_refused() -> None
     for fields in ({"uri": "s3://a", "sha256": "0" * 64}, {"uri": "file:///a", "sha256": "0"}):
         with pytest.raises(ValueError, match="string_pattern_mismatch|should match pattern"):
             Artifact(kind="rows", **fields)
-
-
-def test_a_snapshot_returns_the_rows_that_went_in(tmp_path: Path) -> None:
-    rows = [{"id": 1, "text": "naïve\n\u2028 line"}, {"id": 2, "ids": [1, 2]}]
-    artifact = snapshot_jsonl(iter(rows), tmp_path / "rows")
-    assert artifact.kind == "rows"
-    assert read_jsonl(artifact) == read_jsonl(artifact.path) == rows
-    assert snapshot_jsonl(rows, tmp_path / "again").sha256 == artifact.sha256
-
-
-def test_a_snapshot_refuses_nan_and_lines_that_are_not_objects(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        snapshot_jsonl([{"loss": float("nan")}], tmp_path / "rows")
-    assert list(tmp_path.iterdir()) == []
-    with staged(tmp_path / "list") as directory:
-        (directory / "rows.jsonl").write_text("{}\n[1]\n")
-    with pytest.raises(ValueError, match=r"line 2: got '\[1\]"):
-        read_jsonl(tmp_path / "list")

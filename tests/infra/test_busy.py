@@ -1,13 +1,12 @@
 """Who answers holds a lock, and lets go of it however it ends."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from infra.busy import Busy
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux's")
 
@@ -30,13 +29,9 @@ def test_a_service_that_is_killed_answers_nobody(tmp_path: Path) -> None:
         "busy = Busy(Path(sys.argv[1])); busy.tell(True); print('told', flush=True); time.sleep(60)"
     )
     looks = Busy(tmp_path)
-    argv = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as service:
-        assert service.stdout is not None
-        assert service.stdout.readline() == "told\n"
+    with running_python(script, tmp_path) as (_, told):
+        assert told == "told"
         assert looks()
-        service.kill()
-        service.wait()
     assert not looks()
 
 

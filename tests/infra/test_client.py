@@ -2,21 +2,22 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Sequence
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
 
 from infra.client import Answer, Chat, Client
 from infra.status import ServiceStatus
+from tests.infra.collector import QuietHandler, running
 from tests.infra.statuses import PROOF, STATUS
 
 SERVING = STATUS.model_copy(update={"draft_version": 7, "proof": PROOF, "refused": {}, "postponed": {}})
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """Answers chats by what the last message says, and tells the status that it was given."""
 
     def do_GET(self) -> None:
@@ -33,11 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         said = body["messages"][-1]["content"]
-        self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
-        self.server.limits.append((said, body["max_tokens"]))
-        self.server.details.append(self.headers["X-Redraft-Detail"])
-        self.server.groups.append(self.headers["X-Redraft-Group"])
-        self.server.tools.append(body.get("tools"))
+        self.server.asked.append((self.headers, {**body, "said": said}))
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -65,21 +62,13 @@ class Handler(BaseHTTPRequestHandler):
         chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "target", **content}
         self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
-
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    """Return a server that runs."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.seen, server.details, server.groups, server.status = [], [], [], SERVING
-        server.limits, server.tools = [], []
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    """Return a server that runs, and keeps what it was asked."""
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        server.asked, server.status = [], SERVING
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def url_of(server: ThreadingHTTPServer) -> str:
@@ -90,8 +79,17 @@ def chats(*texts: str) -> list[Chat]:
     return [Chat(f"id of {text}", "code", [{"role": "user", "content": text}]) for text in texts]
 
 
+def send(client: Client, asked: Sequence[Chat], concurrency: int = 1, primers: Sequence[Chat] = ()) -> list[Answer]:
+    return asyncio.run(client.send(asked, concurrency=concurrency, max_tokens=8, primers=primers))
+
+
 def ask(server: ThreadingHTTPServer, *texts: str) -> list[Answer]:
-    return asyncio.run(Client(url_of(server)).send(chats(*texts), concurrency=2, max_tokens=8))
+    return send(Client(url_of(server)), chats(*texts), concurrency=2)
+
+
+def seen(server: ThreadingHTTPServer, *names: str) -> list[tuple[Any, ...]]:
+    """Return these headers and fields of what was asked."""
+    return [tuple(body.get(name, headers[name]) for name in names) for headers, body in server.asked]
 
 
 def test_an_answer_carries_what_speculation_did(server):
@@ -105,11 +103,10 @@ def test_an_answer_carries_what_speculation_did(server):
     assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
 
 
-def test_a_chats_other_fields_are_sent_with_it(server):
+def test_what_belongs_to_a_chat_is_sent_with_it_alone(server):
     (chat,), tools = chats("hello"), [{"type": "function", "function": {"name": "f"}}]
-    with_tools = chat._replace(fields={"tools": tools})
-    asyncio.run(Client(url_of(server)).send([chat, with_tools], concurrency=1, max_tokens=8))
-    assert server.tools == [None, tools]
+    send(Client(url_of(server)), [chat, chat._replace(fields={"tools": tools}, group="g")])
+    assert seen(server, "tools", "X-Redraft-Group") == [(None, None), (tools, "g")]
 
 
 def test_what_vllms_own_endpoint_tells_of_its_steps_is_read_too(server):
@@ -131,42 +128,31 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
     assert 5 <= len(answers) <= 6  # what ran when they were stopped is waited for
     assert {answer.prompt_id for answer in answers} == {"id of a", "id of b"}
     assert all(answer.status == "ok" for answer in answers)
-    assert server.seen[0][1:] == ("none", 0.0)
+    assert seen(server, "X-Redraft-Log", "temperature")[0] == ("none", 0.0)
 
 
 def test_chats_begin_one_after_the_other_behind_primers_of_growing_length(server):
-    answers = asyncio.run(
-        Client(url_of(server)).send(chats("a", "b"), concurrency=3, max_tokens=8, primers=chats("one", "two"))
-    )
+    answers = send(Client(url_of(server)), chats("a", "b"), concurrency=3, primers=chats("one", "two"))
     assert [answer.prompt_id for answer in answers] == ["id of a", "id of b"]
-    assert sorted(server.limits[:3]) == [("one", 3), ("one", 8), ("two", 6)]
-    assert sorted(server.limits[3:]) == [("a", 8), ("b", 8)]
+    limits = seen(server, "said", "max_tokens")
+    assert sorted(limits[:3]) == [("one", 3), ("one", 8), ("two", 6)]
+    assert sorted(limits[3:]) == [("a", 8), ("b", 8)]
 
 
 def test_a_primer_that_fails_is_told(server):
-    client = Client(url_of(server))
     with pytest.raises(RuntimeError, match=r"2 of 4 primers failed, the first with http 503"):
-        asyncio.run(client.send(chats("a"), concurrency=4, max_tokens=8, primers=chats("refuse", "one")))
+        send(Client(url_of(server)), chats("a"), concurrency=4, primers=chats("refuse", "one"))
 
 
 def test_domain_and_consent_go_with_each_request(server):
     ask(server, "a", "b")
-    assert server.seen == [("code", "full", 0.0)] * 2
-
-
-def test_a_group_goes_with_the_chats_that_have_one(server):
-    alone, (inside,) = chats("a"), chats("b")
-    asyncio.run(
-        Client(url_of(server)).send([*alone, inside._replace(group="g")], concurrency=1, max_tokens=8),
-    )
-    assert server.groups == [None, "g"]
+    assert seen(server, "X-Redraft-Domain", "X-Redraft-Log", "temperature") == [("code", "full", 0.0)] * 2
 
 
 def test_only_who_operates_a_service_asks_for_the_counts_of_each_step(server):
     for operates in (True, False):
-        client = Client(url_of(server), "the-key", operates=operates)
-        asyncio.run(client.send(chats("a"), concurrency=1, max_tokens=8))
-    assert server.details == ["steps", None]
+        send(Client(url_of(server), "the-key", operates=operates), chats("a"))
+    assert seen(server, "X-Redraft-Detail") == [("steps",), (None,)]
 
 
 def test_every_way_to_fail_has_its_name(server):

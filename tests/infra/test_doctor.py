@@ -1,5 +1,5 @@
-import subprocess
 import sys
+from ast import literal_eval
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 from infra.doctor import Check, check_environment, said_of_suffix, torch_build
 from infra.installed import openmp_preload
 from infra.settings import Settings
+from tests.infra.rows import run_python
 
 
 def checks(settings: Settings) -> dict[str, Check]:
@@ -91,6 +92,6 @@ def test_libraries_that_every_start_compiles_again_are_a_fault_with_its_cure(
 
 def test_checking_imports_neither_torch_nor_the_engine() -> None:
     script = "import sys; from infra.doctor import check_environment; check_environment(); print(sorted(sys.modules))"
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert not {"'torch'", "'vllm'", "'mlflow'"} & set(done.stdout.replace("[", " ").replace(",", " ").split())
+    imported = literal_eval(run_python(script).stdout)
+    assert imported
+    assert not {"torch", "vllm", "mlflow"} & set(imported)

@@ -53,6 +53,14 @@ def pair(target: Version, draft: Version) -> Pair:
     return Pair(target=target, draft=draft, target_files=FILES, draft_files=FILES)
 
 
+@pytest.fixture
+def served(registry, tmp_path) -> Pair:
+    """A target and a draft, which serve."""
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    return pair(target, first)
+
+
 def test_a_line_is_followed_to_its_start_and_knows_its_best(registry, tmp_path):
     first = register(registry, tmp_path, tau='{"chat": 2.0}')
     second = register(registry, tmp_path, parent="1", tau='{"chat": 1.9, "code": 1.5}', gate_test="1")
@@ -184,25 +192,21 @@ def test_a_challenger_goes_on_from_its_last_undecided_snapshot_and_anew_with_eac
     assert start(1, 46) == (None, 5)
 
 
-def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    candidate = register_candidate(registry, tmp_path, first, gate="undecided")
-    assert find_candidate.fn(pair(target, first), WINDOW) == candidate
-    assert promote_candidate.fn(pair(target, first), candidate) == "undecided"
-    assert registry.champion("draft").number == first.number
-    registry.quarantine("draft", first.number, "another output")
-    assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
+def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry, tmp_path, served):
+    candidate = register_candidate(registry, tmp_path, served.draft, gate="undecided")
+    assert find_candidate.fn(served, WINDOW) == candidate
+    assert promote_candidate.fn(served, candidate) == "undecided"
+    assert registry.champion("draft").number == served.draft.number
+    registry.quarantine("draft", served.draft.number, "another output")
+    assert promote_candidate.fn(served, candidate) == "outdated"
 
 
-def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    assert find_candidate.fn(pair(target, first), WINDOW) is None
-    candidate = register_candidate(registry, tmp_path, first)
-    found = find_candidate.fn(pair(target, first), WINDOW)
+def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path, served):
+    assert find_candidate.fn(served, WINDOW) is None
+    candidate = register_candidate(registry, tmp_path, served.draft)
+    found = find_candidate.fn(served, WINDOW)
     assert found == candidate
-    assert promote_candidate.fn(pair(target, first), found) == "promoted"
+    assert promote_candidate.fn(served, found) == "promoted"
     assert registry.champion("draft").number == candidate.number
 
 
@@ -215,34 +219,32 @@ def test_a_window_in_the_champions_line_is_not_trained_on_again(registry, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quarantined", [False, True])
-def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, quarantined):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    candidate = register_candidate(registry, tmp_path, first, gate="passed" if quarantined else "refused")
+def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, served, quarantined):
+    candidate = register_candidate(registry, tmp_path, served.draft, gate="passed" if quarantined else "refused")
     if quarantined:
         registry.quarantine("draft", candidate.number, "bad")
-    found = find_candidate.fn(pair(target, first), WINDOW)
-    assert promote_candidate.fn(pair(target, first), found) == "refused"
-    assert registry.champion("draft").number == first.number
+    found = find_candidate.fn(served, WINDOW)
+    assert promote_candidate.fn(served, found) == "refused"
+    assert registry.champion("draft").number == served.draft.number
 
 
 @pytest.mark.slow
-def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    candidate = register_candidate(registry, tmp_path, first)
-    assert promote_candidate.fn(pair(target, first), candidate, approve=True) == "waits for approval"
-    assert registry.champion("draft").number == first.number
-    assert wants_approval(first, registry.versions("draft")) == candidate
-    refused = register_candidate(registry, tmp_path, first, gate="refused")
-    assert promote_candidate.fn(pair(target, first), refused, approve=True) == "refused"
-    newer = register_candidate(registry, tmp_path, first)
-    assert wants_approval(first, registry.versions("draft")) == newer  # learning goes on, and the newest waits
+def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(
+    registry, tmp_path, served
+):
+    candidate = register_candidate(registry, tmp_path, served.draft)
+    assert promote_candidate.fn(served, candidate, approve=True) == "waits for approval"
+    assert registry.champion("draft").number == served.draft.number
+    assert wants_approval(served.draft, registry.versions("draft")) == candidate
+    refused = register_candidate(registry, tmp_path, served.draft, gate="refused")
+    assert promote_candidate.fn(served, refused, approve=True) == "refused"
+    newer = register_candidate(registry, tmp_path, served.draft)
+    assert wants_approval(served.draft, registry.versions("draft")) == newer  # learning goes on, and the newest waits
     champion = promote_version.fn(newer.number)
     assert wants_approval(champion, registry.versions("draft")) is None
     with pytest.raises(ValueError, match=f"no longer the champion: that is {newer.number}; to promote it anyway"):
         promote_version.fn(candidate.number)
-    assert promote_version.fn(first.number, "back").number == first.number
+    assert promote_version.fn(served.draft.number, "back").number == served.draft.number
     assert promote_version.fn(newer.number).number == newer.number  # it was the champion before
 
 
@@ -250,43 +252,37 @@ def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_th
 @pytest.mark.parametrize("gate", ["passed", "refused"])
 @pytest.mark.parametrize("quarantine", ["", "slow on phones"])
 def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
-    registry, tmp_path, gate, quarantine
+    registry, tmp_path, served, gate, quarantine
 ):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
     second = register(registry, tmp_path, parent="1")
     registry.promote("draft", second.number)
-    during = pair(target, second)
+    during = pair(served.target, second)
     roll_back.fn(quarantine)
     candidate = register_candidate(registry, tmp_path, second, gate=gate)
     assert promote_candidate.fn(during, candidate) == "outdated"
-    assert registry.champion("draft").number == first.number
-    assert find_candidate.fn(pair(target, registry.champion("draft")), WINDOW) is None
+    assert registry.champion("draft").number == served.draft.number
+    assert find_candidate.fn(pair(served.target, registry.champion("draft")), WINDOW) is None
     assert not is_quarantined(candidate)
 
 
 @pytest.mark.slow
-def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
+def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path, served):
     second = register(registry, tmp_path, parent="1")
     registry.promote("draft", second.number)
     candidate = register_candidate(registry, tmp_path, second)
     roll_back.fn()
-    assert promote_candidate.fn(pair(target, second), candidate) == "outdated"
+    assert promote_candidate.fn(pair(served.target, second), candidate) == "outdated"
     with pytest.raises(ValueError, match="passed its gate, but .* draft 2, which is no longer the champion: that is 1"):
         promote_version.fn(candidate.number)
-    now = pair(target, promote_version.fn(candidate.number, "it was looked at"))
+    now = pair(served.target, promote_version.fn(candidate.number, "it was looked at"))
     assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
 
 
-def test_a_child_of_a_quarantined_champion_is_not_promoted(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    candidate = register_candidate(registry, tmp_path, first)
-    registry.quarantine("draft", first.number, "another output")
-    assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
-    assert registry.champion("draft").number == first.number
+def test_a_child_of_a_quarantined_champion_is_not_promoted(registry, tmp_path, served):
+    candidate = register_candidate(registry, tmp_path, served.draft)
+    registry.quarantine("draft", served.draft.number, "another output")
+    assert promote_candidate.fn(served, candidate) == "outdated"
+    assert registry.champion("draft").number == served.draft.number
     with pytest.raises(ValueError, match="was trained from draft 1, which is quarantined: another output.*--force"):
         promote_version.fn(candidate.number)
     assert promote_version.fn(candidate.number, "it was looked at").number == candidate.number
@@ -301,10 +297,8 @@ def test_a_candidate_of_a_draft_that_is_no_longer_served_is_left_alone(registry,
 
 
 @pytest.mark.slow
-def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path):
-    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
-    promote_build.fn(target, first)
-    candidate = register_candidate(registry, tmp_path, first)
+def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path, served):
+    candidate = register_candidate(registry, tmp_path, served.draft)
     registry.promote("draft", candidate.number)
-    promote_build.fn(target, first)
+    promote_build.fn(served.target, served.draft)
     assert registry.champion("draft").number == candidate.number

@@ -1,8 +1,5 @@
 """Locks between processes, shared and exclusive."""
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.locks import lock_file, lock_folder
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 
 
 @pytest.mark.parametrize(
@@ -60,12 +57,9 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path; from infra.locks import lock_file\n"
         "with lock_file(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
-    argv = [sys.executable, "-c", script, str(tmp_path / "lock")]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    with running_python(script, tmp_path / "lock") as (_, told):
+        assert told == "held"
         with lock_file(tmp_path / "lock", wait_s=0) as is_held:
             assert not is_held
-        process.send_signal(signal.SIGKILL)
-        with lock_file(tmp_path / "lock", wait_s=30) as is_held:
-            assert is_held
+    with lock_file(tmp_path / "lock", wait_s=30) as is_held:
+        assert is_held

@@ -35,15 +35,13 @@ def settings(store: Path, tmp_path: Path) -> Settings:
 
 
 def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) -> None:
-    third, second, first = overview(settings).drafts
+    seen = overview(settings)
+    third, second, first = seen.drafts
     assert (first.version, first.champion, first.tau, first.rows, first.verdict) == (1, True, {"chat": 1.5}, "", "")
     assert (second.parent, second.rows, second.verdict, second.reasons) == ("1", "1–60", "refused", "no gain")
     assert (third.champion, third.verdict, third.reasons) == (False, "quarantined", "another output")
-
-
-def test_the_last_refresh_is_the_newest_draft_of_served_requests(settings: Settings) -> None:
-    seen = overview(settings)
-    assert seen.last_refresh == seen.drafts[1]
+    assert seen.last_refresh == second  # the newest draft of served requests
+    assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)
 
 
 def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, tmp_path: Path) -> None:
@@ -53,11 +51,6 @@ def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Setting
     last = overview(settings).last_refresh
     assert last is not None
     assert (last.version, last.rows, last.returns) == (4, "", "draft 2 returns for chat")
-
-
-def test_what_does_not_run_is_not_told(settings: Settings) -> None:
-    seen = overview(settings)
-    assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)
 
 
 def test_what_the_loop_waits_for_is_told(settings: Settings) -> None:

@@ -1,8 +1,6 @@
 """What is kept of tests: whole or as it was before, and one process at a time."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from infra.post_promotion import FAILED, WORK, Compared, PostPromotionTest, PostPromotionTests
 from infra.settings import Settings
-from tests.infra.rows import ROOT
+from tests.infra.rows import run_python
 
 COMPARED = Compared(seq=7, domain="chat", tau=1.5, previous_tau=1.6)
 TEST = PostPromotionTest(draft=3, previous=2, num_wanted=500, compared=(COMPARED,))
@@ -66,13 +64,9 @@ def test_the_drafts_of_a_home_are_tested_by_one_process(tests: PostPromotionTest
         "from infra.post_promotion import PostPromotionTests\n"
         "with PostPromotionTests(Settings(home=Path(sys.argv[1]))).alone(): print('alone')"
     )
-    argv = [sys.executable, "-c", code, str(tests.folder.parent)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tests.alone():
-        other = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-        assert "another process tests the promoted drafts of" in other.stderr
-    other = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    assert other.stdout == "alone\n"
+        assert "another process tests the promoted drafts of" in run_python(code, tests.folder.parent).stderr
+    assert run_python(code, tests.folder.parent).stdout == "alone\n"
 
 
 @pytest.mark.slow

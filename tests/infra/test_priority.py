@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.priority import NICENESS, at_low_priority
-
-ROOT = Path(__file__).parents[2]
+from tests.infra.rows import ROOT, run_python
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
@@ -36,7 +35,7 @@ def test_who_leads_a_session_lowers_all_of_it_and_who_was_started_in_one_does_no
     argv = [sys.executable, "-c", script]
     told = subprocess.run(argv, start_new_session=True, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert re.fullmatch(rf"True /autogroup-\d+ nice {NICENESS}\s*", told)
-    assert subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT).stdout.startswith("False")
+    assert run_python(script).stdout.startswith("False")
     assert Path("/proc/self/autogroup").read_text() == own
 
 

@@ -1,7 +1,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from infra.processes import (
     require_port_free,
     wait_until,
 )
+from tests.infra.rows import running_python
 
 # A program with a child of its own; both print their process ids.
 FAMILY = "sleep 60 & echo pid $!; echo pid $$; wait"
@@ -61,20 +61,15 @@ def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim:
         f"c = Child.start(['sh', '-c', {program!r}], {{}}, Path(sys.argv[1]), 'x')\n"
         "print(c.pid, flush=True); time.sleep(60)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", script, str(log)], env=environment, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        guard = int(parent.stdout.readline())
+    with running_python(script, log) as (parent, guard):
         if victim == "guard":
             wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, None, "the process id")
             pids = [int(log.read_text().split()[1])]
-            os.kill(guard, signal.SIGKILL)
+            os.kill(int(guard), signal.SIGKILL)
         else:
-            pids = [guard, *family(log)]
-        if victim == "parent":
+            pids = [int(guard), *family(log)]
             parent.kill()
         wait_until(lambda: all_gone(pids), 60, None, "everybody's end")
-        parent.kill()
 
 
 def test_a_child_that_ends_while_it_is_waited_for_is_reported_with_its_log(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@ import os
 import re
 import signal
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -25,17 +26,42 @@ def log(tmp_path: Path) -> Iterator[QueryLog]:
     log.close()
 
 
+def claimed(log: QueryLog, owner: str = "run-1", max_rows: int = 2, **lease: float) -> Window:
+    window = log.windows.claim(owner, max_rows, **lease)
+    assert window is not None
+    return window
+
+
+def claim_and_die(log: QueryLog) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
+        "QueryLog(Path(sys.argv[1])).windows.claim('run-1', 2); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert run_python(script, log.path).returncode == -signal.SIGKILL
+
+
+def attempt(log: QueryLog) -> tuple[int, bool, str]:
+    """Return number, whether it runs and the error of the attempt at the open window."""
+    found = log.stats().attempt
+    assert found is not None
+    return found.number, found.running, found.error
+
+
+def together(*scripts: tuple[str, Path, str]) -> list[CompletedProcess[str]]:
+    """Run scripts at the same time."""
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        return list(pool.map(lambda one: run_python(*one), scripts))
+
+
+def files_of(log: QueryLog) -> bytes:
+    return b"".join(path.read_bytes() for path in log.path.parent.iterdir())
+
+
 def test_rows_come_back_as_they_went_in_with_rising_seq(log: QueryLog) -> None:
     rows = [row("a1"), row("a2", domain="code"), row("a3", consent="metadata")]
     assert log.append(rows) == 3
     assert log.rows(1, 9) == [rows[0].model_copy(update={"seq": 1}), rows[1].model_copy(update={"seq": 2})]
     assert [found.id for found in log.rows(1, 9, consent="metadata")] == ["a3"]
-
-
-def test_an_id_that_is_there_already_is_left_out_and_counted(log: QueryLog) -> None:
-    assert log.append([row("a1"), row("a2")]) == 2
-    assert log.append([row("a2"), row("a3"), row("a3")]) == 1
-    assert (log.stats().total, log.stats().duplicates) == (3, 2)
 
 
 def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: QueryLog) -> None:
@@ -48,16 +74,14 @@ def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: Query
 
 def test_a_window_holds_the_next_full_rows_and_committing_it_moves_the_cursor(log: QueryLog) -> None:
     log.append([row("a1"), row("a2", consent="metadata"), row("a3"), row("a4"), row("a5", consent="metadata")])
-    window = log.windows.claim("run-1", max_rows=2)
-    assert window is not None
+    window = claimed(log)
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 3, 2, "run-1")
     assert log.windows.cursor() == 0
     log.windows.commit(window)
     assert (log.windows.cursor(), log.stats().depth) == (3, 1)
     log.windows.commit(window)
     assert log.windows.cursor() == 3
-    following = log.windows.claim("run-2", max_rows=10)
-    assert following is not None
+    following = claimed(log, "run-2")
     assert (following.first_seq, following.last_seq, following.num_rows) == (4, 4, 1)
     assert following.sha256 != window.sha256
 
@@ -74,10 +98,7 @@ def test_the_digest_is_over_content_and_not_over_the_file(log: QueryLog, tmp_pat
     other = QueryLog(tmp_path / "other.db")
     for each in (log, other):
         each.append([row("a1"), row("a2")])
-    first, second = log.windows.claim("x", 2), other.windows.claim("y", 2)
-    assert first is not None
-    assert second is not None
-    assert first.sha256 == second.sha256
+    assert claimed(log, "x").sha256 == claimed(other, "y").sha256
     other.close()
 
 
@@ -90,8 +111,7 @@ def test_the_same_owner_gets_the_same_window_again_while_new_rows_arrive(log: Qu
 
 def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: QueryLog) -> None:
     log.append([row("a1")])
-    first = log.windows.claim("run-1", max_rows=10, lease_s=0.2)
-    assert first is not None
+    first = claimed(log, lease_s=0.2)
     with pytest.raises(WindowBusy, match="belongs to run-1"):
         log.windows.claim("run-2", max_rows=10)
     time.sleep(0.25)
@@ -109,50 +129,20 @@ def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: Q
 @pytest.mark.parametrize("owner", ["run-1", "run-2"])
 def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(log: QueryLog, owner: str) -> None:
     log.append([row("a1"), row("a2")])
-    script = (
-        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
-        "QueryLog(Path(sys.argv[1])).windows.claim('run-1', 10); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert run_python(script, log.path).returncode == -signal.SIGKILL
+    claim_and_die(log)
     log.append([row("a3")])
-    window = log.windows.claim(owner, max_rows=10)
-    assert window is not None
+    window = claimed(log, owner, max_rows=10)
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 2, 2, owner)
-
-
-def test_a_released_window_can_be_claimed_anew(log: QueryLog) -> None:
-    log.append([row("a1")])
-    window = log.windows.claim("run-1", 10)
-    assert window is not None
-    log.windows.release(window)
-    log.append([row("a2")])
-    anew = log.windows.claim("run-2", 10)
-    assert anew is not None
-    assert anew.num_rows == 2
-
-
-def claimed(log: QueryLog, owner: str = "run-1", **lease: float) -> Window:
-    window = log.windows.claim(owner, max_rows=2, **lease)
-    assert window is not None
-    return window
-
-
-def claim_and_die(log: QueryLog) -> None:
-    script = (
-        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
-        "QueryLog(Path(sys.argv[1])).windows.claim('killed', 2); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert run_python(script, log.path).returncode == -signal.SIGKILL
 
 
 def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are_claimed(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(5)])
     sets = log.regression_sets
     sets.apply(Change(reserved=[1, 4], released=[]))
-    for attempt in (1, 2, 3):
-        window = claimed(log, f"run-{attempt}")
+    for number in (1, 2, 3):
+        window = claimed(log, f"run-{number}")
         assert (window.first_seq, window.last_seq) == (1, 2)
-        assert log.windows.fail(window, f"ValueError: loss {attempt}") == (attempt == 3)
+        assert log.windows.fail(window, f"ValueError: loss {number}") == (number == 3)
     (aside,) = log.stats().set_aside
     assert (aside.first_seq, aside.last_seq, aside.num_rows, aside.num_attempts) == (1, 2, 2, 3)
     assert aside.error == "ValueError: loss 3"
@@ -170,9 +160,7 @@ def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the
     log.append([row(f"a{number}") for number in range(4)])
     for _ in range(3):
         claim_and_die(log)
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running, attempt.error) == (3, False, ENDED)
+    assert attempt(log) == (3, False, ENDED)
     assert claimed(log).first_seq == 3
     assert [(aside.last_seq, aside.error) for aside in log.stats().set_aside] == [(2, ENDED)]
 
@@ -189,17 +177,12 @@ def test_a_window_is_set_aside_even_if_too_few_rows_come_after_it(log: QueryLog)
 def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_before(log: QueryLog) -> None:
     log.append([row("a1")])
     first = claimed(log)
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running, attempt.error) == (1, True, "")
-    log.windows.fail(first, "ValueError: " + "x" * 1000)
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running, len(attempt.error)) == (1, False, 500)
+    assert attempt(log) == (1, True, "")
+    error = "ValueError: " + "x" * 1000
+    log.windows.fail(first, error)
+    assert attempt(log) == (1, False, error[:500])
     second = claimed(log, "run-2")
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running, attempt.error[:14]) == (2, True, "ValueError: xx")
+    assert attempt(log) == (2, True, error[:500])
     assert not log.windows.fail(first, "a run that lost the window says nothing of it")
     log.windows.commit(second)
     assert log.stats().attempt is None
@@ -209,27 +192,21 @@ def test_a_withdrawn_attempt_leaves_those_before_it(log: QueryLog) -> None:
     log.append([row("a1")])
     log.windows.fail(claimed(log), "ValueError: NaN")
     log.windows.withdraw(claimed(log, "run-2"))
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running, attempt.error) == (1, False, "ValueError: NaN")
+    assert attempt(log) == (1, False, "ValueError: NaN")
     third = claimed(log, "run-3")
     log.windows.withdraw(third.model_copy(update={"owner": "run-2"}))  # it lost the window
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert (attempt.number, attempt.running) == (2, True)
+    assert attempt(log)[:2] == (2, True)
 
 
 def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2"), row("a3", subject="s3")])
     for _ in range(3):
-        window = claimed(log)
-        log.windows.fail(window, "ValueError: prompt of a1")
+        log.windows.fail(claimed(log), "ValueError: prompt of a1")
     assert erase(log, "s3").windows == ()
     assert log.stats().set_aside[0].error == "ValueError: prompt of a1"
     assert [(window.first_seq, window.last_seq) for window in erase(log, "s1").windows] == [(1, 2)]
     assert log.stats().set_aside[0].error == ERASED
-    remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
-    assert b"prompt of a1" not in remains
+    assert b"prompt of a1" not in files_of(log)
 
 
 @pytest.mark.slow
@@ -266,16 +243,8 @@ def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
         "    if window is None: break\n"
         "    print(window.first_seq, window.last_seq); log.windows.commit(window)"
     )
-    outputs: list[str] = []
-    threads = [
-        threading.Thread(target=lambda name=name: outputs.append(run_python(script, log.path, name).stdout))
-        for name in ("one", "two", "three")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ranges = sorted(tuple(map(int, line.split())) for output in outputs for line in output.splitlines())
+    done = together(*((script, log.path, name) for name in ("one", "two", "three")))
+    ranges = sorted(tuple(map(int, line.split())) for one in done for line in one.stdout.splitlines())
     assert [seq for first, last in ranges for seq in range(first, last + 1)] == list(range(1, 61))
 
 
@@ -285,16 +254,7 @@ def test_processes_may_open_a_new_log_at_the_same_time(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from infra.querylog import QueryLog; from tests.infra.rows import row\n"
         "for n in range(5): QueryLog(Path(sys.argv[1])).append([row(f'{sys.argv[2]}{n}')])"
     )
-    results = []
-    threads = [
-        threading.Thread(target=lambda name=name: results.append(run_python(script, tmp_path / "new.db", name)))
-        for name in "abcd"
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [done.stderr for done in results] == [""] * 4
+    assert [done.stderr for done in together(*((script, tmp_path / "new.db", name) for name in "abcd"))] == [""] * 4
     log = QueryLog(tmp_path / "new.db")
     assert log.stats().total == 20
     log.close()
@@ -314,15 +274,12 @@ def test_replay_takes_the_same_number_of_each_domain_and_the_same_rows_again(log
 
 def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2", subject="s2"), row("a3", subject="s1")])
-    window = log.windows.claim("run-1", max_rows=2)
-    assert window is not None
+    window = claimed(log)
     log.windows.commit(window)
     report = erase(log, "s1")
     assert (report.rows, report.windows) == (2, (window,))
-    remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
-    assert b"prompt of a2" in remains
-    assert b"prompt of a1" not in remains
-    assert b"prompt of a3" not in remains
+    remains = files_of(log)
+    assert [f"prompt of a{number}".encode() in remains for number in (1, 2, 3)] == [False, True, False]
     log.append([row("a4")])
     assert [found.seq for found in log.rows(1, 9)] == [2, 4]
     assert erase(log, "nobody").rows == 0
@@ -330,11 +287,9 @@ def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows
 
 def test_erasing_rows_of_the_open_window_shrinks_it_or_closes_it(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2", subject="s2")])
-    before = log.windows.claim("run-1", 10)
+    before = claimed(log)
     erase(log, "s1")
-    after = log.windows.claim("run-1", 10)
-    assert before is not None
-    assert after is not None
+    after = claimed(log)
     assert (after.first_seq, after.last_seq, after.num_rows) == (1, 2, 1)
     assert after.sha256 != before.sha256
     erase(log, "s2")
@@ -377,9 +332,7 @@ def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) 
 
 def test_rows_that_wait_are_counted_by_domain_and_consent_from_the_cursor_on(log: QueryLog) -> None:
     log.append([row("a1"), row("a2", domain="code")])
-    window = log.windows.claim("run", max_rows=2)
-    assert window is not None
-    log.windows.commit(window)
+    log.windows.commit(claimed(log))
     assert log.waiting() == ({}, None)
     log.append([row("a9"), row("a4", consent="metadata"), row("a5", domain="code"), row("a6", domain="code")])
     assert log.waiting() == ({"chat": {"full": 1, "metadata": 1}, "code": {"full": 2}}, 4)
@@ -389,7 +342,7 @@ def test_the_first_rows_that_wait_and_may_be_trained_on_are_counted_by_domain(lo
     log.append([row("a1", "chat"), row("a2", "code"), row("a3", "code", consent="metadata"), row("a4", "code")])
     assert log.waiting_domains(10) == {"chat": 1, "code": 2}
     assert log.waiting_domains(2) == {"chat": 1, "code": 1}
-    log.windows.commit(log.windows.claim("me", 2, 1))
+    log.windows.commit(claimed(log))
     assert log.waiting_domains(10) == {"code": 1}
 
 

@@ -1,8 +1,7 @@
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,12 @@ from infra.processes import free_port, hold_port
 from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
+from tests.infra.rows import running_python
 from tests.tags import draft_tags
 
 LINEAGE = draft_tags()
-ROOT = Path(__file__).parents[2]
+Make = Callable[[str], Path]
+Drafts = Callable[..., list[Version]]
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Re
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
+def checkpoint(tmp_path: Path) -> Make:
     def make(content: str) -> Path:
         final = tmp_path / "checkpoints" / content
         with staged(final) as directory:
@@ -39,8 +40,17 @@ def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def register_drafts(registry: Registry, checkpoint: Callable[[str], Path], count: int) -> list[Version]:
-    return [registry.register("draft", checkpoint(f"draft {n}"), LINEAGE) for n in range(1, count + 1)]
+@pytest.fixture
+def drafts(registry: Registry, checkpoint: Make) -> Drafts:
+    """What registers so many drafts, and makes some of them the champion, one after the other."""
+
+    def register(count: int, *promoted: int) -> list[Version]:
+        made = [registry.register("draft", checkpoint(f"draft {n}"), LINEAGE) for n in range(1, count + 1)]
+        for number in promoted:
+            registry.promote("draft", number)
+        return made
+
+    return register
 
 
 def champion_number(registry: Registry) -> int | None:
@@ -49,7 +59,7 @@ def champion_number(registry: Registry) -> int | None:
 
 
 def test_a_registered_version_is_listed_with_its_lineage_and_digest(
-    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    registry: Registry, checkpoint: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert registry.champion("draft") is None
     assert registry.versions("draft") == []
@@ -70,7 +80,7 @@ def test_a_registered_version_is_listed_with_its_lineage_and_digest(
     ]
 
 
-def test_a_draft_without_its_lineage_is_refused_by_name(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
+def test_a_draft_without_its_lineage_is_refused_by_name(registry: Registry, checkpoint: Make) -> None:
     partial = {name: value for name, value in LINEAGE.items() if name not in ("parent", "gate")}
     with pytest.raises(ValueError, match="tag parent is missing; tag gate is missing"):
         registry.register("draft", checkpoint("one"), partial)
@@ -79,7 +89,7 @@ def test_a_draft_without_its_lineage_is_refused_by_name(registry: Registry, chec
     assert registry.register("target", checkpoint("one"), {}).number == 1
 
 
-def test_what_is_not_sound_is_not_registered(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
+def test_what_is_not_sound_is_not_registered(registry: Registry, checkpoint: Make) -> None:
     directory = checkpoint("one")
     with pytest.raises(ValueError, match="metric tau is nan"):
         registry.register("target", directory, {}, {"tau": float("nan")})
@@ -90,9 +100,9 @@ def test_what_is_not_sound_is_not_registered(registry: Registry, checkpoint: Cal
 
 
 def test_promoting_remembers_the_former_champion_and_repeating_it_changes_nothing(
-    registry: Registry, checkpoint: Callable[[str], Path]
+    registry: Registry, drafts: Drafts
 ) -> None:
-    register_drafts(registry, checkpoint, 2)
+    drafts(2)
     for number, previous in ((1, ""), (2, "1"), (2, "1")):
         registry.promote("draft", number)
         champion = registry.champion("draft")
@@ -134,38 +144,23 @@ def together(slow: Elsewhere, first: Callable[[], object], second: Callable[[], 
 
 
 @pytest.mark.slow
-def test_what_somebody_promotes_while_another_is_reverted_stays(
-    registry: Registry, checkpoint: Callable[[str], Path]
+@pytest.mark.parametrize(
+    "take_back", [lambda slow: slow.revert("draft", 2, "bad"), lambda slow: slow.roll_back("draft", "bad")]
+)
+def test_what_somebody_promotes_while_another_is_reverted_or_rolled_back_stays(
+    registry: Registry, drafts: Drafts, take_back: Callable[[Registry], object]
 ) -> None:
-    register_drafts(registry, checkpoint, 3)
-    for number in (1, 2):
-        registry.promote("draft", number)
+    drafts(3, 1, 2)
     slow = Elsewhere(registry)
-    raised = together(slow, lambda: slow.revert("draft", 2, "bad"), lambda: registry.promote("draft", 3))
+    raised = together(slow, lambda: take_back(slow), lambda: registry.promote("draft", 3))
     assert (raised, champion_number(registry)) == (None, 3)
-    assert is_quarantined(registry.get("draft", 2))
+    assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
     assert registry.get("draft", 3).previous == 1
 
 
 @pytest.mark.slow
-def test_a_rollback_does_not_take_back_what_was_promoted_meanwhile(
-    registry: Registry, checkpoint: Callable[[str], Path]
-) -> None:
-    register_drafts(registry, checkpoint, 3)
-    for number in (1, 2):
-        registry.promote("draft", number)
-    slow = Elsewhere(registry)
-    raised = together(slow, lambda: slow.roll_back("draft", "bad"), lambda: registry.promote("draft", 3))
-    assert (raised, champion_number(registry)) == (None, 3)
-    assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
-
-
-@pytest.mark.slow
-def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(
-    registry: Registry, checkpoint: Callable[[str], Path]
-) -> None:
-    register_drafts(registry, checkpoint, 3)
-    registry.promote("draft", 1)
+def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(registry: Registry, drafts: Drafts) -> None:
+    drafts(3, 1)
     slow = Elsewhere(registry)
     raised = together(
         slow,
@@ -179,9 +174,8 @@ def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(
 
 
 @pytest.mark.slow
-def test_of_many_processes_that_race_one_wins(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
-    register_drafts(registry, checkpoint, 4)
-    registry.promote("draft", 1)
+def test_of_many_processes_that_race_one_wins(registry: Registry, drafts: Drafts) -> None:
+    drafts(4, 1)
     code = """
 import sys
 from pathlib import Path
@@ -197,22 +191,21 @@ except Outdated:
 else:
     print("promoted", sys.argv[3])
 """
-    argv = [sys.executable, "-c", code, registry.store.uri, str(registry.store.artifact_root)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    racers = [subprocess.Popen([*argv, str(number)], cwd=ROOT, **pipes) for number in (2, 3, 4)]
-    for racer in racers:
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    ends = sorted(racer.communicate(timeout=60)[0].strip() for racer in racers)
+    store = registry.store
+    with ExitStack() as stack:
+        racers = [stack.enter_context(running_python(code, store.uri, store.artifact_root, n)) for n in (2, 3, 4)]
+        assert {told for _, told in racers} == {"ready"}
+        for racer, _ in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        ends = sorted(racer.communicate(timeout=60)[0].strip() for racer, _ in racers)
     assert ends == ["outdated", "outdated", f"promoted {champion_number(registry)}"]
 
 
 def test_what_was_judged_against_a_draft_that_is_gone_or_quarantined_is_outdated(
-    registry: Registry, checkpoint: Callable[[str], Path]
+    registry: Registry, drafts: Drafts
 ) -> None:
-    register_drafts(registry, checkpoint, 2)
+    drafts(2)
     with pytest.raises(Outdated, match="gated against draft 1, which is no longer the champion: there is none"):
         registry.promote("draft", 2, expected_champion=1)
     registry.promote("draft", 1)
@@ -225,9 +218,8 @@ def test_what_was_judged_against_a_draft_that_is_gone_or_quarantined_is_outdated
     assert champion_number(registry) == 2
 
 
-def test_reverting_goes_back_past_quarantined_versions(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
-    for version in register_drafts(registry, checkpoint, 3):
-        registry.promote("draft", version.number)
+def test_reverting_goes_back_past_quarantined_versions(registry: Registry, drafts: Drafts) -> None:
+    drafts(3, 1, 2, 3)
     assert registry.revert("draft", 2, "found bad later") == registry.champion("draft")
     assert champion_number(registry) == 3
     back = registry.revert("draft", 3, "acceptance fell")
@@ -244,10 +236,9 @@ def test_reverting_goes_back_past_quarantined_versions(registry: Registry, check
 
 
 def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_taken_back_to_the_one_that_it_was_judged_against(
-    registry: Registry, checkpoint: Callable[[str], Path]
+    registry: Registry, drafts: Drafts, checkpoint: Make
 ) -> None:
-    register_drafts(registry, checkpoint, 1)
-    registry.promote("draft", 1)
+    drafts(1, 1)
     for number in (2, 3):
         registry.register("draft", checkpoint(f"draft {number}"), draft_tags(parent="1", gate="passed"))
     registry.store.client.set_registered_model_alias("draft", CHAMPION, "2")
@@ -256,28 +247,23 @@ def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_taken_back_to_the_
     assert registry.revert("draft", 3, "bad") == registry.champion("draft") == registry.get("draft", 1)
 
 
-def test_reverting_the_only_version_leaves_no_champion(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
-    register_drafts(registry, checkpoint, 1)
-    registry.promote("draft", 1)
+def test_reverting_the_only_version_leaves_no_champion(registry: Registry, drafts: Drafts) -> None:
+    drafts(1, 1)
     assert registry.revert("draft", 1, "bad") is None
     assert registry.champion("draft") is None
     assert registry.revert("draft", 1, "bad") is None
 
 
-def test_reverting_ends_when_two_versions_name_each_other(
-    registry: Registry, checkpoint: Callable[[str], Path]
-) -> None:
-    register_drafts(registry, checkpoint, 2)
-    for number in (1, 2, 1):
-        registry.promote("draft", number)
+def test_reverting_ends_when_two_versions_name_each_other(registry: Registry, drafts: Drafts) -> None:
+    drafts(2, 1, 2, 1)
     assert registry.revert("draft", 1, "bad") == registry.get("draft", 2)
     assert registry.revert("draft", 2, "bad") is None
 
 
 def test_a_download_is_the_registered_bytes_and_later_comes_from_the_cache(
-    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+    registry: Registry, drafts: Drafts, tmp_path: Path
 ) -> None:
-    (version,) = register_drafts(registry, checkpoint, 1)
+    (version,) = drafts(1)
     path = registry.download(version, tmp_path / "cache")
     assert path == tmp_path / "cache" / "draft" / f"1-{version.sha256[:12]}"
     assert check_manifest(path) == version.sha256
@@ -291,9 +277,9 @@ def test_a_download_is_the_registered_bytes_and_later_comes_from_the_cache(
 
 
 def test_a_version_whose_stored_files_changed_is_refused_and_not_cached(
-    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+    registry: Registry, drafts: Drafts, tmp_path: Path
 ) -> None:
-    first, second = register_drafts(registry, checkpoint, 2)
+    first, second = drafts(2)
     stored = sorted((tmp_path / "artifacts").rglob("model.safetensors"))
     swapped = [path.read_text() for path in stored]
     for path, text in zip(stored, reversed(swapped), strict=True):
@@ -323,13 +309,10 @@ def test_a_store_that_is_down_is_reported_as_such_within_seconds(
 
 
 def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_promoting(
-    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+    registry: Registry, drafts: Drafts, tmp_path: Path
 ) -> None:
-    from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
-
-    register_drafts(registry, checkpoint, 1)
-    registry.promote("draft", 1)
-    by_hand = MlflowClient(registry.store.uri, registry.store.uri)
+    drafts(1, 1)
+    by_hand = registry.store.client
     by_hand.create_model_version("draft", source=tmp_path.as_uri())
     by_hand.set_registered_model_alias("draft", CHAMPION, "2")
     with pytest.raises(ForeignVersion, match="draft 2 was not registered by redraft"):
@@ -342,11 +325,9 @@ def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_
 @pytest.mark.slow
 @pytest.mark.parametrize("tag", ["hello", "", "A" * 60])
 def test_a_version_whose_digest_somebody_overwrote_is_left_alone_and_the_others_go_on(
-    registry: Registry, checkpoint: Callable[[str], Path], tag: str
+    registry: Registry, drafts: Drafts, tag: str
 ) -> None:
-    register_drafts(registry, checkpoint, 2)
-    registry.promote("draft", 1)
-    registry.promote("draft", 2)
+    drafts(2, 1, 2)
     registry.store.client.set_model_version_tag("draft", "2", "sha256", tag)
     with pytest.raises(ForeignVersion, match=f"draft 2: tag sha256 is {tag!r}, wanted a digest"):
         registry.champion("draft")
@@ -366,7 +347,7 @@ def test_a_torn_database_is_a_store_that_is_unavailable(registry: Registry) -> N
 
 
 def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
-    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+    registry: Registry, checkpoint: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "page.md").write_text("τ rose")
     version = registry.register("draft", checkpoint("one"), LINEAGE, {}, [tmp_path / "page.md"], "it may serve")

@@ -4,9 +4,8 @@ import json
 import re
 import socket
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from infra.service_process import (
 from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
+from tests.infra.collector import QuietHandler, running
 from tests.infra.statuses import STATUS
 
 # Compiles one kernel, and answers a second after that, where the file of settings says.
@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["serve"]["po
 """
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """Gives the answer that it was given."""
 
     def do_GET(self) -> None:
@@ -52,9 +52,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
 
 
 @pytest.fixture
@@ -66,12 +63,8 @@ def settings(tmp_path: Path) -> Settings:
 def server(settings: Settings) -> Iterator[HTTPServer]:
     """A server that runs where the last service was started."""
     url = write_config({"serve": {"port": 0}}, settings)
-    with HTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with running(HTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), Handler)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(settings: Settings) -> None:

@@ -1,28 +1,24 @@
 """A home is served once, and the folders of a service's parts are for nobody else."""
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from infra.processes import Child, wait_until
 from infra.serving import front_folder, is_served, served_by
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 
 
 @pytest.mark.slow
 def test_f39_a_service_that_was_killed_holds_its_home_no_more(tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from infra.serving import serving\n"
     code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
-    argv = [sys.executable, "-c", code, str(tmp_path)]
-    with Child.start(argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "log", "the first") as first:
-        wait_until(lambda: "serving" in first.tail(), 60, first, "the first")
+    with running_python(code, tmp_path) as (_, told):
+        assert told == "serving"
         assert is_served(tmp_path)
         assert "at http://gone" in served_by(tmp_path)
-        first.stop(0.0)  # kill -9 of all of it
-        assert not is_served(tmp_path)
+    assert not is_served(tmp_path)
 
 
 def test_the_fronts_folder_is_for_nobody_else_and_its_sockets_path_is_never_too_long(tmp_path: Path) -> None:

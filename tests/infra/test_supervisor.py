@@ -12,9 +12,9 @@ import pytest
 
 from infra.identity import process_identity
 from infra.processes import answers, free_port, wait_until
-from infra.supervisor import STATE, UpState, read_state
+from infra.supervisor import STATE, ProcessRecord, UpState, read_state
+from tests.infra.rows import environment
 
-ROOT = Path(__file__).parents[2]
 LOG = "supervisor.log"
 SCRIPT = """
 import sys
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", SCRIPT, str(tmp_path), *programs],
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    env=environment(),
                     stderr=told,
                 )
             )
@@ -62,6 +62,23 @@ def wait_ready(home: Path) -> UpState:
     state = read_state(home)
     assert state is not None
     return state
+
+
+def kill_first(home: Path) -> ProcessRecord:
+    """Kill the first program once all are ready, and return how it stood."""
+    program = wait_ready(home).programs[0]
+    assert program.pid is not None
+    os.kill(program.pid, signal.SIGKILL)
+    return program
+
+
+def wait_restarted(home: Path) -> None:
+    def again() -> bool:
+        state = read_state(home)
+        return state is not None and state.ready and state.programs[0].restarts > 0
+
+    wait_until(again, 60, None, "the second start")
+    assert wait_ready(home).programs[0].restarts == 1
 
 
 @pytest.mark.slow
@@ -100,15 +117,8 @@ def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
 def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> None:
     port = free_port()
     start(server(port))
-    pid = wait_ready(tmp_path).programs[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-    def again() -> bool:
-        state = read_state(tmp_path)
-        return state is not None and state.ready and state.programs[0].restarts == 1
-
-    wait_until(again, 60, None, "the second start")
+    kill_first(tmp_path)
+    wait_restarted(tmp_path)
     assert answers(f"http://127.0.0.1:{port}")
 
 
@@ -117,11 +127,10 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
     start: Start, tmp_path: Path
 ) -> None:
     process = start("Program('idle', ['sleep', '60'])")
-    before = wait_ready(tmp_path).programs[0]
+    wait_ready(tmp_path)
     in_the_way = tmp_path / f".{STATE}.{process.pid}"
     in_the_way.mkdir()
-    assert before.pid is not None
-    os.kill(before.pid, signal.SIGKILL)
+    before = kill_first(tmp_path)
     told = "can't be written and is behind"
     wait_until(lambda: told in (tmp_path / LOG).read_text(), 60, None, "a word of it")
     time.sleep(0.5)  # the program starts again, and the state is tried again and again
@@ -139,13 +148,12 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
 @pytest.mark.slow
 def test_a_program_that_can_not_be_started_again_now_is_tried_again_later(start: Start, tmp_path: Path) -> None:
     process = start("Program('idle', ['sleep', '60'])")
-    before = wait_ready(tmp_path).programs[0]
-    Path(before.log).unlink()
-    Path(before.log).mkdir()
-    assert before.pid is not None
-    os.kill(before.pid, signal.SIGKILL)
+    log = Path(wait_ready(tmp_path).programs[0].log)
+    log.unlink()
+    log.mkdir()
+    kill_first(tmp_path)
     wait_until(lambda: "idle could not be started" in (tmp_path / LOG).read_text(), 60, None, "a word of it")
-    Path(before.log).rmdir()
+    log.rmdir()
     wait_until(lambda: (now := read_state(tmp_path).programs[0]).ready and now.pid is not None, 60, None, "it runs")
     assert process.poll() is None
 
@@ -164,19 +172,9 @@ def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Sta
     )
     url = f"http://127.0.0.1:{port}"
     start(f"Program('web', {[sys.executable, '-c', script]!r}, url={url!r}, health={url!r}, start_timeout_s=60)")
-    pid = wait_ready(tmp_path).programs[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-    def again() -> bool:
-        state = read_state(tmp_path)
-        return state is not None and state.ready and state.programs[0].restarts > 0
-
-    wait_until(again, 60, None, "the second start")
-    state = read_state(tmp_path)
-    assert state is not None
-    assert state.programs[0].restarts == 1
-    assert "in use" not in Path(state.programs[0].log).read_text()
+    program = kill_first(tmp_path)
+    wait_restarted(tmp_path)
+    assert "in use" not in Path(program.log).read_text()
 
 
 @pytest.mark.slow

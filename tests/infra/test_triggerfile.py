@@ -2,8 +2,6 @@
 
 import sqlite3
 import stat
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from infra.triggerfile import LastLook, TriggerFile, trigger_path
 from infra.triggers import Due, Fallen, Fell, Looked, Ok, Recovered, Retry, Running
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 
 RETRY = Retry(first_s=60, most_s=500)
 FELL = Fell(draft=3, promised=1.7, served=1.1, now_ms=1)
@@ -75,13 +73,10 @@ def test_a_second_run_at_the_same_time_acknowledges_nothing(trigger: TriggerFile
 
 def test_a_killed_run_is_due_again(trigger: TriggerFile) -> None:
     trigger.tell({"code": FELL})
-    argv = [sys.executable, "-c", HOLD, str(trigger.path.with_name("queries.db"))]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == b"runs\n"
+    with running_python(HOLD, trigger.path.with_name("queries.db")) as (_, told):
+        assert told == "runs"
         trigger.find_lost()
         assert isinstance(trigger.state().domains["code"], Running)
-        run.kill()
     trigger.find_lost()
     seen = trigger.state()
     assert (seen.running, seen.last_run is not None and seen.last_run.outcome) == (False, "lost")

@@ -92,73 +92,37 @@ def test_a_past_draft_that_waits_for_approval_is_named_with_what_it_returns_for(
     assert (found.what, found.words) == ("approval", words)
 
 
-@pytest.mark.parametrize(
-    ("look", "told"),
-    [
-        (None, "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h"),
-        (
-            LOOK.model_copy(update={"at_ms": NOW_MS - 2 * HOUR_MS}),
-            "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h",
-        ),
-    ],
-)
-def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None, told: str) -> None:
+@pytest.mark.parametrize("look", [None, LOOK.model_copy(update={"at_ms": NOW_MS - 2 * HOUR_MS})])
+def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None) -> None:
+    told = "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h"
     assert line(rows(500), Due(fall=FALL), look=look) == told
 
 
+SHORT, REFUSED = "0.2 GiB free, 0.5 wanted", {"error": "refused", "error_since_ms": NOW_MS - 60_000}
+SHARED = {"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2}
+NO_CONSENT = "consent: 240 requests may not be trained on, and 4 of 180 may"
+NO_CONSENT_IN_CODE = "consent: 240 requests of code may not be trained on, and 4 of 65 may"
+
+
 @pytest.mark.parametrize(
-    ("queue", "state", "look", "told"),
+    ("queue", "state", "look", "what", "words"),
     [
-        (rows(84), Fallen(fall=FALL), {}, f"rows | rows: 84 of 180 {FELL}; for 1 h"),
-        (rows(20, chat=300), Fallen(fall=FALL), {}, f"rows | rows of code: 20 of 65 {FELL}; for 1 h"),
-        (
-            rows(4, metadata=240),
-            Fallen(fall=FALL),
-            {},
-            f"consent | consent: 240 requests may not be trained on, and 4 of 180 may {FELL}; for 1 h",
-        ),
-        (
-            rows(4, metadata=240, chat=300),
-            Fallen(fall=FALL),
-            {},
-            f"consent | consent: 240 requests of code may not be trained on, and 4 of 65 may {FELL}; for 1 h",
-        ),
-        (
-            rows(240),
-            Fallen(fall=LATER),
-            {},
-            f"time | time: the next refresh in 9 min, after 2 refreshes in vain {FELL}; for 1 h",
-        ),
-        (
-            rows(240),
-            Fallen(fall=LATER),
-            {"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2},
-            f"rows | {OTHERS} {FELL}; for 1 h",
-        ),
-        (
-            rows(240),
-            Due(fall=FALL),
-            {"short_of_memory": "0.2 GiB free, 0.5 wanted"},
-            f"memory | memory to train in: 0.2 GiB free, 0.5 wanted {FELL}; for 1 h",
-        ),
-        (
-            rows(240),
-            Due(fall=FALL),
-            {"error": "refused", "error_since_ms": NOW_MS - 60_000},
-            f"orchestrator | the orchestrator, which takes no refresh (refused) {FELL}; for 1 min",
-        ),
-        (
-            rows(240),
-            Due(fall=FALL),
-            {},
-            f"orchestrator | the orchestrator, which was asked for a refresh {FELL}; for 1 h",
-        ),
+        (rows(84), Fallen(fall=FALL), {}, "rows", "rows: 84 of 180"),
+        (rows(20, chat=300), Fallen(fall=FALL), {}, "rows", "rows of code: 20 of 65"),
+        (rows(4, metadata=240), Fallen(fall=FALL), {}, "consent", NO_CONSENT),
+        (rows(4, metadata=240, chat=300), Fallen(fall=FALL), {}, "consent", NO_CONSENT_IN_CODE),
+        (rows(240), Fallen(fall=LATER), {}, "time", "time: the next refresh in 9 min, after 2 refreshes in vain"),
+        (rows(240), Fallen(fall=LATER), SHARED, "rows", OTHERS),
+        (rows(240), Due(fall=FALL), {"short_of_memory": SHORT}, "memory", f"memory to train in: {SHORT}"),
+        (rows(240), Due(fall=FALL), REFUSED, "orchestrator", "the orchestrator, which takes no refresh (refused)"),
+        (rows(240), Due(fall=FALL), {}, "orchestrator", "the orchestrator, which was asked for a refresh"),
     ],
 )
 def test_for_a_fallen_domain_it_says_what_is_lacking(
-    queue: Queue, state: State, look: dict[str, object], told: str
+    queue: Queue, state: State, look: dict[str, object], what: str, words: str
 ) -> None:
-    assert line(queue, state, look=LOOK.model_copy(update=look)) == told
+    since = "1 min" if look is REFUSED else "1 h"
+    assert line(queue, state, look=LOOK.model_copy(update=look)) == f"{what} | {words} {FELL}; for {since}"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +160,7 @@ def test_while_acceptance_is_good_it_waits_for_the_schedule(queue: Queue, interv
 
 
 def test_it_says_that_a_scheduled_refresh_waits_for_rows_of_other_keys() -> None:
-    waits = LOOK.model_copy(update={"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2})
+    waits = LOOK.model_copy(update=SHARED)
     assert line(rows(240), look=waits) == f"rows | {OTHERS}; for 1 h"
     assert line(rows(40), look=waits) == "rows | rows: 40 of 180; for 1 h"
 

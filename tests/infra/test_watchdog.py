@@ -1,7 +1,5 @@
 """Who goes when memory runs short: by readings that are given, and by processes that really end."""
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from infra.memory import SERVICE_ENDS_AT, TRAINER_ENDS_AT, MemoryUsage, own_gib
 from infra.serving import serving
 from infra.watchdog import FIRST_TO_GO, KILLED, PERIOD_S, Watchdog
 from services.runner import RAY_VARIABLES
-from tests.infra.rows import ROOT
+from tests.infra.rows import running_python
 
 # A trainer with a child, whose machine has as much memory left as a file says.
 TRAINER = """
@@ -44,28 +42,23 @@ def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
 def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
     reading = tmp_path / "used"
     reading.write_text("89")
-    argv = [sys.executable, "-c", TRAINER, str(tmp_path), str(reading)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
-        assert trainer.stdout is not None
-        child, score = trainer.stdout.readline().split()
-        try:
-            assert int(score) == FIRST_TO_GO
-            time.sleep(3 * PERIOD_S)
-            assert trainer.poll() is None
-            if served:
-                with serving(tmp_path, "http://127.0.0.1:1"):
-                    (tmp_path / "more").write_text("91")
-                    (tmp_path / "more").replace(reading)
-                    assert trainer.wait(60) == KILLED
-                assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
-                assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
-            else:
-                (tmp_path / "more").write_text("99")
+    with running_python(TRAINER, tmp_path, reading) as (trainer, told):
+        child, score = told.split()
+        assert int(score) == FIRST_TO_GO
+        time.sleep(3 * PERIOD_S)
+        assert trainer.poll() is None
+        if served:
+            with serving(tmp_path, "http://127.0.0.1:1"):
+                (tmp_path / "more").write_text("91")
                 (tmp_path / "more").replace(reading)
-                time.sleep(3 * PERIOD_S)
-                assert trainer.poll() is None  # there is nobody to make room for
-        finally:
-            trainer.kill()
+                assert trainer.wait(60) == KILLED
+            assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+            assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
+        else:
+            (tmp_path / "more").write_text("99")
+            (tmp_path / "more").replace(reading)
+            time.sleep(3 * PERIOD_S)
+            assert trainer.poll() is None  # there is nobody to make room for
 
 
 @pytest.mark.slow

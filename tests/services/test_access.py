@@ -9,16 +9,15 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from infra.keys import ROLES, add_key, bring_keys, revoke_key, sha256_of
 from services.access import Admission, Caller, Keys, RequestError
+from tests.services import asgi
 
 FIRST, SECOND = "first-key-123", "second-key-123"
-SECRET = b"s" * 32
 KEY = Caller(sha256_of(FIRST), "client")
 OTHER = Caller(sha256_of(SECOND), "client", "full")
-OPERATOR = Caller(sha256_of("third-key-123"), "operator")
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,25 +29,11 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def ask(
-    admission: Admission,
-    path: str = "/v1/models",
-    headers: Sequence[tuple[str, str]] = (),
-    content: bytes = b"",
-) -> tuple[int, Any, dict[str, str]]:
+    admission: Admission, path: str = "/v1/models", headers: Sequence[tuple[str, str]] = (), content: bytes = b""
+) -> tuple[int, Any, Headers]:
     """Send one request through the layer and return status, JSON and headers."""
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": content}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    raw = [(name.lower().encode(), value.encode()) for name, value in [("Host", "localhost"), *headers]]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
-    asyncio.run(admission.around(echo)(scope, receive, send))
-    head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent)), head
+    answer = asyncio.run(asgi.ask(admission.around(echo), [content], path, [("Host", "localhost"), *headers]))
+    return answer.status, json.loads(answer.body), answer.headers
 
 
 def bearer(key: str) -> tuple[str, str]:

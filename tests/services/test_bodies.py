@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from models.serving import Limits
 from services.access import Caller, RequestError
 from services.bodies import bounded
+from tests.services.asgi import Answer, ask
+
+pytestmark = pytest.mark.anyio
 
 LIMITS = Limits(max_body_bytes=10, body_timeout_s=0.1)
 
@@ -19,26 +22,10 @@ async def count(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"bytes": len(await Request(scope, receive).body())})(scope, receive, send)
 
 
-def ask(chunks: Sequence[bytes] = (b"",), length: bytes = b"", stall: bool = False) -> dict[str, Any]:
+async def measured(chunks: Sequence[bytes] = (b"",), length: bytes = b"", stall: bool = False) -> Any:
     """Send one request through the layer and return the answer."""
-    messages = [
-        {"type": "http.request", "body": chunk, "more_body": stall or index + 1 < len(chunks)}
-        for index, chunk in enumerate(chunks)
-    ]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if not messages:
-            await asyncio.sleep(60)
-        return messages.pop(0)
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    headers = [(b"content-length", length)] if length else []
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
-    asyncio.run(bounded(count, LIMITS)(scope, receive, send))
-    return dict(json.loads(sent[1]["body"]))
+    headers = [("Content-Length", length)] if length else []
+    return json.loads((await ask(bounded(count, LIMITS), chunks, headers=headers, stall=stall)).body)
 
 
 @pytest.mark.parametrize(
@@ -46,27 +33,27 @@ def ask(chunks: Sequence[bytes] = (b"",), length: bytes = b"", stall: bool = Fal
     [([b""], b"11"), ([b"x" * 6, b"x" * 5], b""), ([b""], b"9" * 5000)],
     ids=["declared", "chunked", "absurd"],
 )
-def test_a_body_over_the_limit_is_413(chunks: list[bytes], length: bytes) -> None:
+async def test_a_body_over_the_limit_is_413(chunks: list[bytes], length: bytes) -> None:
     with pytest.raises(RequestError) as refused:
-        ask(chunks, length)
+        await measured(chunks, length)
     assert (refused.value.status, refused.value.code) == (413, "body_too_large")
 
 
-def test_a_body_of_the_limit_arrives_whole() -> None:
-    assert ask([b"12345", b"67890"]) == {"bytes": 10}
+async def test_a_body_of_the_limit_arrives_whole() -> None:
+    assert await measured([b"12345", b"67890"]) == {"bytes": 10}
 
 
-def test_a_body_that_does_not_arrive_is_408_and_the_connection_ends() -> None:
+async def test_a_body_that_does_not_arrive_is_408_and_the_connection_ends() -> None:
     with pytest.raises(RequestError, match="longer than 0.1 s") as refused:
-        ask([b"1"], stall=True)
+        await measured([b"1"], stall=True)
     assert refused.value.status == 408
     assert refused.value.response().headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("length", [b"-1", b"1e3", b"\xb2"])
-def test_a_content_length_that_is_no_number_is_400(length: bytes) -> None:
+async def test_a_content_length_that_is_no_number_is_400(length: bytes) -> None:
     with pytest.raises(RequestError, match="not a number") as refused:
-        ask(length=length)
+        await measured(length=length)
     assert refused.value.status == 400
 
 
@@ -82,28 +69,9 @@ class Waiting:
         await self._answer.wait()
         await JSONResponse({})(scope, receive, send)
 
-    async def ask(self, key: str | None, *parts: bytes) -> "asyncio.Task[None]":
-        messages = [
-            {"type": "http.request", "body": part, "more_body": place + 1 < len(parts)}
-            for place, part in enumerate(parts)
-        ]
-
-        async def receive() -> Message:
-            return messages.pop(0)
-
-        async def send(_: Message) -> None:
-            pass
-
+    async def ask(self, key: str | None, *parts: bytes) -> "asyncio.Task[Answer]":
         caller = None if key is None else Caller(key, "client", "none")
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/",
-            "headers": [],
-            "query_string": b"",
-            "redraft.caller": caller,
-        }
-        task = asyncio.ensure_future(self._app(scope, receive, send))
+        task = asyncio.ensure_future(ask(self._app, parts, **{"redraft.caller": caller}))
         for _ in range(5):
             await asyncio.sleep(0)
         return task
@@ -112,30 +80,24 @@ class Waiting:
         self._answer.set()
 
 
-def test_one_key_holds_half_of_what_may_be_held_and_another_gets_in() -> None:
-    async def drill() -> None:
-        app = Waiting(Limits(max_body_bytes=10, max_held_bytes=40))
-        held = [await app.ask("flooder", b"x" * 10), await app.ask("flooder", b"x" * 5, b"x" * 5)]
-        with pytest.raises(RequestError) as refused:
-            await (await app.ask("flooder", b"x"))
-        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
-        held += [await app.ask("other", b"x" * 10), await app.ask(None, b"x" * 9)]
-        with pytest.raises(RequestError) as refused:
-            await (await app.ask("third", b"x", b"x"))
-        assert (refused.value.status, refused.value.code) == (503, "overloaded")
-        assert not any(task.done() for task in held)
-        app.answer()
-        await asyncio.gather(*held)
-        again = [await app.ask("flooder", b"x" * 10) for _ in range(2)]
-        await asyncio.gather(*again)
-
-    asyncio.run(drill())
+async def test_one_key_holds_half_of_what_may_be_held_and_another_gets_in() -> None:
+    app = Waiting(Limits(max_body_bytes=10, max_held_bytes=40))
+    held = [await app.ask("flooder", b"x" * 10), await app.ask("flooder", b"x" * 5, b"x" * 5)]
+    with pytest.raises(RequestError) as refused:
+        await (await app.ask("flooder", b"x"))
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+    held += [await app.ask("other", b"x" * 10), await app.ask(None, b"x" * 9)]
+    with pytest.raises(RequestError) as refused:
+        await (await app.ask("third", b"x", b"x"))
+    assert (refused.value.status, refused.value.code) == (503, "overloaded")
+    assert not any(task.done() for task in held)
+    app.answer()
+    await asyncio.gather(*held)
+    again = [await app.ask("flooder", b"x" * 10) for _ in range(2)]
+    await asyncio.gather(*again)
 
 
-def test_one_body_of_the_largest_size_always_fits() -> None:
-    async def drill() -> None:
-        app = Waiting(Limits(max_body_bytes=10, max_held_bytes=1))
-        app.answer()
-        await (await app.ask("a", b"x" * 10))
-
-    asyncio.run(drill())
+async def test_one_body_of_the_largest_size_always_fits() -> None:
+    app = Waiting(Limits(max_body_bytes=10, max_held_bytes=1))
+    app.answer()
+    await (await app.ask("a", b"x" * 10))

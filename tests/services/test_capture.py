@@ -18,8 +18,10 @@ from tests.services.test_recorder import completion
 
 ASKED = Origin("asked", "chat", "full", None)
 
+pytestmark = pytest.mark.anyio
 
-def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
+
+async def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "SWEEP_S", 0.01)
@@ -27,23 +29,19 @@ def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
     files.make()
     large = files.path_of("trained on soon")
     large.write_bytes(bytes(MIB))
-
-    async def fill_and_empty() -> None:
-        # The engine is told of requests that end, and none does here.
-        states = Capture(None, files, Params(share=1.0, max_disk_mib=1.0), "target", width=8)  # type: ignore[arg-type]
-        assert states.name_for("first", ASKED) == ""
-        sweeping = asyncio.create_task(states.run())
-        await asyncio.sleep(0.1)
-        assert states.name_for("second", ASKED) == ""
-        assert states.counts == {"no space": 2}
-        assert large.exists()
-        large.unlink()
-        async with asyncio.timeout(60):
-            while states.name_for("third", ASKED) != "third":
-                await asyncio.sleep(0.01)
-        sweeping.cancel()
-
-    asyncio.run(fill_and_empty())
+    # The engine is told of requests that end, and none does here.
+    states = Capture(None, files, Params(share=1.0, max_disk_mib=1.0), "target", width=8)  # type: ignore[arg-type]
+    assert states.name_for("first", ASKED) == ""
+    sweeping = asyncio.create_task(states.run())
+    await asyncio.sleep(0.1)
+    assert states.name_for("second", ASKED) == ""
+    assert states.counts == {"no space": 2}
+    assert large.exists()
+    large.unlink()
+    async with asyncio.timeout(60):
+        while states.name_for("third", ASKED) != "third":
+            await asyncio.sleep(0.01)
+    sweeping.cancel()
 
 
 class Fickle(OrderedDict[str, None]):
@@ -60,7 +58,9 @@ class Fickle(OrderedDict[str, None]):
         return found
 
 
-def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(tmp_path: Path) -> None:
+async def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(
+    tmp_path: Path,
+) -> None:
     class Engine:
         """Holds states as a worker does, and remembers whose were claimed."""
 
@@ -71,18 +71,14 @@ def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_th
             self.claimed += [claim.name for claim in claims]
             return self.ring.settle(claims)
 
-    async def settle() -> list[str]:
-        engine: Any = Engine()
-        states = Capture(engine, CapturedFiles(tmp_path / "queries.db"), Params(share=1.0), "target", width=8)
-        states._named = Fickle()
-        assert states.name_for("asked", ASKED) == "asked"
-        await asyncio.to_thread(states.settle, completion("asked"), None)  # as the recorder does, in its own thread
-        async with asyncio.timeout(60):
-            while not engine.claimed:
-                await asyncio.sleep(0.01)
-        await asyncio.to_thread(states.settle, completion("asked"), None)  # of whom nothing is held any more
-        await asyncio.sleep(0.1)
-        claimed: list[str] = engine.claimed
-        return claimed
-
-    assert asyncio.run(settle()) == ["asked"]
+    engine: Any = Engine()
+    states = Capture(engine, CapturedFiles(tmp_path / "queries.db"), Params(share=1.0), "target", width=8)
+    states._named = Fickle()
+    assert states.name_for("asked", ASKED) == "asked"
+    await asyncio.to_thread(states.settle, completion("asked"), None)  # as the recorder does, in its own thread
+    async with asyncio.timeout(60):
+        while not engine.claimed:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(states.settle, completion("asked"), None)  # of whom nothing is held any more
+    await asyncio.sleep(0.1)
+    assert engine.claimed == ["asked"]

@@ -12,8 +12,7 @@ from infra.settings import Settings
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_config
 from services.main import main
-
-ROOT = Path(__file__).parents[2]
+from tests.infra.rows import ROOT
 
 
 def table(tmp_path: Path) -> dict[str, Any]:

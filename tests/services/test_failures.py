@@ -51,7 +51,8 @@ def test_what_vllm_logs_of_an_exception_has_no_message(capfd: pytest.CaptureFixt
     assert CLIENTS not in said
 
 
-def test_a_task_that_fails_is_told_of_and_keeps_nothing_from_closing() -> None:
+@pytest.mark.anyio
+async def test_a_task_that_fails_is_told_of_and_keeps_nothing_from_closing() -> None:
     closed = []
 
     async def fails() -> None:
@@ -69,16 +70,12 @@ def test_a_task_that_fails_is_told_of_and_keeps_nothing_from_closing() -> None:
         finally:
             raise OSError("no disk")
 
-    async def live() -> dict[str, str]:
-        background = BackgroundTasks()
-        for task in (fails, goes_on, fails_as_it_ends):
-            background.start(task.__name__, task())
-        while not background.failed:
-            await asyncio.sleep(0)
-        before = dict(background.failed)
-        await background.close()
-        assert background.failed.keys() == {"fails", "fails_as_it_ends"}
-        return before
-
-    assert asyncio.run(live()) == {"fails": "TypeError"}
+    background = BackgroundTasks()
+    for task in (fails, goes_on, fails_as_it_ends):
+        background.start(task.__name__, task())
+    while not background.failed:
+        await asyncio.sleep(0)
+    assert background.failed == {"fails": "TypeError"}
+    await background.close()
+    assert background.failed.keys() == {"fails", "fails_as_it_ends"}
     assert closed == ["goes on"]

@@ -10,6 +10,8 @@ from models.serving import Limits
 from services.access import RequestError
 from services.fair_queue import Cost, FairQueue, QueuedRequest
 
+pytestmark = pytest.mark.anyio
+
 ONE = Cost(sequences=1, tokens=100)
 
 
@@ -25,117 +27,98 @@ async def asked(waits: FairQueue, key: str | None, cost: Cost = ONE) -> "asyncio
     return task
 
 
-def test_one_key_never_takes_all_of_the_engine_and_another_comes_in_at_once() -> None:
-    async def drill() -> None:
-        waits = turns()
-        flood = [await asked(waits, "flooder") for _ in range(20)]
-        assert sum(task.done() for task in flood) == waits.per_key == 3
-        assert [task.result().priority for task in flood[:3]] == [0, 1, 2]
-        other = await asked(waits, "other")
-        assert other.result().priority == 0
-        flood[0].result().end()
-        flood[0].result().end()  # again
-        await asyncio.sleep(0)
-        assert sum(task.done() for task in flood) == 4
-        for task in flood:
-            task.cancel()
-
-    asyncio.run(drill())
+async def test_one_key_never_takes_all_of_the_engine_and_another_comes_in_at_once() -> None:
+    waits = turns()
+    flood = [await asked(waits, "flooder") for _ in range(20)]
+    assert sum(task.done() for task in flood) == waits.per_key == 3
+    assert [task.result().priority for task in flood[:3]] == [0, 1, 2]
+    other = await asked(waits, "other")
+    assert other.result().priority == 0
+    flood[0].result().end()
+    flood[0].result().end()  # again
+    await asyncio.sleep(0)
+    assert sum(task.done() for task in flood) == 4
+    for task in flood:
+        task.cancel()
 
 
-def test_who_gives_way_is_told_of_the_first_request_and_of_the_last() -> None:
-    async def drill() -> None:
-        told: list[bool] = []
-        waits = FairQueue(Limits(), 2, 1000, told.append)
-        first, second, third = [await asked(waits, None) for _ in range(3)]
-        assert told == [True]
-        first.result().end()
-        await asyncio.sleep(0)
-        second.result().end()
-        second.result().end()
-        assert told == [True]
-        third.result().end()
-        assert told == [True, False]
-        (await asked(waits, None)).result().end()
-        assert told == [True, False] * 2
-
-    asyncio.run(drill())
+async def test_who_gives_way_is_told_of_the_first_request_and_of_the_last() -> None:
+    told: list[bool] = []
+    waits = FairQueue(Limits(), 2, 1000, told.append)
+    first, second, third = [await asked(waits, None) for _ in range(3)]
+    assert told == [True]
+    first.result().end()
+    await asyncio.sleep(0)
+    second.result().end()
+    second.result().end()
+    assert told == [True]
+    third.result().end()
+    assert told == [True, False]
+    (await asked(waits, None)).result().end()
+    assert told == [True, False] * 2
 
 
-def test_a_service_without_keys_may_be_taken_whole() -> None:
-    async def drill() -> None:
-        waits = turns(max_queued_requests=2)
-        asked_for = [await asked(waits, None) for _ in range(6)]
-        assert [task.result().priority for task in asked_for[:4]] == [0, 1, 2, 3]
-        assert not any(task.done() for task in asked_for[4:])
-        assert waits.cost(None, {"prompt": ["x"] * 4}, 0).sequences == 4
-        with pytest.raises(RequestError, match="too many requests are waiting"):
-            await waits.take(None, ONE)
-        for task in asked_for:
-            task.cancel()
-
-    asyncio.run(drill())
+async def test_a_service_without_keys_may_be_taken_whole() -> None:
+    waits = turns(max_queued_requests=2)
+    asked_for = [await asked(waits, None) for _ in range(6)]
+    assert [task.result().priority for task in asked_for[:4]] == [0, 1, 2, 3]
+    assert not any(task.done() for task in asked_for[4:])
+    assert waits.cost(None, {"prompt": ["x"] * 4}, 0).sequences == 4
+    with pytest.raises(RequestError, match="too many requests are waiting"):
+        await waits.take(None, ONE)
+    for task in asked_for:
+        task.cancel()
 
 
-def test_keys_that_wait_get_the_same_number_of_tokens_whatever_the_size_of_their_requests() -> None:
-    async def drill() -> Counter[str]:
-        waits = turns(max_num_seqs=1, max_share_per_key=1.0)
-        running = [(await asked(waits, "first")).result()]
-        sizes, got = {"large": 4000, "small": 500}, Counter[str]()
+async def test_keys_that_wait_get_the_same_number_of_tokens_whatever_the_size_of_their_requests() -> None:
+    waits = turns(max_num_seqs=1, max_share_per_key=1.0)
+    running = [(await asked(waits, "first")).result()]
+    sizes, got = {"large": 4000, "small": 500}, Counter[str]()
 
-        async def work(key: str) -> None:
-            turn = await waits.take(key, Cost(1, sizes[key]))
-            got[key] += sizes[key]
-            running.append(turn)
+    async def work(key: str) -> None:
+        turn = await waits.take(key, Cost(1, sizes[key]))
+        got[key] += sizes[key]
+        running.append(turn)
 
-        tasks = [asyncio.create_task(work(key)) for key in sizes for _ in range(64)]
-        await asyncio.sleep(0)
-        for _ in range(54):
-            running.pop().end()
-            for _ in range(3):
-                await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        return got
-
-    got = asyncio.run(drill())
+    tasks = [asyncio.create_task(work(key)) for key in sizes for _ in range(64)]
+    await asyncio.sleep(0)
+    for _ in range(54):
+        running.pop().end()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
     assert got["small"] == pytest.approx(got["large"], abs=4000)
     assert got["small"] > 20_000
 
 
-def test_a_request_that_needs_much_room_is_not_passed_by_for_ever() -> None:
-    async def drill() -> None:
-        waits = turns(max_num_seqs=4, max_share_per_key=1.0)
-        small = [await asked(waits, f"key {number}") for number in range(4)]
-        large = await asked(waits, "large", Cost(4, 100))
-        later = [await asked(waits, "late") for _ in range(4)]
-        for task in small:
-            task.result().end()
-        await asyncio.sleep(0)
-        assert large.done()
-        assert not any(task.done() for task in later)
-        for task in later:
-            task.cancel()
-
-    asyncio.run(drill())
+async def test_a_request_that_needs_much_room_is_not_passed_by_for_ever() -> None:
+    waits = turns(max_num_seqs=4, max_share_per_key=1.0)
+    small = [await asked(waits, f"key {number}") for number in range(4)]
+    large = await asked(waits, "large", Cost(4, 100))
+    later = [await asked(waits, "late") for _ in range(4)]
+    for task in small:
+        task.result().end()
+    await asyncio.sleep(0)
+    assert large.done()
+    assert not any(task.done() for task in later)
+    for task in later:
+        task.cancel()
 
 
-def test_who_leaves_while_waiting_or_running_holds_nobody_up() -> None:
-    async def drill() -> None:
-        waits = turns(max_num_seqs=1)
-        running = await asked(waits, "one")
-        gone, next_one = await asked(waits, "two"), await asked(waits, "three")
-        gone.cancel()
-        running.result().end()
-        await asyncio.sleep(0)
-        assert next_one.done()
-        both = await asked(waits, "four")
-        next_one.result().end()  # gives the turn to one who is called off before it hears of it
-        both.cancel()
-        await asyncio.sleep(0)
-        assert (await asked(waits, "five")).done()
-
-    asyncio.run(drill())
+async def test_who_leaves_while_waiting_or_running_holds_nobody_up() -> None:
+    waits = turns(max_num_seqs=1)
+    running = await asked(waits, "one")
+    gone, next_one = await asked(waits, "two"), await asked(waits, "three")
+    gone.cancel()
+    running.result().end()
+    await asyncio.sleep(0)
+    assert next_one.done()
+    both = await asked(waits, "four")
+    next_one.result().end()  # gives the turn to one who is called off before it hears of it
+    both.cancel()
+    await asyncio.sleep(0)
+    assert (await asked(waits, "five")).done()
 
 
 @pytest.mark.parametrize(
@@ -147,21 +130,18 @@ def test_who_leaves_while_waiting_or_running_holds_nobody_up() -> None:
     ],
     ids=["tokens", "requests", "all"],
 )
-def test_what_waits_is_bounded_for_a_key_and_in_all(limits: dict[str, Any], keys: list[str], status: int) -> None:
-    async def drill() -> None:
-        waits = turns(max_num_seqs=1, **limits)
-        tasks = [await asked(waits, key) for key in keys]
-        with pytest.raises(RequestError) as refused:
-            await waits.take("flooder", ONE)
-        assert refused.value.status == status
-        if status == 429:  # others are still taken
-            other = await asked(waits, "other")
-            assert not other.done()
-            other.cancel()
-        for task in tasks:
-            task.cancel()
-
-    asyncio.run(drill())
+async def test_what_waits_is_bounded_for_a_key_and_in_all(limits: dict[str, Any], keys: list[str], status: int) -> None:
+    waits = turns(max_num_seqs=1, **limits)
+    tasks = [await asked(waits, key) for key in keys]
+    with pytest.raises(RequestError) as refused:
+        await waits.take("flooder", ONE)
+    assert refused.value.status == status
+    if status == 429:  # others are still taken
+        other = await asked(waits, "other")
+        assert not other.done()
+        other.cancel()
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,8 @@ class World:
             self.faults[str(version.number)] = fault
         return version
 
-    def boot(self, **changes: object) -> Loaded | None:
+    def boot(self, **changes: object) -> int | None:
+        """Start an engine and a loop; return the draft that it started with."""
         serve = self.config.serve.model_copy(update=changes)
         self.config = self.config.model_copy(update={"serve": serve})
         self.counts = Counter()
@@ -208,7 +209,19 @@ class World:
         self.loop = Reconciler(
             self.engine, self.source, self.goldens, THRESHOLD, self.config, boot, memory, self.counts
         )
-        return boot
+        return boot.version.number if boot else None
+
+    def serve(self, tags: dict[str, str] | None = None, **pushed: Any) -> Version:
+        """Make a draft the champion, start with it, and look once."""
+        version = self.push(tags, **pushed)
+        self.boot()
+        self.tick()
+        return version
+
+    def configure(self, **serve: object) -> None:
+        """Change the running loop's settings."""
+        changed = self.config.serve.model_copy(update=serve)
+        self.loop._config = self.config.model_copy(update={"serve": changed})
 
     async def start(self, draft: Loaded | None) -> FaultyEngine:
         """Start an engine with a draft or without; the machine may stand in the way."""
@@ -222,10 +235,7 @@ class World:
 
     def clear(self, version: Version) -> None:
         """Take a quarantine back and promote the version again, as a person does."""
-        from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
-
-        client = MlflowClient(self.registry.store.uri, self.registry.store.uri)
-        client.delete_model_version_tag("draft", str(version.number), "quarantined")
+        self.registry.store.client.delete_model_version_tag("draft", str(version.number), "quarantined")
         self.registry.promote("draft", version.number)
 
     def is_quarantined(self, version: Version) -> bool:
@@ -278,9 +288,7 @@ def world(store: Path, tiny_target: Path, goldens: list[Golden], tmp_path: Path)
 @pytest.fixture
 def running(world: World) -> World:
     """A replica that serves draft 1 after its probation."""
-    world.push()
-    world.boot()
-    world.tick()
+    world.serve()
     assert (world.serving(), world.engine.speculating) == (1, True)
     assert world.loop.state.proof is not None
     return world
@@ -298,9 +306,7 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
 @pytest.mark.slow
 def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: World) -> None:
     world.goldens = world.goldens * 3
-    world.push()
-    world.boot()
-    world.tick()
+    world.serve()
     assert (world.serving(), world.engine.most_reading) == (1, 1)
     assert world.engine.most_running > 2
 
@@ -308,9 +314,7 @@ def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: Wor
 @pytest.mark.slow
 def test_a_golden_prompt_that_the_engine_can_not_answer_ends_the_probation_and_the_others(world: World) -> None:
     world.goldens = world.goldens * 3
-    world.push()
-    world.boot()
-    world.tick()
+    world.serve()
     world.push(fault="stumbles")
     num_asked = world.engine.num_asked
     with pytest.raises(RuntimeError, match="stumbled"):
@@ -355,13 +359,27 @@ def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
     assert read_memory(running.config.memory).refused == {label(bad): running.loop.state.refused[label(bad)]}
 
 
+def of_a_newer_release(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["redraft"]["family"] = "of_a_newer_release"
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tag", ["target_sha256", "tokenizer_sha256", "vocab_size"])
-def test_a_draft_for_another_target_is_left_alone(running: World, tag: str) -> None:
-    other = running.push({tag: "5"})
+@pytest.mark.parametrize(
+    ("pushed", "named"),
+    [
+        *(({"tags": {tag: "5"}}, tag) for tag in ("target_sha256", "tokenizer_sha256", "vocab_size")),
+        ({"change": of_a_newer_release}, "is of family 'of_a_newer_release'"),
+    ],
+)
+def test_a_draft_for_another_target_or_of_a_family_that_a_newer_release_has_is_left_alone(
+    running: World, pushed: dict[str, Any], named: str
+) -> None:
+    other = running.push(**pushed)
     running.tick(3)
     assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
-    assert tag in running.loop.state.refused[label(other)]
+    assert named in running.loop.state.refused[label(other)]
     assert read_memory(running.config.memory).refused == {}
 
 
@@ -376,23 +394,11 @@ def test_files_that_are_not_what_was_registered_are_refused(running: World) -> N
     assert "sha256" in running.loop.state.refused[label(bad)]
 
 
-def test_a_draft_of_another_shape_asks_for_a_new_replica_which_boots_with_it(running: World) -> None:
-    running.push(vocab_size=32)
-    running.tick(2)
-    assert running.serving() == 1
-    assert "draft_vocab_size" in (running.loop.state.replacement or "")
-    running.boot()
-    running.tick()
-    assert (running.serving(), running.loop.state.replacement) == (2, None)
-
-
 @pytest.mark.parametrize("found", ["elsewhere", "by an operator", "on probation"])
 def test_after_a_quarantine_the_replica_answers_on_where_the_draft_before_has_another_shape(
     running: World, found: str
 ) -> None:
-    bad = running.push({"golden_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
-    running.boot()
-    running.tick()
+    bad = running.serve({"golden_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
     if found == "elsewhere":
         running.registry.revert("draft", bad.number, "worse on live traffic")
     if found == "by an operator":
@@ -403,15 +409,13 @@ def test_after_a_quarantine_the_replica_answers_on_where_the_draft_before_has_an
     assert running.loop.state.replacement is None
     told = running.loop.state.refused
     assert any("draft_vocab_size" in why and "next start" in why for why in told.values()), told
-    assert running.boot() is not None
+    assert running.boot() == 1
     running.tick()
     assert (running.serving(), running.engine.speculating) == (1, True)
 
 
 def test_going_back_without_a_quarantine_asks_for_a_new_replica_as_any_champion_does(running: World) -> None:
-    running.push(vocab_size=32)
-    running.boot()
-    running.tick()
+    running.serve(vocab_size=32)
     running.registry.roll_back("draft")
     running.tick()
     assert "draft_vocab_size" in (running.loop.state.replacement or "")
@@ -420,9 +424,7 @@ def test_going_back_without_a_quarantine_asks_for_a_new_replica_as_any_champion_
 def test_a_champion_that_is_promoted_after_a_quarantine_is_served_if_it_fits_and_asks_for_a_replica_if_not(
     running: World,
 ) -> None:
-    bad = running.push(vocab_size=32)
-    running.boot()
-    running.tick()
+    bad = running.serve(vocab_size=32)
     running.registry.revert("draft", bad.number, "worse on live traffic")
     running.tick(2)
     running.push(vocab_size=32)
@@ -439,32 +441,28 @@ def test_a_replica_without_a_draft_answers_on_where_a_quarantine_brings_another_
     assert running.boot() is None
     running.tick(2)
     assert (running.champion(), running.loop.state.replacement) == (1, None)
-    assert running.boot() is not None
+    assert running.boot() == 1
 
 
 OTHERS = [name for name in catalog.names("drafts") if name != "eagle3" and family_named(name).SERVED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OTHERS)
-def test_a_draft_of_another_family_asks_for_a_new_replica_which_boots_with_it(running: World, family: str) -> None:
-    version = running.push(family=family)
+@pytest.mark.parametrize("pushed", [{"vocab_size": 32}, *({"family": name} for name in OTHERS)], ids=str)
+def test_a_draft_of_another_shape_or_family_asks_for_a_new_replica_which_boots_with_it(
+    running: World, pushed: dict[str, Any]
+) -> None:
+    running.push(**pushed)
     running.tick(2)
-    assert (running.serving(), running.champion()) == (1, 2)
-    assert running.loop.state.replacement == (
-        f"draft 2 needs a replica of its own: draft {directory_name(running, version)} is of family {family}, "
-        "the served draft of eagle3"
-    )
-    assert running.loop.state.refused == {}
+    assert (running.serving(), running.champion(), running.loop.state.refused) == (1, 2, {})
+    told = running.loop.state.replacement or ""
+    assert told.startswith("draft 2 needs a replica of its own")
+    named = f"is of family {pushed['family']}, the served draft of eagle3" if "family" in pushed else "draft_vocab_size"
+    assert named in told
     running.boot()
     running.tick()
     assert (running.serving(), running.loop.state.replacement) == (2, None)
     assert "quarantined" not in running.registry.get("draft", 2).tags
-
-
-def directory_name(world: World, version: Version) -> str:
-    """What a downloaded version's folder is called."""
-    return world.source.fetch(version).name
 
 
 @pytest.mark.slow
@@ -490,9 +488,7 @@ def test_a_draft_of_another_k_asks_for_a_new_replica_which_boots_with_its_k(runn
 @pytest.mark.slow
 def test_a_good_draft_of_another_k_is_not_fallen_back_to(world: World) -> None:
     for k in (3, 5):
-        world.push({"num_draft_tokens": str(k)})
-        world.boot()
-        world.tick()
+        world.serve({"num_draft_tokens": str(k)})
     assert [version.number for version in read_memory(world.config.memory).good] == [2, 1]
     world.faults["2"] = "refuses"
     world.push({"num_draft_tokens": "5"}, fault="corrupts")
@@ -504,19 +500,6 @@ def test_a_configured_k_of_0_stays(world: World) -> None:
     version = world.push({"num_draft_tokens": "5"})
     assert world.source.served_k(version) == 5
     assert DraftSource(world.registry, world.config.settings.cache, world.card, 0).served_k(version) == 0
-
-
-def test_a_draft_of_a_family_that_a_newer_release_has_is_left_alone(running: World) -> None:
-    def rename(directory: Path) -> None:
-        config = json.loads((directory / "config.json").read_text())
-        config["redraft"]["family"] = "of_a_newer_release"
-        (directory / "config.json").write_text(json.dumps(config))
-
-    other = running.push(change=rename)
-    running.tick(3)
-    assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
-    assert "is of family 'of_a_newer_release'" in running.loop.state.refused[label(other)]
-    assert read_memory(running.config.memory).refused == {}
 
 
 def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: World) -> None:
@@ -549,23 +532,17 @@ def test_a_draft_that_the_engine_fails_to_take_is_tried_again_after_waits_that_d
     assert "quarantined" not in running.registry.get("draft", version.number).tags
 
 
-def allow(world: World, timeout_s: float) -> None:
-    """Let a probation take that long from now on."""
-    serve = world.config.serve.model_copy(update={"probation": Probation(timeout_s=timeout_s)})
-    world.loop._config = world.config.model_copy(update={"serve": serve})
-
-
 @pytest.mark.slow
 def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running: World) -> None:
     version = running.push(fault="hangs")
-    allow(running, 0.5)
+    running.configure(probation=Probation(timeout_s=0.5))
     running.tick(2)
     assert (running.serving(), running.counts["postponed"]) == (1, 1)
     assert "took more than 0.5 s; the next comes in " in running.loop.state.postponed[label(version)].describe(
         time.monotonic()
     )
     running.faults.clear()
-    allow(running, 60)
+    running.configure(probation=Probation(timeout_s=60))
     running.make_due()
     running.tick()
     assert (running.serving(), running.loop.state.postponed) == (2, {})
@@ -575,13 +552,13 @@ def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running:
 def test_a_boot_draft_that_can_not_be_judged_goes_on_serving_and_holds_up_no_other_champion(world: World) -> None:
     boot = world.push(fault="hangs")
     world.boot()
-    allow(world, 0.5)
+    world.configure(probation=Probation(timeout_s=0.5))
     world.tick(2)
     assert (world.serving(), world.engine.speculating, world.loop.state.proof) == (1, True, None)
     waits = world.loop.state.postponed[label(boot)]
     assert waits.num_attempts == 1
     world.loop._state = replace(world.loop.state, postponed={label(boot): waits._replace(due_s=waits.due_s + 3600)})
-    allow(world, 60)
+    world.configure(probation=Probation(timeout_s=60))
     champion = world.push(fault="crashes")
     with pytest.raises(RuntimeError, match="did not answer"):
         world.tick()
@@ -632,9 +609,7 @@ def test_a_draft_that_the_engine_did_not_start_with_waits_and_is_then_served(
 ) -> None:
     version = running.push()
     running.unstartable["2"] = failure
-    boot = running.boot()
-    assert boot is not None
-    assert (boot.version.number, running.counts["postponed"]) == (1, 1)
+    assert (running.boot(), running.counts["postponed"]) == (1, 1)
     running.tick()
     assert (running.serving(), running.champion(), running.loop.state.refused) == (1, 2, {})
     assert "did not start with it" in running.loop.state.postponed[label(version)].describe(time.monotonic())
@@ -668,10 +643,9 @@ def test_when_nothing_starts_no_draft_is_blamed(running: World) -> None:
             running.boot()
     assert read_memory(running.config.memory) == before
     running.unstartable.clear()
-    boot = running.boot()
+    assert running.boot() == 2
     running.tick()
-    assert boot is not None
-    assert (boot.version.number, running.serving(), running.is_quarantined(version)) == (2, 2, False)
+    assert (running.serving(), running.is_quarantined(version)) == (2, False)
 
 
 def test_when_every_draft_fails_and_the_target_starts_none_is_refused(running: World) -> None:
@@ -704,9 +678,7 @@ def misquote(goldens: list[Golden]) -> list[Golden]:
 
 def test_a_boot_draft_is_not_blamed_for_an_output_that_the_target_alone_gives_too(world: World) -> None:
     world.goldens = misquote(world.goldens)
-    version = world.push()
-    world.boot()
-    world.tick()
+    version = world.serve()
     assert (world.serving(), world.engine.speculating, world.loop.state.proof) == (1, True, None)
     assert (world.loop.state.refused, world.is_quarantined(version)) == ({}, False)
     reason = world.loop.state.postponed[label(version)].reason
@@ -755,10 +727,9 @@ def test_a_replica_that_starts_again_does_not_report_what_somebody_cleared(runni
     running.config.memory.write_text(json.dumps({key: remembered[key] for key in keys}))
     running.faults.clear()
     running.clear(version)
-    boot = running.boot()
+    assert running.boot() == 2
     running.tick()
-    assert boot is not None
-    assert (boot.version.number, running.serving(), running.is_quarantined(version)) == (2, 2, False)
+    assert (running.serving(), running.is_quarantined(version)) == (2, False)
 
 
 @pytest.mark.slow
@@ -780,24 +751,8 @@ def test_a_refusal_that_the_registry_could_not_be_told_of_is_reported_after_a_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("champion", [1, 3])
-def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champion: int) -> None:
-    running.push(fault="crashes")
-    with pytest.raises(RuntimeError, match="did not answer"):
-        running.tick()
-    if champion == 3:
-        running.push()
-    else:
-        running.registry.promote("draft", champion)
-    running.tick()
-    assert (running.serving(), running.loop.state.postponed) == (champion, {})
-
-
-@pytest.mark.slow
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
-    world.push({"golden_tau": "3.9"})
-    world.boot()
-    world.tick()
+    world.serve({"golden_tau": "3.9"})
     assert (world.serving(), world.engine.speculating, world.champion()) == (None, False, None)
     assert world.loop.state.fallback == "no good draft"
     world.push()
@@ -807,7 +762,7 @@ def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World)
 
 def test_a_bad_boot_draft_gives_way_to_the_last_good_one(running: World) -> None:
     running.push({"golden_tau": "3.9"})
-    assert running.boot().version.number == 2
+    assert running.boot() == 2
     running.tick(2)
     assert (running.serving(), running.engine.speculating, running.champion()) == (1, True, 1)
 
@@ -848,24 +803,17 @@ def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: Wor
     running.source = DraftSource(
         running.registry, running.config.settings.cache, running.card, Params().num_draft_tokens
     )
-    boot = running.boot()
-    assert boot is not None
-    assert boot.version.number == 1
-    assert running.counts["registry_unavailable"] == 1
+    assert (running.boot(), running.counts["registry_unavailable"]) == (1, 1)
 
 
 def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from_starting(running: World) -> None:
-    from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
-
-    by_hand = MlflowClient(running.registry.store.uri, running.registry.store.uri)
+    by_hand = running.registry.store.client
     by_hand.create_model_version("draft", source=running.home.as_uri())
     by_hand.set_registered_model_alias("draft", CHAMPION, "2")
     with pytest.raises(ForeignVersion):
         running.tick()
     assert running.serving() == 1
-    boot = running.boot()
-    assert boot is not None
-    assert (boot.version.number, running.counts["errors"]) == (1, 1)
+    assert (running.boot(), running.counts["errors"]) == (1, 1)
 
 
 @pytest.mark.slow
@@ -874,19 +822,13 @@ def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from
     [("tau", "{"), ("vocab_size", "many"), ("golden_tau", "nan"), ("num_draft_tokens", "0"), ("parent", "the first")],
 )
 def test_a_champion_with_a_tag_changed_by_hand_is_left_alone_and_named(running: World, tag: str, value: str) -> None:
-    from mlflow import MlflowClient
-
     damaged = running.push()
-    MlflowClient(running.registry.store.uri, running.registry.store.uri).set_model_version_tag(
-        "draft", str(damaged.number), tag, value
-    )
+    running.registry.store.client.set_model_version_tag("draft", str(damaged.number), tag, value)
     with pytest.raises(ForeignVersion, match=f"draft {damaged.number}: tag {tag} is '{value}'"):
         running.tick()
     assert (running.serving(), running.engine.speculating) == (1, True)
     assert not is_quarantined(running.registry.get("draft", damaged.number))
-    boot = running.boot()
-    assert boot is not None
-    assert (boot.version.number, running.counts["errors"]) == (1, 1)
+    assert (running.boot(), running.counts["errors"]) == (1, 1)
 
 
 @pytest.mark.slow
@@ -901,9 +843,7 @@ def test_a_draft_that_there_is_no_memory_for_is_not_loaded_and_comes_when_there_
     assert "GiB of memory are free, a swap wants 1000000.00" in world.loop.state.postponed[label(newer)].reason
     assert (world.loop.state.refused, world.champion()) == ({}, newer.number)
     world.faults.clear()
-    world.loop._config = world.config.model_copy(
-        update={"serve": world.config.serve.model_copy(update={"min_free_memory_gib": 0.0})}
-    )
+    world.configure(min_free_memory_gib=0.0)
     world.make_due()
     world.tick()
     assert (world.serving(), world.counts["swaps"], world.loop.state.postponed) == (newer.number, 1, {})
@@ -918,16 +858,6 @@ def test_swaps_are_kept_apart(running: World) -> None:
     running.push()
     running.tick(2)
     assert (running.serving(), running.counts["swaps"], running.counts["deferred"]) == (2, 1, 2)
-
-
-def test_while_an_operator_has_speculation_off_nothing_is_swapped(running: World) -> None:
-    running.push()
-    assert running.runner.run(running.loop.set_speculation(False)) is False
-    running.tick()
-    assert (running.serving(), running.engine.speculating) == (1, False)
-    assert running.runner.run(running.loop.set_speculation(True)) is True
-    running.tick()
-    assert (running.serving(), running.engine.speculating) == (2, True)
 
 
 async def switch_off(world: World, begun: Callable[[], bool], go_on: Callable[[], object] = lambda: None) -> None:
@@ -1014,7 +944,7 @@ def test_a_draft_that_is_not_put_back_in_time_leaves_speculation_off_until_it_is
     running.loop._source = DraftSource(running.registry, running.config.settings.cache, running.card, 3)
     slow.may_go.set()  # the fetch that went on holds the folder
     assert slow.fetched.wait(60)
-    allow(running, 60)
+    running.configure(probation=Probation(timeout_s=60))
     running.tick(2)
     assert (running.serving(), running.engine.speculating, running.loop.state.fallback) == (1, True, None)
 
@@ -1111,17 +1041,10 @@ def test_an_operator_who_switches_off_during_a_canary_gets_it_at_once(checked: W
 
 def test_canary_prompts_that_are_not_answered_in_time_say_nothing(checked: World) -> None:
     checked.faults["1"] = "hangs"
-    canary = CanaryParams(period_s=1e-6, timeout_s=0.1)
-    serve = checked.config.serve.model_copy(update={"canary": canary})
-    checked.loop._config = checked.config.model_copy(update={"serve": serve})
+    checked.configure(canary=CanaryParams(period_s=1e-6, timeout_s=0.1))
     checked.tick()
     assert (checked.counts["canaries_undecided"], checked.counts["canaries"]) == (1, 0)
     assert (checked.serving(), checked.engine.speculating, checked.loop.state.postponed) == (1, True, {})
-
-
-def test_an_operator_can_not_switch_on_what_has_no_good_draft(world: World) -> None:
-    world.boot()
-    assert world.runner.run(world.loop.set_speculation(True)) is False
 
 
 def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World) -> None:
@@ -1137,8 +1060,7 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
     running.push(fault="crashes")
 
     async def run() -> None:
-        serve = Serve(poll_s=0.01, min_swap_interval_s=0, probation=Probation(timeout_s=0.1))
-        running.loop._config = running.config.model_copy(update={"serve": serve})
+        running.configure(poll_s=0.01, probation=Probation(timeout_s=0.1))
         task = asyncio.create_task(running.loop.run())
         async with asyncio.timeout(60):
             while running.counts["errors"] < 3:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from infra.consent import QueryRow
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
@@ -16,7 +17,7 @@ from models.targets.random import byte_tokenizer
 from services.questions import Origin
 from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder
 
-ID = "0123456789abcdef0123456789abcdef"
+ID = f"{1:032x}"
 TOKENIZER = byte_tokenizer()
 
 
@@ -69,11 +70,25 @@ def origin(consent: str = "full", request_id: str = ID, domain: str = "chat") ->
     return Origin(request_id, domain, consent, "s" * 64, group="9" * 64)
 
 
-def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(), Settings())
+def record(
+    recorder: Recorder, number: int = 1, consent: str = "full", domain: str = "chat", asks: str = "on", **answered: Any
+) -> None:
+    """Let a request be asked and answered."""
+    request_id = f"{number:032x}"
+    recorder.expect(origin(consent, request_id, domain)._replace(speculation=asks))
+    recorder.finished(completion(f"chatcmpl-{request_id}", **answered), Settings())
+
+
+def written(recorder: Recorder, querylog: QueryLog, consent: str = "full") -> QueryRow:
+    """Return the one row that a recorder wrote."""
     recorder.close()
-    (row,) = querylog.rows(1, 9)
+    (row,) = querylog.rows(1, 9, consent)
+    return row
+
+
+def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
+    record(recorder)
+    row = written(recorder, querylog)
     assert (row.domain, row.subject, row.target_version, row.draft_version) == ("chat", "s" * 64, 2, 7)
     assert row.group == "9" * 64
     assert (row.prompt, row.completion) == ("hi", "there")
@@ -83,12 +98,9 @@ def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Reco
 
 
 def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin("metadata"))
-    recorder.expect(origin("none", "f" * 32))
-    recorder.finished(completion(), Settings())
-    recorder.finished(completion(f"chatcmpl-{'f' * 32}"), Settings())
-    recorder.close()
-    (row,) = querylog.rows(1, 9, "metadata")
+    record(recorder, 1, "metadata")
+    record(recorder, 2, "none")
+    row = written(recorder, querylog, "metadata")
     assert (row.prompt, row.completion_ids, row.drafted_ids, row.accepted) == (None, None, None, [2, 0, 0])
     assert row.group is None
     assert querylog.stats().total == 1
@@ -98,8 +110,7 @@ def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits
     recorder: Recorder, querylog: QueryLog
 ) -> None:
     for number in range(3):
-        recorder.expect(origin(request_id=f"{number}" * 32))
-        recorder.finished(completion(f"chatcmpl-{f'{number}' * 32}", text="abc"[: number + 1]), Settings())
+        record(recorder, number, text="abc"[: number + 1])
     recorder.close()
     assert querylog.stats().total == 3
     assert querylog.stats().depth == 1
@@ -107,11 +118,8 @@ def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits
 
 
 def test_what_was_scrubbed_is_encoded_again_and_loses_its_steps(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin())
-    prompt = "<|im_start|>user\nwrite to ann@example.org<|im_end|>"
-    recorder.finished(completion(prompt=prompt), Settings())
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    record(recorder, prompt="<|im_start|>user\nwrite to ann@example.org<|im_end|>")
+    row = written(recorder, querylog)
     assert row.prompt == "<|im_start|>user\nwrite to [EMAIL]<|im_end|>"
     assert row.prompt_ids == encode(row.prompt)
     assert (row.completion, row.drafted, row.accepted, row.drafted_ids) == ("there", None, None, None)
@@ -153,15 +161,13 @@ def test_a_client_that_left_still_has_its_row_but_no_usage(recorder: Recorder, q
     recorder.finished(completion(finish_reason=None), Settings())
     recorder.finished(completion(finish_reason=None), Settings())
     assert recorder.usage(ID) is None
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert row.finish_reason == "abort"
 
 
 def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Recorder) -> None:
     for index in range(MAX_DOMAINS + 5):
-        recorder.expect(origin("none", f"{index:032x}", f"d{index}"))
-        recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
+        record(recorder, index, "none", f"d{index}")
         recorder.forget(f"{index:032x}")
     figures = recorder.acceptance("7")
     assert len(figures) == MAX_DOMAINS + 1
@@ -171,29 +177,25 @@ def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Record
 
 def test_a_stream_that_began_before_a_swap_counts_for_its_own_draft(recorder: Recorder) -> None:
     for index, draft in enumerate(["7", "8", "7"]):  # the last one began before the swap and ends after it
-        recorder.expect(origin("none", f"{index:032x}"))
-        recorder.finished(completion(f"chatcmpl-{index:032x}", draft_version=draft), Settings())
+        record(recorder, index, "none", draft_version=draft)
     assert [recorder.acceptance(draft)["chat"].requests for draft in ("7", "8")] == [2, 1]
 
 
 def test_the_windows_of_the_last_drafts_are_kept(recorder: Recorder) -> None:
     for index in range(MAX_DRAFTS + 1):
-        recorder.expect(origin("none", f"{index:032x}"))
-        recorder.finished(completion(f"chatcmpl-{index:032x}", draft_version=str(index)), Settings())
+        record(recorder, index, "none", draft_version=str(index))
     assert [bool(recorder.acceptance(str(index))) for index in range(MAX_DRAFTS + 1)] == [False] + [True] * MAX_DRAFTS
 
 
 def test_a_drafts_last_requests_are_given_in_the_order_in_which_they_ended(recorder: Recorder) -> None:
     for index, domain in enumerate(["chat", "code", "chat"]):
-        recorder.expect(origin("none", f"{index:032x}", domain))
-        recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
+        record(recorder, index, "none", domain)
     assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code", "chat"]
     assert recorder.recent("8") == []
 
 
 def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(speculating=False, drafted=(), accepted=(), drafted_ids=()), Settings())
+    record(recorder, speculating=False, drafted=(), accepted=(), drafted_ids=())
     assert recorder.acceptance("7") == {}
     assert recorder.usage(ID) == {
         "draft_version": "7",
@@ -208,8 +210,7 @@ def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) ->
 def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
     recorder: Recorder, querylog: QueryLog
 ) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(finish_reason="Not A Word"), Settings())
+    record(recorder, finish_reason="Not A Word")
     recorder.finished(completion(), Settings())
     recorder.close()
     assert recorder.counts() == LogCounts(written=1, dropped=1, unlogged=0, last_error=None)
@@ -221,8 +222,7 @@ def test_states_that_can_not_be_settled_do_not_end_the_recorder(querylog: QueryL
 
     recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=2, settle=fails)
     for number in range(2):
-        recorder.expect(Origin(f"{number}" * 32, "chat", "full", None))
-        recorder.finished(completion(f"chatcmpl-{f'{number}' * 32}"), Settings())
+        record(recorder, number)
     recorder.close()
     assert recorder.counts().written == 2
 
@@ -246,36 +246,27 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
 
 def test_only_requests_that_the_draft_drafted_alone_count_for_its_acceptance(recorder: Recorder) -> None:
     for number, way in enumerate(("auto", "head", "off")):
-        request_id = f"{number:032x}"
-        recorder.expect(origin(request_id=request_id))
-        recorder.finished(completion(f"chatcmpl-{request_id}", drafting=way), Settings())
+        record(recorder, number, drafting=way)
     assert recorder.acceptance("7")["chat"].requests == 1
 
 
 def test_a_client_can_not_choose_what_a_draft_is_judged_by(recorder: Recorder) -> None:
     for number, asks in enumerate(("head", "on")):
-        request_id = f"{number:032x}"
-        recorder.expect(origin(request_id=request_id)._replace(speculation=asks))
-        recorder.finished(completion(f"chatcmpl-{request_id}"), Settings())
+        record(recorder, number, asks=asks)
     assert [tally.number for tally in recorder.recent("7")] == [0]
 
 
 def test_a_row_says_how_it_was_drafted_and_what_was_looked_up(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(drafting="auto", matches=(0, 5, 0)), Settings())
-    usage = recorder.usage(ID)
-    assert usage is not None
+    record(recorder, drafting="auto", matches=(0, 5, 0))
+    usage = recorder.usage(ID) or {}
     assert (usage["accepted"], usage["looked_up"]) == (2, 0)
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert (row.drafting, row.matches) == ("auto", [0, 5, 0])
 
 
 def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(matches=(4, 0, 0)), Settings())
-    usage = recorder.usage(ID)
-    assert usage is not None
+    record(recorder, matches=(4, 0, 0))
+    usage = recorder.usage(ID) or {}
     assert (usage["accepted"], usage["looked_up"]) == (2, 2)
     assert recorder.accepted == {"head": 0, "lookup": 2, "structured": 0}
     recorder.expect(origin())
@@ -286,20 +277,16 @@ def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
 def test_what_a_grammar_constrained_is_counted_for_itself_and_judges_no_draft(
     recorder: Recorder, querylog: QueryLog
 ) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(structured=True, matches=(4, 0, 0)), Settings())
+    record(recorder, structured=True, matches=(4, 0, 0))
     assert recorder.accepted == {"head": 0, "lookup": 0, "structured": 2}
     assert (recorder.acceptance("7"), recorder.recent("7")) == ({}, [])
-    recorder.close()
-    (row,) = querylog.rows(1, 9)
+    row = written(recorder, querylog)
     assert row.structured and from_log([row]) == []
 
 
 def test_steps_for_which_nothing_was_to_draft_lower_no_accepted_length(recorder: Recorder, querylog: QueryLog) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(matches=(0, 0, UNDRAFTED)), Settings())
-    usage = recorder.usage(ID)
-    assert usage is not None
+    record(recorder, matches=(0, 0, UNDRAFTED))
+    usage = recorder.usage(ID) or {}
     assert (usage["steps"], usage["looked_up"], usage["mean_accepted_length"]) == (3, 0, 2.0)
     assert recorder.acceptance("7")["chat"].mean_accepted_length == 2.0
     recorder.close()
@@ -308,8 +295,7 @@ def test_steps_for_which_nothing_was_to_draft_lower_no_accepted_length(recorder:
 
 
 def test_answers_without_a_step_and_without_a_draft_leave_the_window_to_others(recorder: Recorder) -> None:
-    recorder.expect(origin())
-    recorder.finished(completion(), Settings())
+    record(recorder)
     for _ in range(ROLLING):  # what asks whether the service lives
         recorder.finished(completion(text="t", drafted=(), accepted=(), drafted_ids=()), Settings(max_tokens=1))
         recorder.finished(completion(matches=(UNDRAFTED,) * 3, accepted=(0,) * 3), Settings())

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infra.keys import add_key
 from models.serving import Limits
 from services.access import Keys
 from services.request_middleware import HEADER_BYTES, HEADER_LINES, RequestMiddleware
+from tests.services import asgi
 
 MARK = {"x-redraft-request": "1"}
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-redraft-request", b"1")]
@@ -33,28 +33,11 @@ def ask(
     headers: Sequence[tuple[str, bytes]] = (),
     chunks: Sequence[bytes] = (b"",),
     keys: Keys | None = None,
-) -> tuple[int, bytes, Headers]:
-    """Send one request through the layer and return status, body and headers."""
-    messages = [
-        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
-        for index, chunk in enumerate(chunks)
-    ]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if not messages:
-            await asyncio.sleep(60)
-        return messages.pop(0)
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    raw = [(name.lower().encode(), value) for name, value in (("Host", b"localhost"), *headers)]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+) -> asgi.Answer:
+    """Send one request through the layer."""
     limits = Limits(max_body_bytes=10, body_timeout_s=0.1)
-    asyncio.run(RequestMiddleware(app, keys or Keys(Path("none.json"), loopback=True), limits)(scope, receive, send))
-    body = b"".join(message.get("body", b"") for message in sent)
-    return sent[0]["status"], body, Headers(raw=sent[0]["headers"])
+    layer = RequestMiddleware(app, keys or Keys(Path("none.json"), loopback=True), limits)
+    return asyncio.run(asgi.ask(layer, chunks, path, [("Host", b"localhost"), *headers]))
 
 
 def error_of(body: bytes) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from infra.settings import Settings
 from services.config import ServiceConfig
 from services.request_middleware import LOST_FRAMES
 from services.reverse_proxy import ReverseProxy
+from tests.infra.rows import ROOT
 
-ROOT = Path(__file__).parents[2]
 NUM_EVENTS = 6000
 EVENT = "data: " + "x" * 1000 + "\n\n"
 DONE = "data: [DONE]\n\n"

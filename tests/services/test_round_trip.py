@@ -1,10 +1,9 @@
 """What a client saw of an exchange, imported: the ids of the served row's log, or a counted reason."""
 
-import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from models.targets import describe
 from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
 from tasks.register import identity
-from tests.world import World, make_target
+from tests.world import World
 
 pytestmark = pytest.mark.engine
 
@@ -114,20 +113,11 @@ def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(
-    target: Path,
-    engine: Any,
-    loop: asyncio.AbstractEventLoop,
-    store: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[World]:
+def shown(target: Path, make_world: Callable[..., World]) -> Iterator[World]:
     """A service of that target that parses tool calls."""
-    home = tmp_path_factory.mktemp("world")
-    shutil.copy(store, home)
-    make_target(target, home / "target", engine, loop)
     serve = {"tool_parser": "hermes", "structured": {"enabled": True}}
     engine_table = {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_LEN, "enforce_eager": True}
-    world = World(home, home / "target", serve=serve, engine=engine_table)
+    world = make_world(target, serve=serve, engine=engine_table)
     with world.start():
         yield world
 

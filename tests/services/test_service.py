@@ -175,25 +175,20 @@ def test_a_draft_that_accepts_less_than_it_promised_is_put_back(world: World, cl
     assert stream_text(client, PROMPTS[0])[1] is not None
 
 
-def test_a_draft_for_another_target_is_left_alone(world: World) -> None:
-    good = world.status()["draft_version"]
-    other = world.register(3, target_sha256="0" * 64)
-    world.registry.promote("draft", other)
-    time.sleep(2)
-    assert world.status()["draft_version"] == good
-    world.registry.promote("draft", int(good))
-
-
 def test_the_log_says_at_the_start_which_model_runner_serves(world: World) -> None:
     log = (world.home / "service.log").read_text()
     assert "vLLM's model runner is V1, vllm.v1.worker.cpu_model_runner.CPUModelRunner" in log
 
 
+def turn(world: World, on: bool) -> None:
+    url = f"{world.url}/redraft/speculation"
+    httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
+
+
 def test_speculation_can_be_switched_off_and_on(world: World, client: openai.OpenAI) -> None:
     text = stream_text(client, PROMPTS[1])[0]
     for on in (False, True):
-        url = f"{world.url}/redraft/speculation"
-        httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
+        turn(world, on)
         again, _, usage = stream_text(client, PROMPTS[1])
         assert again == text
         assert (usage["redraft"]["drafted"] > 0) is on
@@ -221,18 +216,13 @@ def test_whatever_asks_whether_the_service_lives_is_never_drawn_to_judge_the_dra
 
 
 def test_off_acts_whatever_becomes_of_a_new_draft(world: World, client: openai.OpenAI) -> None:
-    switch = f"{world.url}/redraft/speculation"
-
-    def turn(on: bool) -> None:
-        httpx.post(switch, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
-
     for number in range(4):
         version = world.versions[(number + 1) % 2]
         world.registry.promote("draft", version)
         time.sleep(0.25 * number)  # before it is looked at, loaded, on probation, or serves
-        turn(on=False)
+        turn(world, on=False)
         assert stream_text(client, PROMPTS[1])[2]["redraft"]["drafted"] == 0
-        turn(on=True)
+        turn(world, on=True)
         world.wait_for_draft(version)
         world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
 

@@ -184,10 +184,6 @@ def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told:
     assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
 
 
-def test_a_home_without_drafts_says_how_to_make_one() -> None:
-    assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build"
-
-
 def test_counts_stand_by_their_names() -> None:
     assert counts({"ok": 1000, "http 503": 2}) == "ok: 1,000, http 503: 2"
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.views.figures import draw_acceptance
 from models.evaluation.golden import Golden, save_golden
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs, output_verdicts
 
@@ -45,9 +44,3 @@ def test_a_verdict_belongs_to_its_prompt(tmp_path: Path) -> None:
     references = [row(0, (1,), (5, 6, 7)), row(1, (1,), (5, 6, 7)) | {"gaps": [1.0, 1.0, 0.001]}]
     outputs = [row(0, (1,), (5, 9, 7)), row(1, (1,), (5, 6, 8))]
     assert output_verdicts(references, outputs, tmp_path) == {"p0": "different", "p1": "near-tie"}
-
-
-@pytest.mark.slow
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    file = draw_acceptance([row(n, (n % 3,)) for n in range(20)], 10, 5, tmp_path / "plot.png")
-    assert file.read_bytes().startswith(b"\x89PNG")
