@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from operator import eq
 from pathlib import Path
@@ -17,15 +16,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
-from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import OPTIONS, DraftOptions
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
-from models.evaluation.golden import Golden, equal_output
-from models.learning.captured import read
-from models.learning.hidden import HiddenStates, Sample
 from models.lengths import fixed
+from tests.models.engines.answers import answer_all, captured, golden_of, require_none_different, require_states
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +31,7 @@ THRESHOLD = 0.05
 LOOKED_UP = 6
 SHORT = 160  # positions of the draft's context; the target's has 256
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
-LAYERS, HIDDEN = (1, 2), 128  # of the tiny target, which the head reads
+LAYERS = (1, 2)  # of the tiny target, which the head reads
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +63,7 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
 
 def answer(loop: Loop, engine: VllmEngine, way: Way, tag: str, concurrency: int = 4, seed: int = 1) -> list[Completion]:
     sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2, drafting=way)
-
-    async def run() -> list[Completion]:
-        gate = asyncio.Semaphore(concurrency)
-
-        async def one(number: int, prompt: list[int]) -> Completion:
-            async with gate:
-                return await engine.generate(prompt, sampling, f"{tag}-{way}-{number}")
-
-        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(12, seed)))))
-
-    return loop.run_until_complete(run())
+    return loop.run_until_complete(answer_all(engine, prompts(12, seed), sampling, concurrency, f"{tag}-{way}"))
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -86,9 +72,7 @@ def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(
 ) -> None:
     auto = answer(loop, planned, "auto", f"auto{concurrency}", concurrency, seed=concurrency)
     off = answer(loop, planned, "off", f"plain{concurrency}", 1, seed=concurrency)
-    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in off]
-    verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, auto, strict=True))
-    assert verdicts["different"] == 0, verdicts
+    require_none_different(golden_of(off), auto, THRESHOLD)
     assert all(set(one.drafted) == {0} and set(one.matches) == {UNDRAFTED} for one in off)
     looked_up = [
         step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0] > 0
@@ -111,14 +95,11 @@ def test_a_request_that_is_drafted_by_the_head_alone_looks_nothing_up(planned: V
 def test_requests_of_every_way_share_a_batch(planned: VllmEngine, loop: Loop) -> None:
     async def run() -> list[Completion]:
         ways: list[Way] = ["auto", "head", "off"] * 4
-        return list(
-            await asyncio.gather(
-                *(
-                    planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
-                    for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
-                )
-            )
+        asked = (
+            planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
+            for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
         )
+        return list(await asyncio.gather(*asked))
 
     auto, head, off = (loop.run_until_complete(run())[place::3] for place in range(3))
     assert any(max(one.matches) > 0 for one in auto)
@@ -257,8 +238,6 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
         planned.llm.options_of = lambda *_: DraftOptions("auto", "chat", key)
 
         async def run() -> Completion:
-            from vllm import SamplingParams
-
             wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
             async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag):
                 last = output
@@ -280,8 +259,6 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     planned: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
 ) -> None:
     """Whatever drafts, with prompts that the prefix cache has in part, and of no request that does not want it."""
-    from vllm import SamplingParams
-
     done: list[Completion] = []
     ways = {"0": "auto", "1": "head", "2": "off"}
 
@@ -295,11 +272,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
         planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
         for turn in range(2):  # the second time the cache has the prompts' whole blocks
             await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
-        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
-        await planned.settle_states(claims)
-        while (counts := await planned.settle_states([])).get("written", 0) - before.get("written", 0) < 8:
-            await asyncio.sleep(0.01)
-        return counts
+        return await captured(planned, done, tmp_path, before.get("written", 0) + 8)
 
     async def one(number: int, prompt: list[int], turn: int) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
@@ -311,21 +284,9 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     finally:
         planned.llm.options_of = planned.llm.on_finish = None
     assert counts == {"written": 8, "gone": 2}
-    samples = [
-        Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids))
-        for one in done
-        if "-3-" not in one.request_id
-    ]
     assert any(max(one.matches) > 0 for one in done) and any(sum(one.accepted) for one in done)
-    states = HiddenStates(tmp_path / "hidden", samples, LAYERS, HIDDEN)
-    states.extract(tiny_target)
-    firsts = set()
-    for sample in samples:
-        found = read(tmp_path / sample.id, "t", LAYERS, sample.token_ids)
-        firsts.add(found.first)
-        wanted = states.read(sample)[0][found.first : -1].float()
-        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
-    assert firsts == {0, 32}
+    kept = [one for one in done if "-3-" not in one.request_id]
+    assert require_states(tiny_target, kept, LAYERS, tmp_path) == {0, 32}
 
 
 def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of_them(
@@ -404,5 +365,4 @@ def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
 
     (at_once, whole), (between, read) = loop.run_until_complete(run())
     assert at_once < len(prompt) // piece - 2 <= between
-    golden = Golden(prompt_ids=whole.prompt_ids, token_ids=whole.token_ids, gaps=whole.gaps)
-    assert equal_output(golden, read.token_ids, THRESHOLD) != "different"
+    require_none_different(golden_of([whole]), [read], THRESHOLD)

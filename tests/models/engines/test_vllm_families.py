@@ -20,9 +20,9 @@ from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.patches.dflash import norm_by_layer
 from models.evaluation.acceptance import UNDRAFTED
-from models.evaluation.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
+from tests.models.engines import answers
 
 pytestmark = pytest.mark.engine
 
@@ -57,8 +57,7 @@ def running(
 
 
 async def answer_all(engine: Engine, tag: str) -> list[Completion]:
-    asked = enumerate(prompts())
-    return list(await asyncio.gather(*(engine.generate(prompt, GREEDY, f"{tag}-{number}") for number, prompt in asked)))
+    return await answers.answer_all(engine, prompts(), GREEDY, NUM_PROMPTS, tag)
 
 
 def test_output_is_equal_with_and_without_and_drafts_are_the_reference_engines(
@@ -75,10 +74,8 @@ def test_output_is_equal_with_and_without_and_drafts_are_the_reference_engines(
         return [on, off, await answer_all(engine, "again"), await answer_all(other, "torch")]
 
     on, off, again, torchs = loop.run_until_complete(run())
-    for answers in (on, again, torchs):
-        for one, plain in zip(answers, off, strict=True):
-            golden = Golden(prompt_ids=plain.prompt_ids, token_ids=plain.token_ids, gaps=plain.gaps)
-            assert equal_output(golden, one.token_ids, 0.02) != "different"
+    for outputs in (on, again, torchs):
+        answers.require_none_different(answers.golden_of(off), outputs, 0.02)
     assert sum(sum(one.drafted) for one in off) == 0
     assert sum(sum(one.accepted) for one in on) > 0
     same = [(mine, theirs) for mine, theirs in zip(torchs, on, strict=True) if mine.drafted_ids == theirs.drafted_ids]
@@ -122,14 +119,11 @@ def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_
 
     async def run() -> list[Completion]:
         asked = [(full, "head", 12), (prompts()[1], "off", 32), (prompts()[2], "head", 32), (full[::-1], "head", 12)]
-        return list(
-            await asyncio.gather(
-                *(
-                    engine.generate(prompt, GREEDY.model_copy(update={"drafting": way, "max_tokens": most}), f"at-{at}")
-                    for at, (prompt, way, most) in enumerate(asked)
-                )
-            )
+        running = (
+            engine.generate(prompt, GREEDY.model_copy(update={"drafting": way, "max_tokens": most}), f"at-{at}")
+            for at, (prompt, way, most) in enumerate(asked)
         )
+        return list(await asyncio.gather(*running))
 
     at_end, off, other, again_at_end = loop.run_until_complete(run())
     finds = all if family_of(draft).TRAINED else any  # a text may hold nothing that goes on from where it is looked up
