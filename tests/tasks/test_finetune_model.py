@@ -1,32 +1,25 @@
 """The stage that finetunes: a second task changes the target, and is measured on text of its own."""
 
-import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.checkpoints.loading import load_model
-from models.recipe import parse_recipe, shipped_recipes
 from tasks.finetune_model import finetune_model
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import prepare_text
+from tests.tasks.made import recipe_of
 
 pytestmark = pytest.mark.slow
 TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 20, "num_held_out": 4}
 
 
-def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(store, tmp_path)
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text()) | {"text": {"code": TEXT, "chat": TEXT}}
+def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(home: Path) -> None:
     made = []
     for second in ({}, {"second": {"domain": "chat", "weight": 0.0}}, {"second": {"domain": "chat"}}):
         table = {"method": {"name": "lora"}, "domain": "code", "max_length": 64, **second}
-        recipe = parse_recipe({"name": "r", **tables, "finetune": table}, "r")
+        recipe = recipe_of(text={"code": TEXT, "chat": TEXT}, finetune=table)
         target, text = prepare_target.fn(recipe.target), prepare_text.fn(recipe.text, recipe.seed)
         assert recipe.finetune is not None
         made.append(load_model(finetune_model.fn(recipe.finetune, recipe.seed, target, text).path).state_dict())

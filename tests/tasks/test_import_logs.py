@@ -11,11 +11,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from infra.artifacts import staged
 from infra.consent import group_of, subject_of
 from infra.erase import erase_subject
 from infra.querylog import QueryLog
-from infra.registry import Registry
+from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models import catalog
@@ -28,6 +27,7 @@ from tasks.register import identity
 from tasks.stages.samples import usable
 from tests.infra.rows import erase
 from tests.models.tokenizers import byte_ids
+from tests.tasks.made import target_files
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
@@ -38,18 +38,21 @@ def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def with_champion(store: Path, home: Path, target: Path) -> Path:
+    """Make a target the champion of an empty registry."""
+    shutil.copy(store, home)
+    settings = load_settings({"REDRAFT_HOME": str(home)})
+    registry, files = open_registry(settings), target_files(target, home / "target").path
+    version = registry.register("target", files, identity(describe(files)).to_tags())
+    registry.promote("target", version.number)
+    registry.download(version, settings.cache)
+    return home
+
+
 @pytest.fixture(scope="module")
 def home(store: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose registry has a champion target; tests copy it."""
-    home = tmp_path_factory.mktemp("home")
-    shutil.copy(store, home)
-    registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
-    with staged(home / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-    version = registry.register("target", home / "target", identity(describe(tiny_target)).to_tags())
-    registry.promote("target", version.number)
-    registry.download(version, home / "cache")
-    return home
+    """A home whose registry has a champion target."""
+    return with_champion(store, tmp_path_factory.mktemp("home"), tiny_target)
 
 
 @pytest.fixture
@@ -248,19 +251,13 @@ IM_END, ENDOFTEXT = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|
 @pytest.fixture
 def shown(log: QueryLog, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> QueryLog:
     """The log of a home whose target shows tools, and ends an answer by another token than its tokenizer does."""
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home)
-    registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
-    with staged(home / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-        (directory / "chat_template.jinja").write_text(SHOWN)
-        settings = json.loads((directory / "generation_config.json").read_text())
-        settings["eos_token_id"] = [IM_END, ENDOFTEXT]
-        (directory / "generation_config.json").write_text(json.dumps(settings))
-    version = registry.register("target", home / "target", identity(describe(home / "target")).to_tags())
-    registry.promote("target", version.number)
-    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    changed = shutil.copytree(tiny_target, tmp_path / "changed")
+    (changed / "chat_template.jinja").write_text(SHOWN)
+    settings = json.loads((changed / "generation_config.json").read_text())
+    settings["eos_token_id"] = [IM_END, ENDOFTEXT]
+    (changed / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("REDRAFT_HOME", str(with_champion(store, tmp_path / "home", changed)))
     return log
 
 

@@ -1,39 +1,35 @@
 """Stages that make another target: a plain directory comes out, made once, and a killed one is gone on with."""
 
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from infra.artifacts import Artifact
-from infra.registry import Registry
+from infra.registry import open_registry
 from models.checkpoints.loading import load_model
 from models.learning import training
 from models.params import TrainingParams
-from models.recipe import Recipe, parse_recipe, shipped_recipes
+from models.recipe import Recipe
 from models.targets import describe
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import prepare_text, read_documents, tokenise
 from tasks.pretrain_model import pretrain_model
 from tasks.stages.change_target import held_out_losses
+from tests.tasks.made import recipe_of
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def recipe(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A recipe that pretrains a tiny target for some steps, in a home of its own; there is another."""
-    for home in ("home", "other"):
-        (tmp_path / home).mkdir()
-        shutil.copy(store, tmp_path / home)
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+def recipe(home: Path) -> Recipe:
+    """A recipe that pretrains a tiny target for some steps, in a home of its own."""
     source = {"name": "synthetic", "domain": "code", "count": 80, "num_groups": 40}
-    tables["text"] = {"code": {"source": source, "num_train": 40, "num_held_out": 10}}
-    tables["target"] = {"name": "scratch", "tokenizer": {"name": "random"}, "num_layers": 1, "num_heads": 2}
-    tables["pretrain"] = {"num_epochs": 3, "batch_tokens": 1024, "learning_rate": 0.01, "checkpoint_s": 1e-9}
-    return parse_recipe({"name": "r", **tables}, "r")
+    return recipe_of(
+        text={"code": {"source": source, "num_train": 40, "num_held_out": 10}},
+        target={"name": "scratch", "tokenizer": {"name": "random"}, "num_layers": 1, "num_heads": 2},
+        pretrain={"num_epochs": 3, "batch_tokens": 1024, "learning_rate": 0.01, "checkpoint_s": 1e-9},
+    )
 
 
 def start(recipe: Recipe) -> tuple[Artifact, Artifact]:
@@ -62,20 +58,21 @@ def test_a_pretrained_target_knows_the_text_and_keeps_tokenizer_template_and_for
     assert pretrained(recipe, target, text) == trained
 
 
-def test_a_stage_is_a_run_with_the_loss_on_text_it_has_not_seen(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_stage_is_a_run_with_the_loss_on_text_it_has_not_seen(recipe: Recipe) -> None:
     target, text = start(recipe)
     trained = pretrained(recipe, target, text)
-    home = tmp_path / "home"
-    [metrics] = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow").store.recorded("pretrain")
+    [metrics] = open_registry().store.recorded("pretrain")
     assert metrics["held_out/code"] == pytest.approx(held_out(trained, text), rel=0.01)  # of float32, saved in bfloat16
     assert metrics["steps"] > 0
 
 
 def test_a_killed_stage_goes_on_and_ends_as_one_that_was_not(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, text = start(recipe)
     whole = pretrained(recipe, target, text)
+    (tmp_path / "other").mkdir()
+    shutil.copy(store, tmp_path / "other")
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "other"))
     target, text = start(recipe)
     rate, steps = training.learning_rate, []
