@@ -78,6 +78,5 @@ def test_vllm_takes_it_with_its_target_and_nothing_else_said(tmp_path: Path) -> 
     exported = export_draft.fn(1, tmp_path / "out")
     config = AsyncEngineArgs(model=str(tmp_path / "out"), max_model_len=128).create_engine_config()
     assert config.model_config.model == exported.target
-    assert config.speculative_config is not None
     assert config.speculative_config.model == str(tmp_path / "out")
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("eagle3", 3)

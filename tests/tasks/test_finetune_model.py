@@ -21,7 +21,6 @@ def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(home
         table = {"method": {"name": "lora"}, "domain": "code", "max_length": 64, **second}
         recipe = recipe_of(text={"code": TEXT, "chat": TEXT}, finetune=table)
         target, text = prepare_target.fn(recipe.target), prepare_text.fn(recipe.text, recipe.seed)
-        assert recipe.finetune is not None
         made.append(load_model(finetune_model.fn(recipe.finetune, recipe.seed, target, text).path).state_dict())
     plain, without, heard = made
     assert all(torch.equal(tensor, without[name]) for name, tensor in plain.items())

@@ -363,7 +363,6 @@ def test_the_target_answers_prompts_alone_and_is_not_asked_again(log: QueryLog, 
     assert given.completion == "hello there<|im_end|>"
     assert (own.domain, own.sampling, own.consent) == ("code", {"temperature": 0.0}, "full")
     assert own.prompt == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    assert own.completion_ids is not None
     assert 1 <= len(own.completion_ids) <= 6
     assert own.finish_reason == ("length" if len(own.completion_ids) == 6 else "stop")
     again = import_logs.fn([file], 256, answering=answering)

@@ -37,7 +37,6 @@ def start(recipe: Recipe) -> tuple[Artifact, Artifact]:
 
 
 def pretrained(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
-    assert recipe.pretrain is not None
     return pretrain_model.fn(recipe.pretrain, recipe.seed, target, text)
 
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 def test_too_short_a_calibration_is_told_with_what_would_do(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe("full-chain-tiny")
-    assert recipe.prune is not None
     target, text = prepare_target.fn(recipe.target), prepare_text.fn(recipe.text, recipe.seed)
     with caplog.at_level(logging.WARNING, "redraft"):
         prune_model.fn(recipe.prune, recipe.seed, target, text)

@@ -101,7 +101,6 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
         assert f"/{name}" in description
     report = GateReport.model_validate_json(registry.attached(version, DATA))
     assert report.verdict == verdict
-    assert report.test is not None
     assert (report.test.parent, report.test.rows) == (1, (1, 60))
     assert "; ".join(report.reasons) == version.tags["gate_reasons"]
     assert registry.attached(version, PAGE).startswith(f"# Gate {verdict}")

@@ -20,7 +20,6 @@ def test_documents_are_chosen_by_what_the_target_accepts_of_the_proxy(home: Path
     tables["finetune"]["domain"] = "chat"
     tables["select"] |= {"method": {"name": "acceptance_gap"}, "num_documents": 6, "num_rounds": 2}
     recipe = recipe_of(tables)
-    assert recipe.select is not None
     target, text = prepare_target.fn(recipe.target), prepare_text.fn(recipe.text, recipe.seed)
     chosen = read_documents(select_text.fn(recipe.select, recipe.seed, target, text).path, "train")
     pool = read_documents(text.path, "train")

@@ -183,7 +183,6 @@ def test_without_plans_a_request_that_wants_no_drafts_gets_none_and_what_vllm_fi
     cache: Cache, at_end: bool
 ) -> None:
     scheduler, one, off = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT), cache.request(OTHER)
-    assert off.sampling_params is not None
     off.sampling_params.extra_args = {OPTIONS: DraftOptions("off")}
     scheduler.planner, scheduler.requests = None, {each.request_id: each for each in (one, off)}
     scheduler._beyond = frozenset([off.request_id]) if at_end else frozenset()

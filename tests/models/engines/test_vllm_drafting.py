@@ -175,7 +175,6 @@ def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind
         asked = {"prompt_token_ids": prompts(1)[0]}
         async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
             last: Any = output
-        assert wanted.extra_args is not None
         return last.completion, wanted.extra_args[OPTIONS].domain
 
     one, domain = loop.run_until_complete(run())
@@ -313,12 +312,9 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     engine, answer = loop.run_until_complete(start_and_measure())
     assert len(answer.token_ids) == 64
     plain_ms = engine.times.plain_ms(engine.mode.eager)
-    assert plain_ms is not None
     assert 0 < plain_ms < 1000
-    assert engine.llm.pace is not None
     assert engine.llm.pace.why != "unmeasured"
     assert engine.llm.pace.plain_tokens_per_s > 0
-    assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
         assert {curve.num_sequences: curve.rows for curve in kept.curves} == {
             1: (1, 2, 3, 4, 5, 9),

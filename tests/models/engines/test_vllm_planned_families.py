@@ -70,7 +70,6 @@ def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest
         extra={"block_size": 32},
     )
     engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs, captures=True))
-    assert engine.setup is not None
     assert engine.setup.known_cost() is not None
     yield Running(engine, target, draft)
     loop.run_until_complete(engine.close())
@@ -121,7 +120,6 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
     plain = ask(loop, engine, DraftOptions("off", "plain"), asked, FEW, concurrency=1)
     for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 2.2, 1, K), ("all", 3.95, K, K)):
         answers = ask(loop, engine, DraftOptions("auto", domain, "key", promised), asked, FEW, concurrency=1)
-        assert engine.llm.pace is not None
         assert least <= engine.llm.pace.num_draft_tokens <= most
         planned = [max(one.drafted) for one in answers]
         assert least <= min(planned) <= max(planned) <= most

@@ -52,7 +52,6 @@ def test_while_others_may_ask_a_flood_waits_for_their_rows_and_is_then_within_it
     assert claim_window.fn(REFRESH) is None
     asked(log, now_ms(), other=20, nobody=20)
     window = claim_window.fn(REFRESH)
-    assert window is not None
     kept, of_flooder = kept_of(log.rows(window.first_seq, window.last_seq), "flooder")
     assert (kept, of_flooder) == (82, 41)
 
@@ -60,7 +59,6 @@ def test_while_others_may_ask_a_flood_waits_for_their_rows_and_is_then_within_it
 def test_whoever_asks_once_stops_nobody_for_longer_than_the_wait(log: QueryLog) -> None:
     asked(log, now_ms() - WAIT_MS, flooder=100, other=1)
     window = claim_window.fn(REFRESH)
-    assert window is not None
     assert kept_of(log.rows(window.first_seq, window.last_seq), "flooder") == [60, 59]
     advance_cursor.fn(window)
     asked(log, now_ms(), flooder=100, other=1)  # the next one waits anew
@@ -105,7 +103,6 @@ def test_it_waits_where_too_few_rows_are_within_the_share_and_two_keys_ask(
 def test_only_rows_that_wait_and_may_be_trained_on_count(log: QueryLog) -> None:
     asked(log, 5, flooder=70, other=70)
     window = log.windows.claim("a run", 200)
-    assert window is not None
     log.windows.commit(window)
     asked(log, 7, flooder=100)
     log.append([row("m6", "code", "metadata").model_copy(update={"key": KEYS["other"]})])

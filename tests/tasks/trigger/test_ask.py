@@ -12,7 +12,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.querylog import QueryLog
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, RunRequest, TriggerFile
+from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, TriggerFile
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.versions import Version
 from infra.waiting import Queue
@@ -106,6 +106,14 @@ class Home:
     def asked(self) -> int:
         return len(self.runs)
 
+    @property
+    def domains(self) -> dict[str, object]:
+        return self.trigger.snapshot().domains
+
+    @property
+    def look(self) -> LastLook | None:
+        return self.trigger.snapshot().last_look
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
@@ -133,13 +141,10 @@ def test_a_flood_of_one_key_waits_for_rows_of_others_but_not_for_ever(home: Home
     home.serve(1, key="b" * 64)
     home.serve(400, key="a" * 64)
     home.pass_minutes(50, each=10)
-    look = home.trigger.snapshot().last_look
-    assert look is not None
+    look = home.look
     assert (home.asked, look.within_share, look.share_until_ms) == (0, 2, 1_700_000_000_000 + 60 * MINUTE_MS)
     home.pass_minutes(10, each=10)
-    look = home.trigger.snapshot().last_look
-    assert look is not None
-    assert (home.asked, look.within_share) == (1, None)
+    assert (home.asked, home.look.within_share) == (1, None)
 
 
 def test_rows_of_others_end_the_wait_for_them(home: Home) -> None:
@@ -155,9 +160,7 @@ def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(hom
     home.up = False
     home.serve(240)
     home.pass_minutes(90, each=10)
-    look = home.trigger.snapshot().last_look
-    assert look is not None
-    assert (look.error, look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
+    assert (home.look.error, home.look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
     home.up = True
     home.pass_minutes(1)
     assert home.asked == 1
@@ -232,11 +235,9 @@ def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home)
     home.asker = home.ask_with(recipe)
     home.serve(240)
     home.pass_minutes(1)
-    seen = home.trigger.snapshot()
     assert home.asked == 0
-    assert isinstance(seen.domains["code"], Due)
-    assert seen.last_look is not None
-    assert seen.last_look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
+    assert isinstance(home.domains["code"], Due)
+    assert home.look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
 
 
 def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_room(home: Home) -> None:
@@ -246,7 +247,6 @@ def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_roo
     home.pass_minutes(30, each=10)
     seen = home.trigger.snapshot()
     assert (home.asked, seen.waits_for_memory) == (0, True)
-    assert seen.last_look is not None
     assert seen.last_look.short_of_memory.endswith("wanted")
     home.trigger.note(Need(gib=0.01))
     home.pass_minutes(1)
@@ -269,7 +269,7 @@ def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(ho
     home.serve(10)
     home.log.append([row(f"chat-{one}") for one in range(500)])
     home.pass_minutes(1)
-    assert isinstance(home.trigger.snapshot().domains["code"], Fallen)
+    assert isinstance(home.domains["code"], Fallen)
     home.log.append([row(f"more-{one}") for one in range(1500)])
     home.pass_minutes(1)
     assert home.asked == 1
@@ -283,10 +283,8 @@ def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> Non
         home.log.append(rows)
         home.trigger.tell({"code": Fell(draft=1, promised=1.72, served=1.05, now_ms=home.now_ms)})
         home.pass_minutes(1)
-        look = home.trigger.snapshot().last_look
-        assert look is not None
         home.log.windows.commit(home.log.windows.claim(f"run {size}", 2000, 1))
-        return look.wanted["code"]
+        return home.look.wanted["code"]
 
     alone, of_eight = wanted_with(1), wanted_with(8)
     assert 5 * alone < of_eight < 9 * alone
@@ -312,9 +310,7 @@ def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
 def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: Home) -> None:
     def wanted() -> int:
         home.pass_minutes(1)
-        look = home.trigger.snapshot().last_look
-        assert look is not None
-        return look.wanted["code"]
+        return home.look.wanted["code"]
 
     home.serve(10)
     fresh = wanted()
@@ -365,19 +361,18 @@ def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None
 def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -> None:
     home.log_rows(home.recipe.refresh.min_rows - 1, "sql")
     home.pass_minutes(30, each=10)
-    assert (home.asked, home.trigger.snapshot().domains) == (0, {})
+    assert (home.asked, home.domains) == (0, {})
     home.log_rows(1, "sql")
     home.pass_minutes(1)
     assert home.asked == 1
-    state = home.trigger.snapshot().domains["sql"]
-    assert isinstance(state, Due)
-    assert state.fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
+    assert isinstance(home.domains["sql"], Due)
+    assert home.domains["sql"].fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
     home.draft, home.promised = 2, {**home.promised, "sql": 1.5}
     home.refresh(PROMOTED)
     for _ in range(20):
         home.log_rows(200, "sql")
         home.pass_minutes(10, each=5)
-    assert (home.asked, home.trigger.snapshot().domains) == (1, {})
+    assert (home.asked, home.domains) == (1, {})
 
 
 def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: Home) -> None:
@@ -387,7 +382,7 @@ def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: 
     assert home.asked == 0
     home.log_rows(200, "sql")
     home.pass_minutes(1)
-    assert isinstance(home.trigger.snapshot().domains["sql"], Due)
+    assert isinstance(home.domains["sql"], Due)
     assert home.asked == 1
 
 
@@ -418,11 +413,11 @@ def test_a_client_that_makes_up_names_starts_no_more_refreshes_than_with_one(hom
     print(f"refreshes in two days: {home.asked}, minutes: {home.minutes}")
     assert home.asked <= 15
     assert home.minutes[-1] - home.minutes[-2] >= 360
-    assert len(home.trigger.snapshot().domains) <= 15
+    assert len(home.domains) <= 15
     home.pass_minutes(60 * 6, each=60)
     home.refresh(REFUSED)
     home.pass_minutes(60 * 7, each=60)
-    assert home.trigger.snapshot().domains == {}  # they are forgotten with their rows
+    assert home.domains == {}  # they are forgotten with their rows
 
 
 def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_not_help(home: Home) -> None:
@@ -438,9 +433,8 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
     assert home.asked == 1
     home.pass_minutes(2)
     assert home.asked == 2
-    state = home.trigger.snapshot().domains["math"]
-    assert isinstance(state, Due)
-    assert state.fall.attempts == 1
+    assert isinstance(home.domains["math"], Due)
+    assert home.domains["math"].fall.attempts == 1
 
 
 def test_rows_of_one_key_make_no_domain_due_before_rows_of_others_come(home: Home) -> None:
@@ -460,8 +454,8 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
     home.log_rows(240, "sql")
     home.pass_minutes(1)
-    assert home.trigger.snapshot().domains == {}
+    assert home.domains == {}
     home.serve(240)
     home.pass_minutes(1)
     assert home.asked == 1
-    assert "sql" not in home.trigger.snapshot().domains
+    assert "sql" not in home.domains
