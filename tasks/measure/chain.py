@@ -15,19 +15,11 @@ from transformers import PretrainedConfig
 from models.checkpoints.invariants import noted
 from models.checkpoints.loading import load_model
 from models.stages import TABLES
-from tasks import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
+from tasks.change_model import CHANGES
 from tasks.measure.comparisons import Bench, shuffled
 from tasks.stages.change_target import Start, store
 
 COLUMNS = {"promised": "layers that kept the zeroes or the rank of an earlier stage"}
-# In the order of the build.
-CHANGES: Mapping[str, Any] = {
-    "pretrain": pretrain_model.change,
-    "shrink": shrink_model.change,
-    "prune": prune_model.change,
-    "finetune": finetune_model.change,
-    "quantize": quantize_target.change,
-}
 
 
 def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
