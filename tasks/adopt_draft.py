@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
@@ -19,6 +16,7 @@ from tasks.measure_draft import tau_of
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32
@@ -44,7 +42,7 @@ class Adopted(Frozen):
     reading: str = ""
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -> Adopted:
     """Check a published draft against the target and convert it.
 
@@ -76,7 +74,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
     return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: Artifact) -> Adopted:
     """Take the reading of a published draft that drafts best, where its files leave several open.
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact
@@ -33,9 +31,10 @@ from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
 from tasks.stages.split import TrafficSplit, cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.task import task
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def claim_window(refresh: Refresh) -> Window | None:
     """Claim the next rows of the query log, or return None if too few wait, or too few that are not one key's.
 
@@ -91,7 +90,7 @@ def reading_rows() -> Iterator[None]:
         yield
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def leave_window(window: Window) -> None:
     """Let go of a window that nothing was trained on for the champion of now; the next run gets it again."""
     QueryLog(load_settings().querylog).windows.withdraw(window)
@@ -118,7 +117,7 @@ class Parts(Frozen):
     unlike: dict[str, Estimate] = Field(default_factory=dict)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Parts:
     """Write what a refresh trains on and is held to.
 
@@ -181,7 +180,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     )
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     """Write what a draft from elsewhere is held to: the probe sets, and the rows that the champion's line hasn't seen.
 

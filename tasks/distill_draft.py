@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.consent import row_of
@@ -31,6 +29,7 @@ from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import read_samples
 from tasks.stages.split import cluster_samples
+from tasks.stages.task import task
 from tasks.stages.teachers import prepare_teachers
 from tasks.stages.throttle import throttled
 
@@ -49,7 +48,7 @@ class Trained(Frozen):
     state: Artifact | None
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifact:
     """Train a new draft on the samples' training part; an artifact of kind "draft", as the engine loads it.
 
@@ -62,7 +61,7 @@ def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifa
     return _train(recipe, recipe.distill, target, samples, None, None).draft
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact, window: Window) -> Trained:
     """Go on training on the samples' training part, with the settings of a refresh.
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
@@ -33,6 +31,7 @@ from tasks.stages import cached_step
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import probe_versions, read_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 CHAMPION, CANDIDATE = "champion", "candidate"
@@ -73,7 +72,7 @@ class GateResult(Frozen):
         return self.report.model_copy(update={"test": self.test.model_copy(update=told)})
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def gate_draft(
     recipe: Recipe, pair: Pair, before: Evidence, candidate: Artifact, parts: Parts, learns: bool = True
 ) -> GateResult:

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
@@ -27,11 +25,12 @@ from tasks.select_data import read_prompts
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress
 from tasks.stages.samples import Split, append_samples, read_written, write_samples
+from tasks.stages.task import task
 
 ANSWERS = "answers.jsonl"
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Artifact:
     """Answer the training and held-out prompts of the first draft's domains; an artifact of kind "samples".
 

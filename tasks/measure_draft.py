@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
@@ -22,6 +20,7 @@ from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateR
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 NUM_RESAMPLES = 2000
@@ -59,7 +58,7 @@ class Measured(Frozen):
         ]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Artifact) -> Measured:
     """Score a draft on the held-out samples, and on the golden prompts of a target that has them."""
 

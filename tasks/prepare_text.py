@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact
@@ -18,12 +16,13 @@ from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded
 from models.stages import Text
 from tasks.stages import cached_step, local_content
+from tasks.stages.task import task
 
 TextSplit = Literal["train", "held_out"]
 SPLITS: tuple[TextSplit, ...] = ("train", "held_out")
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
     """Write each part's documents of all domains; an artifact of kind "text"."""
 

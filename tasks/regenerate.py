@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra import scrub
@@ -42,6 +40,7 @@ from tasks.stages.samples import (
     read_written,
     write_samples,
 )
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 BATCH = 16
@@ -49,7 +48,7 @@ FILE = "answers.jsonl"
 CUT = "length"  # how an answer ended that has more to say
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) -> Artifact:
     """Return what the challenger learns: the samples' training part, with what was answered again in it.
 

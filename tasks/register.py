@@ -5,8 +5,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact
@@ -30,10 +28,11 @@ from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
+from tasks.stages.task import task
 from tasks.stages.teachers import teachers_in
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_target(recipe: Recipe, target: Artifact) -> Version:
     """Return the target's version, a new one unless the same files are registered already.
 
@@ -48,7 +47,7 @@ def register_target(recipe: Recipe, target: Artifact) -> Version:
     return _register(registry, "target", target, tags, {})
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_draft(
     recipe: Recipe, target: Version, target_files: Artifact, draft: Artifact, samples: Artifact, measured: Measured
 ) -> Version:
@@ -56,7 +55,7 @@ def register_draft(
     return _register_first(recipe, target, target_files, draft, samples, measured, None)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_adopted(
     recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
 ) -> Version:
@@ -64,7 +63,7 @@ def register_adopted(
     return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, gated: GateResult) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
@@ -88,7 +87,7 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
     return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult) -> Version:
     """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
 
@@ -120,7 +119,7 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
     return version
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_candidate(
     recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, gated: GateResult
 ) -> Version:

@@ -1,6 +1,6 @@
 """Prefect's `task`, which takes seconds to import, put off until a flow calls one.
 
-For modules that commands use without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
+Commands use these functions without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
 """
 
 from collections.abc import Callable
