@@ -44,12 +44,9 @@ class Adopted(Frozen):
 
 @task
 def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -> Adopted:
-    """Check a published draft against the target and convert it.
+    """Check a published draft against the target and convert it; its layout says which family reads it.
 
-    Args:
-        target: what it is to draft for.
-        source: its directory; its layout says which family reads it.
-        num_layers: of a draft in which others are nested, the one to take: that of so many first layers.
+    Of a draft in which others are nested, `num_layers` takes that of so many first layers.
 
     Raises:
         ValueError: no family reads its layout, it does not fit, or no such draft is nested in it; names what is wrong.
@@ -76,14 +73,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
 
 @task
 def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: Artifact) -> Adopted:
-    """Take the reading of a published draft that drafts best, where its files leave several open.
-
-    Args:
-        recipe: K, and the rules that drafts are scored by.
-        target: what it drafts for.
-        adopted: the draft, in its first reading.
-        samples: the target's own answers; some that were held out are scored.
-    """
+    """Take the reading of a published draft that scores best on held-out samples, where its files leave it open."""
     source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
     family = adopter_of(source)
     code = (_digest, family, score)

@@ -70,12 +70,6 @@ def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past 
 
     They are compared on the window's rows of the domain, one of each cluster. What the window holds out is not among
     them: the gate judges by it, and must not find what it was chosen by.
-
-    Args:
-        recipe: how many past champions are looked at.
-        pair: the champions.
-        window: claimed.
-        parts: what of it is held out, and what is not.
     """
     registry = open_registry()
     versions = registry.versions("draft") if recipe.refresh.pool else []

@@ -122,12 +122,7 @@ def summarise(scores: Sequence[Score], probe_tau: float, seed: int) -> Measured:
 
 
 def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
-    """Report on a draft that was trained from nothing, so that there was no champion to compare it with.
-
-    Args:
-        measured: its τ.
-        num_draft_tokens: K.
-    """
+    """Report on a draft that was trained from nothing, so that there was no champion to compare it with."""
     return GateReport(
         verdict=None,
         reasons=(),

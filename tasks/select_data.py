@@ -61,13 +61,7 @@ def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int)
 
 
 def as_chats(prompts: Iterable[Prompt], traffic: Mapping[str, Traffic] | None = None) -> list[Chat]:
-    """Return prompts as they are sent to a service.
-
-    Args:
-        prompts: of any domains.
-        traffic: domain to its table, which says whether groups are named; a group goes by its hash, whatever it is
-            called. None names none.
-    """
+    """Return prompts as they are sent to a service, with the hash of their group where the domain's table wants it."""
     named = {domain for domain, table in (traffic or {}).items() if table.send_groups}
     return [
         Chat(

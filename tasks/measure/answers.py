@@ -19,13 +19,6 @@ def answers(
 ) -> list[Sample]:
     """Let the target answer; an interrupted run asks only for the rest.
 
-    Args:
-        run: the benchmark.
-        target: files of the target.
-        prompts: chats that wait for an answer.
-        cell: where the answers are kept.
-        max_tokens: of each answer; None for the recipe's.
-
     Returns:
         As many samples, in the same order, each of its prompt's domain.
     """

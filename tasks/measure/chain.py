@@ -23,12 +23,7 @@ COLUMNS = {"promised": "layers that kept the zeroes or the rank of an earlier st
 
 
 def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
-    """Return the directory of the bench's target after the stages that a recipe of these tables would have.
-
-    Args:
-        bench: stages train and calibrate on its text, in an order of the seed's.
-        tables: of a recipe, by name; those of `CHANGES`.
-        seed: of all that is drawn.
+    """Return the directory of the bench's target after the stages of these tables of a recipe, by name in `CHANGES`.
 
     Raises:
         ValueError: a table can't be parsed, the chain loses what a stage promised, or as the stages.

@@ -311,11 +311,7 @@ def metrics_of(cell: Mapping[str, Any]) -> Metrics:
 
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
-    """Sum cells up.
-
-    Args:
-        cells: row to its metrics, a seed each, the first ones of the baseline's.
-        baseline: the row the others are compared with.
+    """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds.
 
     Returns:
         Row to metric to figure.

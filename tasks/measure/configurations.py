@@ -217,12 +217,7 @@ def make_drafts(
 ) -> dict[str, Configuration]:
     """Make the drafts that have to be made, and return the configurations with their directories.
 
-    Args:
-        recipe: how drafts are trained.
-        target: what they draft for.
-        samples: whose training part is learnt.
-        ways: name to configuration.
-        minutes: of training, of each that is trained; a search and a store take what they take.
+    Each that is trained is, for so many minutes; a search and a store take what they take.
 
     Raises:
         ValueError: a draft can't be made for the target; names the configuration.

@@ -83,16 +83,9 @@ class _Load(NamedTuple):
 def measure(
     run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, baselines: Sequence[str]
 ) -> Report:
-    """Measure each draft at each number of streams.
+    """Measure each draft at each number of streams, ascending, in blocks of each domain's prompts.
 
-    Args:
-        run: the benchmark.
-        num_prompts: of each domain, the fewest of a block.
-        streams: how many ask at once, ascending.
-        drafts: of DRAFTS.
-        num_pairs: how often the two ways take turns.
-        baselines: ways in which vLLM drafts by itself, or PLAIN for none, each measured at its own endpoint; those that
-            draft are held to PLAIN if that is named.
+    vLLM's own ways are each measured at an endpoint of its own; those that draft are held to PLAIN if that is named.
 
     Raises:
         ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or baseline.

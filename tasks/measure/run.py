@@ -48,15 +48,6 @@ class Run:
     ) -> None:
         """Open the cells that an earlier run has finished.
 
-        Args:
-            name: of the benchmark.
-            recipe: what is measured.
-            recipe_name: how a command names it.
-            folder: where cells and report lie.
-            source: settings of the home that is served from.
-            options: of the benchmark.
-            redraft: the program and what comes before its commands.
-
         Raises:
             ValueError: the folder holds cells of another setup.
         """
@@ -96,11 +87,7 @@ class Run:
         return QueryLog(self.settings.querylog)
 
     def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
-        """Return a part of the recipe's prompts, the domains one after the other.
-
-        Args:
-            part: "held_out" or "requests".
-            per_domain: how many of each domain, from the first; 0 for all.
+        """Return the first prompts of a part, "held_out" or "requests", domain by domain; all for 0.
 
         Raises:
             ValueError: a domain has fewer.

@@ -66,16 +66,8 @@ def measure(
 ) -> Report:
     """Answer every question in every configuration at every temperature.
 
-    Args:
-        run: the benchmark.
-        data: file of the questions; None for the recipe's held-out prompts.
-        configurations: file of the configurations; None for every family where drafts are made, else for what there is
-            without that.
-        per_task: questions of each task, 0 for all.
-        per_cell: questions that are measured and kept together.
-        max_tokens: of an answer.
-        temperatures: from 0, which is greedy.
-        minutes: of training, of each draft that is trained first; 0 makes none.
+    Without a file of questions they are the recipe's held-out prompts; without one of configurations every family
+    is measured where drafts are made, which 0 minutes don't, else what there is without that.
 
     Raises:
         ValueError: a file is wrong, nothing was built, a temperature is below 0, or the cells are of other questions or
@@ -190,13 +182,6 @@ def make_report(
     rows: Mapping[float, Sequence[Row]], ways: Mapping[str, Configuration], target_dir: Path, folder: Path, seed: int
 ) -> Report:
     """Put together what was measured.
-
-    Args:
-        rows: temperature to the rows of all its cells.
-        ways: the configurations, in order.
-        target_dir: of the target, which says when a near tie may go either way.
-        folder: for the picture.
-        seed: of the intervals.
 
     Raises:
         ValueError: no question fits the context.

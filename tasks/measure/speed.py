@@ -76,13 +76,9 @@ class Stage(NamedTuple):
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
-    """Measure every side on the same held-out prompts.
+    """Measure every side on the same held-out prompts of each domain, all baselines if none is named.
 
-    Args:
-        run: the benchmark.
-        num_prompts: of each domain.
-        num_rounds: how often the sides take turns; each round has its share of the prompts.
-        baselines: what to measure besides the pair and plain vLLM; all if none is named.
+    Each round has its share of the prompts.
 
     Raises:
         ValueError: nothing was built, the recipe has fewer prompts, or there is no such baseline.
@@ -265,9 +261,6 @@ def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
     """Return the failures that the pair's answers are which differ from its own without speculation, by one token even.
 
     Within one engine and at one stream there are no near ties.
-
-    Args:
-        of: side to answers.
     """
     plain = {row["prompt_id"]: row["token_ids"] for row in of[OFF]}
     counts = {

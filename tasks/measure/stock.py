@@ -141,10 +141,7 @@ def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
 def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the ways in which vLLM drafts by itself, by the name of the side: its look-ups, and the served drafts.
 
-    Args:
-        num_draft_tokens: K; suffix trees choose their own.
-        served: the drafts of the benchmark's registry.
-        settings: of its home.
+    K is not that of suffix trees, which choose their own.
     """
     ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
     if suffix_version() is not None:
@@ -158,12 +155,7 @@ def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> d
 
 
 def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
-    """Return a draft's `speculative_config` with vLLM's static table: fewer tokens where more sequences run.
-
-    Args:
-        speculation: with the K of few sequences.
-        max_num_seqs: sequences decoded at once.
-    """
+    """Return a draft's `speculative_config` with vLLM's static table: fewer tokens where more sequences run."""
     ends = [
         (MANY_TOKENS_UP_TO, speculation["num_speculative_tokens"]),
         (ONE_UP_TO, 1),

@@ -109,14 +109,10 @@ def local_content(path: str) -> dict[str, str]:
 
 
 def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
-    """Hash the syntax of modules and of what they import, near and far, of some packages.
+    """Hash the syntax of modules and of what they import of some packages, near and far.
 
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
     here; `stage_key` adds the methods that a stage's params name.
-
-    Args:
-        modules: their names.
-        rooms: the packages that are followed into.
 
     Raises:
         ValueError: there is no such module.

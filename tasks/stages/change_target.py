@@ -88,14 +88,7 @@ def change_target(
 ) -> Artifact:
     """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
 
-    Args:
-        stage: its table's name.
-        settings: its table.
-        seed: of all that is drawn.
-        target: what it starts from.
-        text: what it trains, calibrates and measures on.
-        code: functions and modules of its methods.
-        change: the algorithm; may use up the model.
+    `stage` is its table's name, `settings` that table. `change` may use up the model.
 
     Raises:
         ValueError: what is stored breaks what an earlier stage promised of the weights, see
@@ -127,12 +120,7 @@ def change_target(
 
 
 def store(changed: Changed, directory: Path, target_dir: Path) -> None:
-    """Write a changed target into a directory, as an engine loads it.
-
-    Args:
-        changed: what a stage made.
-        directory: empty.
-        target_dir: what it was made of.
+    """Write a changed target into an empty directory, as an engine loads it.
 
     Raises:
         ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see

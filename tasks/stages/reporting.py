@@ -45,11 +45,7 @@ def flow_run_id() -> str:
 
 @contextmanager
 def progress(description: str) -> Iterator[Show]:
-    """Yield a function that shows how far the task is.
-
-    Args:
-        description: what is being done; it is shown with the note.
-    """
+    """Yield a function that shows how far the task is, each note after what is being done."""
     artifact_id = _progress_artifact(description) if _in_run() else None
     shown_s, line_s = -UPDATE_S, time.monotonic()
     with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
@@ -71,12 +67,7 @@ def progress(description: str) -> Iterator[Show]:
 
 
 def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> None:
-    """Log a table and show it in the UI.
-
-    Args:
-        key: small letters, digits and dashes.
-        rows: column to value.
-        description: its heading.
+    """Log a table and show it in the UI, under a key of small letters, digits and dashes.
 
     Raises:
         ValueError: the key has other characters; Prefect, which refuses them too, is only asked in a run.

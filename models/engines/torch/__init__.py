@@ -170,15 +170,7 @@ class TorchEngine:
         draft_version: str = "",
         costs: Path | None = None,
     ) -> "TorchEngine":
-        """Load both models.
-
-        Args:
-            target: a Hugging Face directory of a Llama-like model.
-            draft: a draft's directory, or None for an engine without speculation.
-            params: how it runs.
-            served_name: not used; there is one model.
-            draft_version: what the draft is called in outputs.
-            costs: not used; it has one mode, and nothing is planned.
+        """Load both models; no name is served, and with one mode nothing is planned by `costs`.
 
         Raises:
             ValueError: a directory can't be loaded.

@@ -83,10 +83,6 @@ class Handlers:
     async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/chat/completions.
 
-        Args:
-            body: the request's JSON.
-            raw: the request that it came in.
-
         Raises:
             Refused: it is not served.
             EngineStopped: nothing is served.

@@ -262,9 +262,6 @@ def derive(drafter: Any) -> None:
     A swap replaces the modules' weights; what was computed from the ones before would stay, and nobody would notice but
     by acceptance. Tried with vLLM 0.32: P-EAGLE's state of the masked places (v1/spec_decode/llm_base_proposer.py,
     load_model), and DFlash's stacked gains of keys (model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers).
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
     """
     if (state := getattr(drafter, STATE, None)) is not None:
         state.copy_(_state(drafter.model))
@@ -274,10 +271,6 @@ def derive(drafter: Any) -> None:
 
 def derived_errors(drafter: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
     """Compare what `derive` computes with a file's weights.
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
-        weights: of the file, by its names.
 
     Returns:
         max |got − wanted| / max |wanted| by a name; empty where nothing is kept.
