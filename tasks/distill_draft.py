@@ -37,12 +37,7 @@ STATE, STATE_FILE = "state", "state.safetensors"
 
 
 class Trained(Frozen):
-    """What a training run left.
-
-    Attributes:
-        draft: as the engine loads it.
-        state: what the next run goes on from beside that, None if nothing.
-    """
+    """What a training run left: the draft, as the engine loads it, and what the next run goes on from beside it."""
 
     draft: Artifact
     state: Artifact | None

@@ -34,13 +34,7 @@ MOST = 200  # conversations that past drafts are compared on; a gain worth a ret
 
 
 class Past(Frozen):
-    """A past champion that is to be tried again.
-
-    Attributes:
-        version: which.
-        files: its weights.
-        domain: that fell.
-    """
+    """A past champion that is to be tried again, and the domain that fell."""
 
     version: Version
     files: Artifact

@@ -94,13 +94,7 @@ class _Exchange(NamedTuple):
 
 
 class _Reader:
-    """Turns rows of files into exchanges, for the target that is served.
-
-    Attributes:
-        num_read: rows so far.
-        skipped: those of them that were left out.
-        target_dir: the target's files.
-    """
+    """Turns rows of files into exchanges, for the target that is served."""
 
     def __init__(self, domain: str, max_len: int, strict: bool, answers: bool) -> None:
         self.num_read, self.skipped = 0, Skipped()

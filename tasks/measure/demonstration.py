@@ -50,11 +50,7 @@ Row = dict[str, Any]
 
 
 class Stages:
-    """What is done one after the other, and how long each took.
-
-    Attributes:
-        seconds: stage to seconds, of those that are done.
-    """
+    """What is done one after the other, and how many seconds each that is done took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

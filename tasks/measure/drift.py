@@ -270,12 +270,9 @@ class _Lab:
 
 
 def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
-    """Return a domain and its prompts out of a file.
+    """Return a domain and its prompts out of "domain=file".
 
-    Args:
-        given: "domain=file".
-        num_requests: that are to be asked.
-        num_held_out: that never are; which share of the file either has is drawn, and varies a little.
+    Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
 
     Raises:
         ValueError: it is not of that form, or the file is not there.

@@ -23,13 +23,7 @@ class ChatServer(ABC):
     """Answers chats on a port that stays the same when it is started again; a `with` block starts and ends it."""
 
     def __init__(self, host: str, api_key: str | None, max_tokens: int) -> None:
-        """Take a free port.
-
-        Args:
-            host: to listen on.
-            api_key: bearer key, if it asks for one.
-            max_tokens: of each answer.
-        """
+        """Take a free port of the host, for what asks for a bearer key if one is given."""
         self.host, self.port = host, free_port(host)
         self.url = f"http://{host}:{self.port}"
         self._max_tokens = max_tokens
@@ -103,12 +97,7 @@ class Endpoint(ChatServer):
     """The service."""
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
-        """Say what is to run.
-
-        Args:
-            recipe: what is served.
-            settings: of the home it is served from.
-        """
+        """Say what is to run."""
         super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens)
         serve = recipe.serve.model_copy(update={"port": self.port})
         self._recipe, self._settings = recipe.model_copy(update={"serve": serve}), settings

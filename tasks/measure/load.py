@@ -279,18 +279,10 @@ def _grid(domain: str, figures: Mapping[str, Mapping[int, Row]]) -> Grid:
 
 
 def register_random(registry: Registry, number: int, target_dir: Path, folder: Path, seed: int) -> int:
-    """Register a draft of another one's shape, with noise of the same mean and spread for each weight.
+    """Register a draft with noise of another one's mean and spread for each weight, and return its number.
 
-    Args:
-        registry: a benchmark's own.
-        number: of the draft whose shape it has.
-        target_dir: what they draft for.
-        folder: where it is written first; what was there is lost.
-        seed: of the noise.
-
-    Returns:
-        its number; its probe promises nothing, so that a service takes it, and its domains what they promised of the
-        other, as where the traffic has changed.
+    Its probe promises nothing, so that a service takes it, and its domains what they promised of the other, as where
+    the traffic has changed. It is written into the folder first; what was there is lost.
 
     Raises:
         ValueError: drafts of the family have no weights.

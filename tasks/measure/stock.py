@@ -46,13 +46,9 @@ class Stock(ChatServer):
     def __init__(
         self, recipe: Recipe, settings: Settings, target_dir: Path, speculation: Mapping[str, Any] | None = None
     ) -> None:
-        """Say what is to run.
+        """Say what is to run, with which `speculative_config` of vLLM's; None is no draft.
 
-        Args:
-            recipe: how the target is served.
-            settings: of the home where the log and the compiled graphs are kept; a later start reads those.
-            target_dir: the target.
-            speculation: vLLM's `speculative_config`, None for no draft.
+        The log and the compiled graphs are kept in the settings' home; a later start reads those.
 
         Raises:
             ValueError: the recipe is served by another engine.

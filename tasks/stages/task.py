@@ -12,11 +12,7 @@ R = TypeVar("R")
 
 
 class task(Generic[P, R]):
-    """A function that is a task where a flow calls it.
-
-    Attributes:
-        fn: the function itself.
-    """
+    """A function that is a task where a flow calls it, and itself as `fn`."""
 
     def __init__(self, fn: Callable[P, R]) -> None:
         self.fn = fn

@@ -44,12 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(NamedTuple):
-    """How an engine runs, and why.
-
-    Attributes:
-        eager: operation by operation.
-        why: for whoever reads the status.
-    """
+    """How an engine runs, and why, for whoever reads the status."""
 
     eager: bool
     why: str

@@ -49,11 +49,7 @@ class EngineStopped(RuntimeError):
 
 
 class Handlers:
-    """Chat, completion and models; made by `build`.
-
-    Attributes:
-        tokenizer: the target's.
-    """
+    """Chat, completion and models; made by `build`."""
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
