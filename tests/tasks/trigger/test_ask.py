@@ -93,6 +93,11 @@ class Home:
             self.now_ms += each * MINUTE_MS
             self.asker.look()
 
+    def asked_after(self, minutes: int, each: int = 1) -> int:
+        """Let minutes pass, and return how many runs were asked for so far."""
+        self.pass_minutes(minutes, each)
+        return len(self.runs)
+
     def refresh(self, end: tuple[Result, str]) -> None:
         """Do what flow `refresh` does."""
         with self.trigger.run(self.retry) as tell:
@@ -125,16 +130,12 @@ def home(tmp_path: Path) -> Iterator[Home]:
 @pytest.mark.slow
 def test_84_of_180_rows_wait_and_later_240_start_it(home: Home) -> None:
     home.serve(84)
-    home.pass_minutes(30, each=10)
-    assert home.asked == 0
+    assert home.asked_after(30, each=10) == 0
     home.serve(240 - 84)
-    home.pass_minutes(1)
-    assert home.asked == 1
-    home.pass_minutes(5)
-    assert home.asked == 1  # the same run, until it starts or ends
+    assert home.asked_after(1) == 1
+    assert home.asked_after(5) == 1  # the same run, until it starts or ends
     home.refresh(PROMOTED)
-    home.pass_minutes(60, each=10)
-    assert home.asked == 1
+    assert home.asked_after(60, each=10) == 1
 
 
 def test_a_flood_of_one_key_waits_for_rows_of_others_but_not_for_ever(home: Home) -> None:
@@ -152,8 +153,7 @@ def test_rows_of_others_end_the_wait_for_them(home: Home) -> None:
     home.serve(400, key="a" * 64)
     home.pass_minutes(1)
     home.serve(99, key="b" * 64)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(home: Home) -> None:
@@ -162,27 +162,23 @@ def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(hom
     home.pass_minutes(90, each=10)
     assert (home.look.error, home.look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
     home.up = True
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 @pytest.mark.slow
 def test_f32_what_fell_while_a_refresh_runs_is_followed_by_another(home: Home) -> None:
     with home.trigger.run(home.retry) as end:
         home.serve(240)
-        home.pass_minutes(10)
-        assert home.asked == 0
+        assert home.asked_after(10) == 0
         end(*REFUSED)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_a_run_that_never_started_is_asked_for_anew(home: Home) -> None:
     """As the orchestrator cancels one while another is active."""
     home.loses_runs = True
     home.serve(240)
-    home.pass_minutes(3)
-    assert home.asked == 3
+    assert home.asked_after(3) == 3
 
 
 @pytest.mark.slow
@@ -209,24 +205,19 @@ def test_nothing_is_asked_for_once_acceptance_is_back(home: Home) -> None:
     home.pass_minutes(1)
     home.trigger.tell({"code": Recovered()})
     home.log.append([row(f"late-{one}", "code") for one in range(200)])
-    home.pass_minutes(10)
-    assert home.asked == 0
+    assert home.asked_after(10) == 0
 
 
 def test_progress_goes_on_with_the_next_rows_and_a_run_that_did_nothing_waits(home: Home) -> None:
     home.serve(240)
     home.pass_minutes(1)
     home.refresh(("progress", "undecided"))
-    home.pass_minutes(10)
-    assert home.asked == 1
+    assert home.asked_after(10) == 1
     home.serve(200)
-    home.pass_minutes(1)
-    assert home.asked == 2
+    assert home.asked_after(1) == 2
     home.refresh(NOTHING)
-    home.pass_minutes(4)
-    assert home.asked == 2
-    home.pass_minutes(1)
-    assert home.asked == 3
+    assert home.asked_after(4) == 2
+    assert home.asked_after(1) == 3
 
 
 def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home) -> None:
@@ -234,8 +225,7 @@ def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home)
     recipe = home.recipe.model_copy(update={"schedule": schedule})
     home.asker = home.ask_with(recipe)
     home.serve(240)
-    home.pass_minutes(1)
-    assert home.asked == 0
+    assert home.asked_after(1) == 0
     assert isinstance(home.domains["code"], Due)
     assert home.look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
 
@@ -249,20 +239,16 @@ def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_roo
     assert (home.asked, seen.waits_for_memory) == (0, True)
     assert seen.last_look.short_of_memory.endswith("wanted")
     home.trigger.note(Need(gib=0.01))
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
     home.refresh(PROMOTED)
-    home.pass_minutes(30, each=10)
-    assert home.asked == 1
+    assert home.asked_after(30, each=10) == 1
 
 
 def test_a_run_that_was_ended_for_memory_is_not_asked_for_at_once(home: Home) -> None:
     home.trigger.note(Need(gib=0.01))
     home.refresh(("put off", WAITS_FOR_MEMORY))
-    home.pass_minutes(4)
-    assert home.asked == 0
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(4) == 0
+    assert home.asked_after(1) == 1
 
 
 def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(home: Home) -> None:
@@ -271,8 +257,7 @@ def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(ho
     home.pass_minutes(1)
     assert isinstance(home.domains["code"], Fallen)
     home.log.append([row(f"more-{one}") for one in range(1500)])
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> None:
@@ -303,8 +288,7 @@ def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
     home.refresh(REFUSED)
     home.now_ms -= 10**10  # four months back
     home.serve(240)
-    home.pass_minutes(6)
-    assert home.asked == 2
+    assert home.asked_after(6) == 2
 
 
 def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: Home) -> None:
@@ -331,8 +315,7 @@ def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
 
     home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, unknown, home.champion)
     home.serve(240)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None:
@@ -363,8 +346,7 @@ def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -
     home.pass_minutes(30, each=10)
     assert (home.asked, home.domains) == (0, {})
     home.log_rows(1, "sql")
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
     assert isinstance(home.domains["sql"], Due)
     assert home.domains["sql"].fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
     home.draft, home.promised = 2, {**home.promised, "sql": 1.5}
@@ -378,8 +360,7 @@ def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -
 def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: Home) -> None:
     home.promised |= {"sql": 1.3, "math": 1.5}
     home.log_rows(200, "math")
-    home.pass_minutes(1)
-    assert home.asked == 0
+    assert home.asked_after(1) == 0
     home.log_rows(200, "sql")
     home.pass_minutes(1)
     assert isinstance(home.domains["sql"], Due)
@@ -429,10 +410,8 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
         home.log_rows(5, "math")
         home.pass_minutes(1)
         tell(*REFUSED)
-    home.pass_minutes(4)
-    assert home.asked == 1
-    home.pass_minutes(2)
-    assert home.asked == 2
+    assert home.asked_after(4) == 1
+    assert home.asked_after(2) == 2
     assert isinstance(home.domains["math"], Due)
     assert home.domains["math"].fall.attempts == 1
 
@@ -440,11 +419,9 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
 def test_rows_of_one_key_make_no_domain_due_before_rows_of_others_come(home: Home) -> None:
     home.log_rows(1, "chat", key="b" * 64)
     home.log_rows(400, "sql", key="a" * 64)
-    home.pass_minutes(50, each=10)
-    assert home.asked == 0
+    assert home.asked_after(50, each=10) == 0
     home.log_rows(90, "chat", key="b" * 64)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_asked_for(home: Home) -> None:
@@ -456,6 +433,5 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     home.pass_minutes(1)
     assert home.domains == {}
     home.serve(240)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
     assert "sql" not in home.domains
