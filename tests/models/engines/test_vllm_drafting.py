@@ -126,45 +126,6 @@ def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_
     assert set(leaves.trace("").drafted) == {2} and leaves.drafted.count(0) == leaves.matches.count(UNDRAFTED)
 
 
-@pytest.mark.parametrize(
-    ("kind", "merged", "way"),
-    [
-        (RequestOutputKind.FINAL_ONLY, 1, "head"),
-        (RequestOutputKind.CUMULATIVE, 1, "auto"),
-        (RequestOutputKind.DELTA, 1, "auto"),
-        (RequestOutputKind.DELTA, 3, "head"),
-    ],
-)
-def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_up_to_there(
-    planned: VllmEngine, loop: Loop, kind: RequestOutputKind, merged: int, way: Way
-) -> None:
-    prompt, told = prompts(1, seed=5)[0], f"{kind}-{merged}"
-
-    def ask(tag: str, **further: Any) -> tuple[str, Completion]:
-        async def run() -> tuple[str, Completion]:
-            wanted = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, output_kind=kind, **further)
-            wanted.stream_interval, text = merged, ""
-            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, DraftOptions(way)):
-                assert output.kv_transfer_params is None  # it would go out to the client
-                text = (text if kind == RequestOutputKind.DELTA else "") + output.outputs[0].text
-                last: Any = output
-            return text, last.completion
-
-        return loop.run_until_complete(run())
-
-    text, whole = ask(f"whole-{told}")
-    for end in range(8, 20, 2):
-        _, stopped = ask(f"stop-{told}-{end}", stop=[text[:end]])
-        num = len(stopped.token_ids)
-        assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[:num])
-        position, steps = 1, []
-        for ids, accepted in zip(whole.drafted_ids, whole.accepted, strict=True):
-            if position < num:
-                steps.append((ids, min(accepted, num - position)))
-            position += accepted + 1
-        assert [*zip(stopped.drafted_ids, stopped.accepted, strict=True)] == steps
-
-
 def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
     planned: VllmEngine, loop: Loop
 ) -> None:
