@@ -102,31 +102,24 @@ def test_every_step_is_counted_and_its_tokens_add_up(
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_an_answer_tells_when_its_tokens_came_also_one_that_comes_whole(
-    engine: VllmEngine, loop: Loop, kind: RequestOutputKind
+async def test_an_answer_tells_when_its_tokens_came_also_one_that_comes_whole(
+    engine: VllmEngine, kind: RequestOutputKind
 ) -> None:
-    async def run() -> Completion:
-        wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, output_kind=kind)
-        async for output in engine.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, f"timed-{kind}"):
-            last = output
-        completion: Completion = last.completion
-        return completion
-
-    completion = loop.run_until_complete(run())
+    wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, output_kind=kind)
+    async for output in engine.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, f"timed-{kind}"):
+        last = output
+    completion: Completion = last.completion
     assert completion.first_token_ms > 0
     assert completion.per_token_ms > 0
 
 
-def test_speculation_off_drafts_nothing_and_on_again_drafts(
-    engine: VllmEngine, loop: Loop, reference: tuple[list[Golden], float]
+async def test_speculation_off_drafts_nothing_and_on_again_drafts(
+    engine: VllmEngine, reference: tuple[list[Golden], float]
 ) -> None:
-    async def run() -> tuple[list[Completion], list[Completion]]:
-        await engine.set_speculation(False)
-        off = await answer_all(engine, prompts(20), GREEDY, 4, "off")
-        await engine.set_speculation(True)
-        return off, await answer_all(engine, prompts(20), GREEDY, 4, "on-again")
-
-    off, on = loop.run_until_complete(run())
+    await engine.set_speculation(False)
+    off = await answer_all(engine, prompts(20), GREEDY, 4, "off")
+    await engine.set_speculation(True)
+    on = await answer_all(engine, prompts(20), GREEDY, 4, "on-again")
     require_equal(reference, off)
     require_equal(reference, on)
     assert all(set(o.drafted) == {0} and not o.speculating for o in off)
@@ -141,8 +134,8 @@ def test_scores_without_an_engine_are_the_engines_counts(
     assert num_scored_alike(eagle3.load(tiny_draft, tiny_target), tiny_target, outputs, tmp_path) >= 18
 
 
-def test_a_request_that_starts_as_a_swap_ends_is_labelled_with_the_new_draft_also_where_nobody_waits_any_longer(
-    engine: VllmEngine, loop: Loop, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_request_that_starts_as_a_swap_ends_is_labelled_with_the_new_draft_also_where_nobody_waits_any_longer(
+    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, update = make_draft(tiny_target, tmp_path, seed=7), engine.llm.update_weight_version
     started: list[Completion] = []
@@ -154,16 +147,13 @@ def test_a_request_that_starts_as_a_swap_ends_is_labelled_with_the_new_draft_als
     async def hangs(version: str) -> None:
         await asyncio.Event().wait()
 
-    async def run() -> None:
-        monkeypatch.setattr(engine.llm, "update_weight_version", answered_meanwhile)
-        await engine.swap_draft(other, "other")
-        monkeypatch.setattr(engine.llm, "update_weight_version", hangs)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.swap_draft(tiny_draft, "late"), 3)
-        started.append(await engine.generate(prompts(1)[0], GREEDY, "after"))
-        await engine.check_draft(tiny_draft)
-
-    loop.run_until_complete(run())
+    monkeypatch.setattr(engine.llm, "update_weight_version", answered_meanwhile)
+    await engine.swap_draft(other, "other")
+    monkeypatch.setattr(engine.llm, "update_weight_version", hangs)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.swap_draft(tiny_draft, "late"), 3)
+    started.append(await engine.generate(prompts(1)[0], GREEDY, "after"))
+    await engine.check_draft(tiny_draft)
     assert [one.draft_version for one in started] == ["other", "late"]
     assert (engine.draft_version, engine.draft) == ("late", tiny_draft)
 
@@ -204,8 +194,8 @@ def test_a_spoiled_file_is_refused_and_serving_goes_on(
     require_equal(reference, loop.run_until_complete(answer_all(engine, prompts(20), GREEDY, 8, f"after-{fault}")))
 
 
-def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_output_and_is_found(
-    engine: VllmEngine, loop: Loop, reference: tuple[list[Golden], float], tiny_draft: Path, tmp_path: Path
+async def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_output_and_is_found(
+    engine: VllmEngine, reference: tuple[list[Golden], float], tiny_draft: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_draft, tmp_path / "draft")
     file = tmp_path / "draft" / "model.safetensors"
@@ -213,18 +203,14 @@ def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_outp
     weights["fc.weight"].fill_(3e38)  # a product of it overflows, and a norm makes NaN of that
     save_file(weights, file)
     sampled = Sampling(temperature=TEMPERATURE, max_tokens=32, seed=1, ignore_eos=True)
-
-    async def run() -> tuple[list[Completion], list[Completion]]:
-        await engine.swap_draft(tmp_path / "draft", "overflows")
-        try:
-            with pytest.raises(ValueError, match="of the loaded draft is off by"):
-                await engine.check_draft(tmp_path / "draft")
-            greedy = await answer_all(engine, prompts(20), GREEDY, 8, "overflows")
-            return greedy, await answer_all(engine, prompts(20), sampled, 8, "overflows-sampled")
-        finally:
-            await engine.swap_draft(tiny_draft, "1")
-
-    greedy, drawn = loop.run_until_complete(run())
+    await engine.swap_draft(tmp_path / "draft", "overflows")
+    try:
+        with pytest.raises(ValueError, match="of the loaded draft is off by"):
+            await engine.check_draft(tmp_path / "draft")
+        greedy = await answer_all(engine, prompts(20), GREEDY, 8, "overflows")
+        drawn = await answer_all(engine, prompts(20), sampled, 8, "overflows-sampled")
+    finally:
+        await engine.swap_draft(tiny_draft, "1")
     require_equal(reference, greedy)
     assert all(len(output.token_ids) == 32 and output.finish_reason == "length" for output in drawn)
 
@@ -395,21 +381,18 @@ def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
     assert psutil.Process(process.pid).children() == []  # where vLLM's workers are
 
 
-def test_what_goes_first_need_not_wait_for_a_place_in_a_full_engine(engine: VllmEngine, loop: Loop) -> None:
+async def test_what_goes_first_need_not_wait_for_a_place_in_a_full_engine(engine: VllmEngine) -> None:
     num_places, ended = 64, list[str]()
 
     async def ask(name: str, sampling: Sampling) -> None:
         await engine.generate(prompts(1)[0], sampling, name)
         ended.append(name)
 
-    async def run() -> None:
-        traffic = [asyncio.create_task(ask(f"traffic-{n}", GREEDY)) for n in range(2 * num_places)]
-        await asyncio.sleep(0.05)
-        late = [ask("last", GREEDY.model_copy(update={"priority": 1, "max_tokens": 1}))]
-        late += [ask("first", GREEDY.model_copy(update={"priority": -1}))]
-        await asyncio.gather(*late, *traffic)
-
-    loop.run_until_complete(run())
+    traffic = [asyncio.create_task(ask(f"traffic-{n}", GREEDY)) for n in range(2 * num_places)]
+    await asyncio.sleep(0.05)
+    late = [ask("last", GREEDY.model_copy(update={"priority": 1, "max_tokens": 1}))]
+    late += [ask("first", GREEDY.model_copy(update={"priority": -1}))]
+    await asyncio.gather(*late, *traffic)
     assert ended.index("first") <= num_places
     assert ended.index("last") > num_places
 

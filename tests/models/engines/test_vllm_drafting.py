@@ -92,33 +92,27 @@ def test_a_request_that_is_drafted_by_the_head_alone_looks_nothing_up(planned: V
         assert one.drafting == "head"
 
 
-def test_requests_of_every_way_share_a_batch(planned: VllmEngine, loop: Loop) -> None:
-    async def run() -> list[Completion]:
-        ways: list[Way] = ["auto", "head", "off"] * 4
-        asked = (
-            planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
-            for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
-        )
-        return list(await asyncio.gather(*asked))
-
-    auto, head, off = (loop.run_until_complete(run())[place::3] for place in range(3))
+async def test_requests_of_every_way_share_a_batch(planned: VllmEngine) -> None:
+    ways: list[Way] = ["auto", "head", "off"] * 4
+    asked = (
+        planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
+        for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
+    )
+    answers = await asyncio.gather(*asked)
+    auto, head, off = (answers[place::3] for place in range(3))
     assert any(max(one.matches) > 0 for one in auto)
     assert all(max(one.drafted) == 2 and not any(one.matches) for one in head)
     assert all(set(one.drafted) == {0} for one in off)
 
 
-def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_draft_lowers_no_length(
-    planned: VllmEngine, loop: Loop
+async def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_draft_lowers_no_length(
+    planned: VllmEngine,
 ) -> None:
     sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="head")
     short, long = prompts(2, seed=3)
-
-    async def run() -> list[Completion]:
-        asked = [(short, "short"), ((3 * long)[: SHORT - 16], "long"), (4 * short, "longer")]
-        return list(await asyncio.gather(*(planned.generate(ids, sampling, name) for ids, name in asked)))
-
-    alone = loop.run_until_complete(planned.generate(short, sampling, "alone"))
-    one, leaves, beyond = loop.run_until_complete(run())
+    alone = await planned.generate(short, sampling, "alone")
+    asked = [(short, "short"), ((3 * long)[: SHORT - 16], "long"), (4 * short, "longer")]
+    one, leaves, beyond = await asyncio.gather(*(planned.generate(ids, sampling, name) for ids, name in asked))
     assert set(one.drafted[:-1]) == {2}
     assert mean_accepted_length([one.trace("")]) == pytest.approx(mean_accepted_length([alone.trace("")]), abs=0.1)
     assert UNDRAFTED not in one.matches and set(beyond.matches) == {UNDRAFTED}
@@ -126,28 +120,24 @@ def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_
     assert set(leaves.trace("").drafted) == {2} and leaves.drafted.count(0) == leaves.matches.count(UNDRAFTED)
 
 
-def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
-    planned: VllmEngine, loop: Loop
+async def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
+    planned: VllmEngine,
 ) -> None:
     form = StructuredOutputsParams(regex="[a-f]{30,40}")
-
-    async def run() -> tuple[Completion, str]:
-        wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
-        asked = {"prompt_token_ids": prompts(1)[0]}
-        async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
-            last: Any = output
-        return last.completion, wanted.extra_args[OPTIONS].domain
-
-    one, domain = loop.run_until_complete(run())
+    wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
+    asked = {"prompt_token_ids": prompts(1)[0]}
+    async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
+        last: Any = output
+    one, domain = last.completion, wanted.extra_args[OPTIONS].domain
     assert (one.structured, domain) == (True, "chat/structured")
     assert len(one.token_ids) == 24
     assert UNDRAFTED not in one.matches  # of what was drafted the grammar may allow nothing
 
 
-def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine, loop: Loop) -> None:
+async def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine) -> None:
     told: list[Completion] = []
-
-    async def run() -> None:
+    planned.llm.on_finish = lambda completion, _: told.append(completion)
+    try:
         wanted = SamplingParams(max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         answers = planned.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, "leaves", DraftOptions("head"))
         num = 0
@@ -156,10 +146,6 @@ def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(p
             if num >= 12:
                 break
         await answers.aclose()
-
-    planned.llm.on_finish = lambda completion, _: told.append(completion)
-    try:
-        loop.run_until_complete(run())
     finally:
         planned.llm.on_finish = None
     (one,) = told
@@ -215,8 +201,8 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     assert other.matches == first.matches
 
 
-def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tokens(
-    planned: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
+async def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tokens(
+    planned: VllmEngine, tiny_target: Path, tmp_path: Path
 ) -> None:
     """Whatever drafts, with prompts that the prefix cache has in part, and of no request that does not want it."""
     done: list[Completion] = []
@@ -226,21 +212,18 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
         number = name.split("-")[1]
         return DraftOptions(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
 
-    async def run() -> dict[str, int]:
-        await planned.capture_states(1 << 24)
-        before = await planned.settle_states([])
-        planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
-        for turn in range(2):  # the second time the cache has the prompts' whole blocks
-            await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
-        return await captured(planned, done, tmp_path, before.get("written", 0) + 8)
-
     async def one(number: int, prompt: list[int], turn: int) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
         async for _ in planned.llm.generate({"prompt_token_ids": prompt}, sampled, f"capture-{number}-{turn}"):
             pass
 
     try:
-        counts = loop.run_until_complete(run())
+        await planned.capture_states(1 << 24)
+        before = await planned.settle_states([])
+        planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
+        for turn in range(2):  # the second time the cache has the prompts' whole blocks
+            await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
+        counts = await captured(planned, done, tmp_path, before.get("written", 0) + 8)
     finally:
         planned.llm.options_of = planned.llm.on_finish = None
     assert counts == {"written": 8, "gone": 2}
@@ -289,9 +272,7 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     assert speed.low < speed.tokens_per_s / speed.plain_tokens_per_s < speed.high
 
 
-def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
-    planned: VllmEngine, loop: Loop
-) -> None:
+async def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(planned: VllmEngine) -> None:
     prompt, piece = prompts(1, seed=9)[0] * 4, 16  # 192 tokens
 
     async def steps_beside(wanted: Sampling, tag: str) -> tuple[int, Completion]:
@@ -313,13 +294,10 @@ def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
         await beside
         return counts[0] - before, answered
 
-    async def run() -> list[tuple[int, Completion]]:
-        plain = Sampling(max_tokens=8, ignore_eos=True, num_logprobs=2, drafting="off")
-        await planned.llm.reset_prefix_cache()
-        whole = await steps_beside(plain, "whole")
-        await planned.llm.reset_prefix_cache()
-        return [whole, await steps_beside(plain.model_copy(update={"piece": piece}), "pieces")]
-
-    (at_once, whole), (between, read) = loop.run_until_complete(run())
+    plain = Sampling(max_tokens=8, ignore_eos=True, num_logprobs=2, drafting="off")
+    await planned.llm.reset_prefix_cache()
+    at_once, whole = await steps_beside(plain, "whole")
+    await planned.llm.reset_prefix_cache()
+    between, read = await steps_beside(plain.model_copy(update={"piece": piece}), "pieces")
     assert at_once < len(prompt) // piece - 2 <= between
     require_none_different(golden_of([whole]), [read], THRESHOLD)

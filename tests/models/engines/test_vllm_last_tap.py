@@ -40,24 +40,21 @@ def engine(tiny_target: Path, loop: Loop, tmp_path_factory: pytest.TempPathFacto
     loop.run_until_complete(engine.close())
 
 
-def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
-    engine: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
+async def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
+    engine: VllmEngine, tiny_target: Path, tmp_path: Path
 ) -> None:
     done: list[Completion] = []
-
-    async def run() -> dict[str, int]:
-        assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * 128
-        engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
-        engine.llm.on_finish = lambda completion, _: done.append(completion)
-        await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
-        return await captured(engine, done, tmp_path, len(done))
 
     async def one(number: int, prompt: list[int]) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
         async for _ in engine.llm.generate({"prompt_token_ids": prompt}, sampled, f"last-{number}"):
             pass
 
-    assert loop.run_until_complete(run()) == {"written": 4}
+    assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * 128
+    engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
+    engine.llm.on_finish = lambda completion, _: done.append(completion)
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
+    assert await captured(engine, done, tmp_path, len(done)) == {"written": 4}
     assert all(sum(one.drafted) for one in done)
     assert require_states(tiny_target, done, (*TAPS, LAST), tmp_path) == {0}
 

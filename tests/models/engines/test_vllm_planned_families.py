@@ -168,7 +168,7 @@ def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_prop
         assert judged.drafted_ids == alone.drafted_ids
 
 
-def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(running: Running, loop: Loop) -> None:
+async def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(running: Running) -> None:
     engine, (first, hot) = running.engine, prompts(2, width=80)
 
     async def answer(prompt: list[int], drafting: str, name: str) -> tuple[int, Completion]:
@@ -178,17 +178,13 @@ def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(runn
             last = output
         return last.num_cached_tokens, last.completion
 
-    async def run() -> tuple[int, Completion, Completion]:
-        engine.llm.num_swaps += 1
-        await answer(first, "auto", "first")  # the draft rests before it ends
-        await answer(hot, "auto", "hot")
-        again, _ = await answer(hot, "auto", "again")
-        _, judged = await answer(hot, "head", "judged")
-        await engine.llm.reset_prefix_cache()
-        _, empty = await answer(hot, "head", "empty")
-        return again, judged, empty
-
-    again, judged, empty = loop.run_until_complete(run())
+    engine.llm.num_swaps += 1
+    await answer(first, "auto", "first")  # the draft rests before it ends
+    await answer(hot, "auto", "hot")
+    again, _ = await answer(hot, "auto", "again")
+    _, judged = await answer(hot, "head", "judged")
+    await engine.llm.reset_prefix_cache()
+    _, empty = await answer(hot, "head", "empty")
     assert again >= 32  # at rest the cache serves as ever
     assert judged.drafted_ids == empty.drafted_ids
 

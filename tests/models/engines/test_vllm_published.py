@@ -69,8 +69,8 @@ def num_same(answers: Sequence[Completion], others: Sequence[Completion]) -> int
     return sum(one.drafted_ids == other.drafted_ids for one, other in zip(answers, others, strict=True))
 
 
-def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
-    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path: Path
+async def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
+    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     def norm_before(config: dict[str, object], tensors: dict[str, object]) -> None:
         del config["norm_before_residual"]  # which is to say that it does
@@ -79,21 +79,17 @@ def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
     adopted = eagle3.adopt(head, tiny_target)
     (tmp_path / "adopted").mkdir()
     eagle3.save(adopted, tmp_path / "adopted")
-
-    async def run() -> list[list[Completion]]:
-        by_itself = start_as_it_is(tiny_target, head)
-        try:
-            as_published = await answer(by_itself)
-        finally:
-            await by_itself.close()
-        params = PARAMS.model_copy(update={"dtype": "float32"})
-        imported = await answers_of(tiny_target, tmp_path / "adopted", params, prompts(12), GREEDY)
-        alone = await reference.TorchEngine.start(
-            tiny_target, tmp_path / "adopted", reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
-        )
-        return [as_published, imported, await answer(alone), await answer(engine)]
-
-    as_published, imported, of_reference, other = loop.run_until_complete(run())
+    by_itself = start_as_it_is(tiny_target, head)
+    try:
+        as_published = await answer(by_itself)
+    finally:
+        await by_itself.close()
+    params = PARAMS.model_copy(update={"dtype": "float32"})
+    imported = await answers_of(tiny_target, tmp_path / "adopted", params, prompts(12), GREEDY)
+    alone = await reference.TorchEngine.start(
+        tiny_target, tmp_path / "adopted", reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
+    )
+    of_reference, other = await answer(alone), await answer(engine)
     assert first_drafted(imported) == first_drafted(as_published)
     assert first_drafted(imported) != first_drafted(other)  # norming before or after makes a difference that is seen
     assert num_same(imported, of_reference) >= len(imported) - 1
