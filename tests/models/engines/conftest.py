@@ -1,5 +1,6 @@
-"""Tests that are coroutines run in the event loop that engines live in."""
+"""Tests that are coroutines run in the event loop that their engine lives in."""
 
+import asyncio
 import inspect
 
 import pytest
@@ -11,5 +12,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     given = pyfuncitem.funcargs
     wanted = {name: given[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    given["loop"].run_until_complete(pyfuncitem.obj(**wanted))
+    run = given["loop"].run_until_complete if "loop" in given else asyncio.run
+    run(pyfuncitem.obj(**wanted))
     return True

@@ -204,18 +204,13 @@ def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_
     assert max(by_head) == K
 
 
-def test_sampled_tokens_follow_the_targets_distribution(running: Running, loop: Loop) -> None:
+async def test_sampled_tokens_follow_the_targets_distribution(running: Running) -> None:
     """A right engine fails once in 10,000 runs."""
     engine, target, _ = running
     (prompt,) = prompts(1, width=16)
     settings = Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
-
-    async def draw() -> list[Completion]:
-        seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
-        drawn = (engine.generate(prompt, sampling, f"drawn-{sampling.seed}") for sampling in seeded)
-        return list(await asyncio.gather(*drawn))
-
-    answers = loop.run_until_complete(draw())
+    seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
+    answers = await asyncio.gather(*(engine.generate(prompt, one, f"drawn-{one.seed}") for one in seeded))
     assert max(drafted for one in answers for drafted in one.drafted) == K
     assert 0 < sum(sum(one.accepted) for one in answers) < sum(sum(one.drafted) for one in answers)
     assert p_value(target, prompt, [one.token_ids for one in answers], settings) > P_VALUE
