@@ -114,11 +114,7 @@ class _Reader:
         self._end = template_end(self._encoder, self._stops) if self._has_template else None
 
     def exchanges(self, files: Sequence[Path]) -> Iterator[_Exchange]:
-        """Yield what can be logged.
-
-        Raises:
-            ValueError: a file can't be read or, in a strict import, a row can't be used.
-        """
+        """Yield what can be logged; ValueError if a file can't be read or, in a strict import, a row can't be used."""
         for where, values in paired(self._rows(files), self._leave_out):
             try:
                 exchange = self._exchange(given(values))

@@ -100,11 +100,7 @@ def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: P
 
 
 def tau_of(scores: Sequence[Score]) -> float:
-    """Return 1 + accepted / steps over all conversations.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return 1 + accepted / steps over all conversations; ValueError if there are none."""
     if not scores:
         raise ValueError(f"there is nothing to score: no answer has {MIN_COMPLETION} tokens")
     return 1 + sum(score.accepted for score in scores) / sum(score.steps for score in scores)

@@ -17,11 +17,7 @@ from tasks.measure.run import Run
 def answers(
     run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
 ) -> list[Sample]:
-    """Let the target answer; an interrupted run asks only for the rest.
-
-    Returns:
-        As many samples, in the same order, each of its prompt's domain.
-    """
+    """Let the target answer: as many samples, in the same order; an interrupted run asks only for the rest."""
 
     generate = run.recipe.generate.model_copy(update={} if max_tokens is None else {"max_tokens": max_tokens})
 

@@ -311,11 +311,7 @@ def metrics_of(cell: Mapping[str, Any]) -> Metrics:
 
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
-    """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds.
-
-    Returns:
-        Row to metric to figure.
-    """
+    """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds."""
     metrics = cells[baseline][0]
     return {
         row: {

@@ -4,7 +4,8 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from infra.client import Answer, Client, LogLevel, Speculation
@@ -169,6 +170,13 @@ class Load:
 def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return answers as JSON, without their text."""
     return [answer.model_dump(mode="json", exclude={"text"}) for answer in answers]
+
+
+def require_answers(rows: Sequence[Mapping[str, Any]]) -> None:
+    """RuntimeError, by side where answers have one, if a request failed."""
+    failed = Counter(": ".join(filter(None, (row.get("side"), row["status"]))) for row in rows if row["status"] != "ok")
+    if failed:
+        raise RuntimeError(f"{failed.total()} of {len(rows)} requests failed: {dict(failed)}")
 
 
 def forgetful(recipe: Recipe) -> Recipe:

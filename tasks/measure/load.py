@@ -11,7 +11,6 @@ own endpoint is measured too, its process can't run beside ours: the same prompt
 """
 
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from models.evaluation.latency import Decoded, compare_blocks, compare_percentil
 from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
-from tasks.measure.endpoint import ChatServer, Endpoint, dump, undivided
+from tasks.measure.endpoint import Endpoint, dump, require_answers, undivided
 from tasks.measure.home import Served
 from tasks.measure.run import Run
 from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
@@ -108,7 +107,7 @@ def measure(
     for name in baselines:
         if not all(map(run.cells.has, cells[name])):
             with Stock(run.recipe, run.settings, open_champions.fn().target_files.path, ways[name]) as endpoint:
-                _warm(load, endpoint)
+                endpoint.ask(run.warming(NUM_WARM), concurrency=len(prompts))
                 for number, cell in zip(streams, cells[name], strict=True):
                     run.cells.keep(cell, lambda: load.blocks(endpoint, number, name, [name != PLAIN]))  # noqa: B023
     found = {
@@ -150,7 +149,7 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
             endpoint.speculate(True)
             registry.promote("draft", numbers[name])
             endpoint.wait_for_draft(numbers[name])
-            _warm(load, endpoint)
+            endpoint.ask(run.warming(NUM_WARM), concurrency=len(load.prompts))
             for number, cell in zip(streams, of_name, strict=True):
                 run.cells.keep(cell, lambda: load.blocks(endpoint, number, f"{name} draft", [True, False]))  # noqa: B023
         asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
@@ -164,12 +163,6 @@ def _switch(endpoint: Endpoint, on: bool) -> None:
     endpoint.speculate(True)
     if not on:
         endpoint.speculate(False)
-
-
-def _warm(load: _Load, endpoint: ChatServer) -> None:
-    fewest = min(traffic.num_requests for traffic in load.run.recipe.traffic.values())
-    asked = load.run.prompts("requests", min(NUM_WARM, fewest))
-    endpoint.ask(asked, concurrency=len(load.prompts))
 
 
 class _Way:
@@ -202,9 +195,7 @@ def _report(
     answers = [
         row for of_name in cells.values() for blocks in of_name.values() for one in blocks for row in one["answers"]
     ]
-    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
-    if failed:
-        raise RuntimeError(f"{failed.total()} of {len(answers)} requests failed: {dict(failed)}")
+    require_answers(answers)
     figures: Row = {}
     grids, own = [], [name for name in cells if name in DRAFTS]
     for domain in run.recipe.traffic:

@@ -46,11 +46,7 @@ class Run:
         options: dict[str, Any],
         redraft: Sequence[str],
     ) -> None:
-        """Open the cells that an earlier run has finished.
-
-        Raises:
-            ValueError: the folder holds cells of another setup.
-        """
+        """Open the cells that an earlier run has finished; ValueError if the folder holds cells of another setup."""
         self.folder = folder
         self.settings = load_settings()
         self.recipe, self.recipe_name = recipe, recipe_name
@@ -70,19 +66,11 @@ class Run:
         self._prompts: dict[str, dict[str, list[Prompt]]] = {}
 
     def served(self) -> Served:
-        """Copy what is served into this home, once.
-
-        Raises:
-            ValueError: nothing was built yet.
-        """
+        """Copy what is served into this home, once; ValueError if nothing was built yet."""
         return copy_served(self._source, self.settings)
 
     def logged(self) -> QueryLog:
-        """Copy what was logged into this home, once, and open the copy.
-
-        Raises:
-            ValueError: nothing was logged yet.
-        """
+        """Copy what was logged into this home, once, and open the copy; ValueError if nothing was logged yet."""
         copy_log(self._source, self.settings)
         return QueryLog(self.settings.querylog)
 
@@ -104,6 +92,10 @@ class Run:
                 )
             found += prompts[: per_domain or None]
         return found
+
+    def warming(self, most: int = 1) -> list[Prompt]:
+        """Return the first requests of each domain to warm an endpoint with: so many, or as many as all have."""
+        return self.prompts("requests", min(most, *(table.num_requests for table in self.recipe.traffic.values())))
 
     def command(self, *arguments: str) -> None:
         """Run a command of `redraft` in the benchmark's home; RuntimeError with the end of its log if it fails."""

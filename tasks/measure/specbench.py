@@ -181,11 +181,7 @@ def _timed(engine: TorchEngine, prompt_ids: list[int], sampling: Sampling) -> Ro
 def make_report(
     rows: Mapping[float, Sequence[Row]], ways: Mapping[str, Configuration], target_dir: Path, folder: Path, seed: int
 ) -> Report:
-    """Put together what was measured.
-
-    Raises:
-        ValueError: no question fits the context.
-    """
+    """Put together what was measured; ValueError if no question fits the context."""
     told = {at: [row for row in of if row["fits"]] for at, of in rows.items()}
     num_rows, num_told = (sum(map(len, of.values())) for of in (rows, told))
     if not num_told:

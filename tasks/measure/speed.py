@@ -31,7 +31,7 @@ from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.baselines import Job, run_offline
 from tasks.measure.compare_traffic import output_verdicts
-from tasks.measure.endpoint import ChatServer, Endpoint, dump
+from tasks.measure.endpoint import ChatServer, Endpoint, dump, require_answers
 from tasks.measure.home import Served
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.run import Bar, Run
@@ -94,7 +94,7 @@ def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
             title, cell = f"round {number + 1} of {num_rounds}, {name}", f"{number}-{name.replace(' ', '-')}"
             rows += run.cells.keep(cell, lambda: _ask(run, served, share, hosts[name], title))  # noqa: B023
-    _require_answers(rows)
+    require_answers(rows)
     return _report(run, served, rows)
 
 
@@ -140,7 +140,7 @@ def _pair(stage: Stage) -> list[Row]:
     rows: list[Row] = []
     with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
         endpoint.wait_for_draft(stage.served.champion)
-        _warm(endpoint, stage, NUM_WARM)
+        endpoint.ask(stage.run.warming(NUM_WARM))
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
                 for on in (False, True, side == PAIR):
@@ -159,7 +159,7 @@ def _pair(stage: Stage) -> list[Row]:
 def _stock(stage: Stage) -> list[Row]:
     """Ask vLLM without a draft; the outputs that all others are held to are recorded here."""
     with stage.stock() as endpoint:
-        _warm(endpoint, stage)
+        endpoint.ask(stage.run.warming())
         rows = stage.ask(endpoint, PLAIN, stage.prompts)
         return rows + stage.ask(endpoint, REFERENCE, stage.prompts, gaps=True)
 
@@ -167,7 +167,7 @@ def _stock(stage: Stage) -> list[Row]:
 def _drafting_stock(side: str, speculation: Mapping[str, Any], stage: Stage) -> list[Row]:
     """Ask vLLM that drafts by itself."""
     with stage.stock(speculation) as endpoint:
-        _warm(endpoint, stage)
+        endpoint.ask(stage.run.warming())
         return stage.ask(endpoint, side, stage.prompts)
 
 
@@ -194,17 +194,6 @@ def _llamacpp(stage: Stage) -> list[Row]:
     run, target_dir = stage.run, open_champions.fn().target_files.path
     answers = run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
     return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
-
-
-def _warm(endpoint: ChatServer, stage: Stage, num_prompts: int = 1) -> None:
-    fewest = min(traffic.num_requests for traffic in stage.run.recipe.traffic.values())
-    endpoint.ask(stage.run.prompts("requests", min(num_prompts, fewest)))
-
-
-def _require_answers(rows: Sequence[Row]) -> None:
-    failed = Counter(f"{row['side']}: {row['status']}" for row in rows if row["status"] != "ok")
-    if failed:
-        raise RuntimeError(f"{failed.total()} of {len(rows)} requests failed: {dict(failed)}")
 
 
 def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:

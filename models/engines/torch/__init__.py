@@ -251,11 +251,7 @@ class TorchEngine:
         return 0.0
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off.
-
-        Raises:
-            ValueError: the engine has no draft to switch on.
-        """
+        """Switch drafting on or off; ValueError if the engine has no draft to switch on."""
         if on and self.loaded is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
         self.speculating = on

@@ -262,11 +262,7 @@ class VllmEngine:
         self.llm.shutdown()
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Run a worker's method between two steps.
-
-        Raises:
-            ValueError: the worker refused.
-        """
+        """Run a worker's method between two steps; ValueError if the worker refused."""
         answer: dict[str, Any] = (await self.llm.collective_rpc(method, args=args))[0]
         if "refused" in answer:
             raise ValueError(answer["refused"])
