@@ -1,4 +1,4 @@
-"""Take a window of served requests and lay aside what is never trained on."""
+"""Take a window of served requests, lay aside what is never trained on, and say when it is done with."""
 
 import hashlib
 import os
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from infra.artifacts import Artifact
+from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.identity import process_identity
 from infra.manifest import canonical_json
@@ -94,6 +95,18 @@ def reading_rows() -> Iterator[None]:
 def leave_window(window: Window) -> None:
     """Let go of a window that nothing was trained on for the champion of now; the next run gets it again."""
     QueryLog(load_settings().querylog).windows.withdraw(window)
+
+
+@task
+def advance_cursor(window: Window) -> None:
+    """Move the log's cursor past a window, which comes last: until then, a crash only makes it be claimed again.
+
+    Hidden states captured of rows before the cursor go.
+    """
+    log = QueryLog(load_settings().querylog)
+    log.windows.commit(window)
+    CapturedFiles(log.path).forget(log.ids(window.last_seq))
+    run_logger().info("the cursor is at %d", window.last_seq)
 
 
 def _one_line(error: BaseException) -> str:

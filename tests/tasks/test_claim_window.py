@@ -22,8 +22,7 @@ from infra.versions import Pair
 from models.chats import ChatEncoder
 from models.learning.hidden import Sample
 from models.recipe import Refresh, load_recipe
-from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
+from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_out_past, hold_window, leave_window
 from tasks.stages.samples import probe_versions, read_samples
 from tasks.stages.split import MOST_OF_GROUP
 from tests.tasks.made import pair_of, samples_files

@@ -11,8 +11,7 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import now_ms
 from models.recipe import Refresh
-from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window
+from tasks.claim_window import advance_cursor, claim_window
 from tasks.stages.samples import usable
 from tasks.stages.shares import ForOthers, cap_per_key, rows_of_others
 from tests.infra.rows import erase, row
