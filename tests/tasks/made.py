@@ -7,6 +7,7 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 from infra.artifacts import Artifact, publish, staged
+from infra.consent import QueryRow
 from infra.versions import Pair, Version
 from models.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
@@ -20,6 +21,13 @@ def recipe_of(shipped: Mapping[str, Any] = TABLES, **tables: Any) -> Recipe:
     """Parse a recipe of which some tables are others; None leaves one out."""
     given = {**shipped, **tables}
     return parse_recipe({"name": "r", **{key: table for key, table in given.items() if table is not None}}, "r")
+
+
+def row_of(id: str, **given: Any) -> QueryRow:
+    """A row of the log that the first target answered with the first draft, of which the rest is given."""
+    versions = {"scrubber_revision": 1, "target_version": 1, "draft_version": 1}
+    served = {"time_ms": 0, "domain": "code", "consent": "full", "finish_reason": "stop", "speculating": True}
+    return QueryRow(**{"id": id, **served, **versions, **given})
 
 
 def target_files(target: Path, folder: Path) -> Artifact:

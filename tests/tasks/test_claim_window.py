@@ -25,7 +25,7 @@ from models.recipe import Refresh, load_recipe
 from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_out_past, hold_window, leave_window
 from tasks.stages.samples import probe_versions, read_samples
 from tasks.stages.split import MOST_OF_GROUP
-from tests.tasks.made import pair_of, samples_files
+from tests.tasks.made import pair_of, row_of, samples_files
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
 NO_REPLAY = REFRESH.model_copy(update={"replay_per_domain": 0})
@@ -58,21 +58,14 @@ def pair(tiny_target) -> Pair:
 def row(
     number: int, second_id: int = 0, prompt_ids: list[int] | None = None, domain: str = "code", key="", group=""
 ) -> QueryRow:
-    return QueryRow(
-        id=f"{domain if domain != 'code' else 'row'}{number}",
-        time_ms=0,
+    return row_of(
+        f"{domain if domain != 'code' else 'row'}{number}",
         domain=domain,
         key=key or None,
         group=group or None,
-        consent="full",
-        scrubber_revision=1,
-        target_version=1,
-        draft_version=1,
         prompt_ids=prompt_ids or [number, second_id],
         completion_ids=[4, 5, 6],
         sampling={"temperature": 0},
-        finish_reason="stop",
-        speculating=True,
     )
 
 

@@ -29,7 +29,7 @@ from tasks import regenerate as module
 from tasks.regenerate import choose, merge, regenerate
 from tasks.stages.samples import read_samples
 from tests.models.drafts.answered import prompts
-from tests.tasks.made import pair_of, samples_files, target_files
+from tests.tasks.made import pair_of, row_of, samples_files, target_files
 
 MINE, OTHERS = "mine", "somebody"
 
@@ -48,20 +48,14 @@ def settings(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def row(number: int, finish: str = "length", given: int = 4, temperature: float = 0.0) -> QueryRow:
-    return QueryRow(
-        id=f"row-{number}",
-        time_ms=0,
+    return row_of(
+        f"row-{number}",
         subject=MINE if number == 0 else OTHERS,
         domain="chat",
-        consent="full",
-        scrubber_revision=2,
-        target_version=1,
-        draft_version=1,
         prompt_ids=prompts(number + 1)[number],
         completion_ids=[40 + number + place for place in range(given)],
         sampling={"temperature": temperature},
         finish_reason=finish,
-        speculating=False,
     )
 
 
