@@ -89,24 +89,19 @@ class Params(EngineParams):
 
     @model_validator(mode="after")
     def _one_of_them_ends_a_step(self) -> Self:
-        tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
-        if tree.BRANCHES and hasattr(lengths, "go_on"):
-            raise ValueError(
-                f"length policy {self.lengths.name} stops a chain where the draft is unsure; tree {self.trees.name} "
-                "is no chain"
-            )
-        if tree.BRANCHES and hasattr(lengths, "OVERLAPS"):
-            raise ValueError(
-                f"length policy {self.lengths.name} drafts a chain while the target reads; tree {self.trees.name} "
-                "is no chain"
-            )
-        if self.nested_confidence is not None and (tree.BRANCHES or hasattr(lengths, "OVERLAPS")):
-            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+        branches = catalog.load("trees", self.trees.name).BRANCHES
+        lengths = catalog.load("lengths", self.lengths.name)
+        policy, tree = f"length policy {self.lengths.name}", f"tree {self.trees.name}"
+        if branches and hasattr(lengths, "go_on"):
+            raise ValueError(f"{policy} stops a chain where the draft is unsure; {tree} is no chain")
+        if branches and hasattr(lengths, "OVERLAPS"):
+            raise ValueError(f"{policy} drafts a chain while the target reads; {tree} is no chain")
+        at_fault = tree if branches else policy
+        if self.nested_confidence is not None and (branches or hasattr(lengths, "OVERLAPS")):
             raise ValueError(
                 f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft"
             )
-        if self.lookup.num_tokens and (tree.BRANCHES or not hasattr(lengths, "plan")):
-            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+        if self.lookup.num_tokens and (branches or not hasattr(lengths, "plan")):
             raise ValueError(f"look-up is joined to chains that a policy plans; {at_fault} does otherwise")
         return self
 
