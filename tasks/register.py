@@ -49,18 +49,26 @@ def register_target(recipe: Recipe, target: Artifact) -> Version:
 
 @task
 def register_draft(
-    recipe: Recipe, target: Version, target_files: Artifact, draft: Artifact, samples: Artifact, measured: Measured
+    recipe: Recipe,
+    target: Version,
+    target_files: Artifact,
+    draft: Artifact,
+    samples: Artifact,
+    measured: Measured,
+    adopted: Adopted | None = None,
 ) -> Version:
-    """Return the version of a draft that was trained from nothing; it starts a line."""
-    return _register_first(recipe, target, target_files, draft, samples, measured, None)
-
-
-@task
-def register_adopted(
-    recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
-) -> Version:
-    """Return the version of a draft that was trained elsewhere and not yet judged; it starts a line."""
-    return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted)
+    """Return the version of a draft that was trained from nothing, or elsewhere and not yet judged: a line's first."""
+    registry = open_registry()
+    for found in same_files(registry.versions("draft"), draft):
+        if found.lineage.target_version == target.number:
+            return found
+    card = describe(target_files.path)
+    check_draft(open_artifact(draft), None, card)
+    teachers = teachers_in(recipe.distill) if adopted is None else None
+    line = draft.sha256[:16]
+    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
+    report = first_report(measured, recipe.num_draft_tokens)
+    return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
 
 @task
@@ -169,28 +177,6 @@ def identity(card: TargetCard) -> Target:
         vocab_size=card.vocab_size,
         chat_template_sha256=card.chat_template_sha256,
     )
-
-
-def _register_first(
-    recipe: Recipe,
-    target: Version,
-    target_files: Artifact,
-    draft: Artifact,
-    samples: Artifact,
-    measured: Measured,
-    adopted: Adopted | None,
-) -> Version:
-    registry = open_registry()
-    for found in same_files(registry.versions("draft"), draft):
-        if found.lineage.target_version == target.number:
-            return found
-    card = describe(target_files.path)
-    check_draft(open_artifact(draft), None, card)
-    teachers = teachers_in(recipe.distill) if adopted is None else None
-    line = draft.sha256[:16]
-    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
-    report = first_report(measured, recipe.num_draft_tokens)
-    return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
 
 def _lineage(
