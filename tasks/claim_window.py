@@ -74,7 +74,8 @@ def hold_window(window: Window) -> Iterator[None]:
             yield
         except Exception as error:
             with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
-                if log.windows.fail(window, _one_line(error)):
+                what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+                if log.windows.fail(window, what):
                     told = "rows %d to %d are set aside: no attempt at them got through"
                     run_logger().warning(told, window.first_seq, window.last_seq)
             raise
@@ -107,10 +108,6 @@ def advance_cursor(window: Window) -> None:
     log.windows.commit(window)
     CapturedFiles(log.path).forget(log.ids(window.last_seq))
     run_logger().info("the cursor is at %d", window.last_seq)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 class Parts(Frozen):

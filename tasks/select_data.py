@@ -8,7 +8,7 @@ from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
 from models.sources import Prompt, digest, draw_parts, sample, split
-from tasks.stages import cached_step, local_content
+from tasks.stages import cached_step, content_of
 from tasks.stages.task import task
 
 PARTS = ("train", "held_out", "requests")
@@ -27,7 +27,7 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
     return cached_step(
         stage="prompts",
         kind="prompts",
-        params={"seed": seed, "traffic": {domain: _content(table) for domain, table in traffic.items()}},
+        params={"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}},
         inputs={},
         code=(make,),
         make=make,
@@ -79,8 +79,3 @@ def read_prompts(directory: Path, part: str) -> list[Prompt]:
     """Read one part of a "prompts" directory."""
     lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Prompt.model_validate_json(line) for line in lines]
-
-
-def _content(traffic: Traffic) -> dict[str, object]:
-    """Return what the prompts depend on, files of this machine included."""
-    return {**traffic.model_dump(mode="json"), **local_content(getattr(traffic.source, "path", ""))}

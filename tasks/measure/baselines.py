@@ -183,7 +183,7 @@ def run_process(
     with Child.start(argv, environment, log, name) as child:
         while (code := child.poll()) is None:
             time.sleep(POLL_S)
-            bar.show(_num_lines(answers))
+            bar.show(len(answers.read_text().splitlines()) if answers.is_file() else 0)
     if code:
         raise RuntimeError(f"{name} ended with {code}\n{child.tail()}")
     return [json.loads(line) for line in answers.read_text().splitlines()]
@@ -212,10 +212,6 @@ def answer_of(prompt: Prompt, timed: Mapping[str, Any]) -> Answer:
     """Return an answer as a client has it, of the prompt and what a baseline told of it."""
     num_tokens = len(timed["token_ids"])
     return Answer(prompt_id=prompt.id, domain=prompt.domain, status="ok", num_tokens=num_tokens, **timed)
-
-
-def _num_lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 if __name__ == "__main__":

@@ -198,7 +198,8 @@ def make_report(
         "Speeds are only of prompts whose output passed. Drafts forget earlier requests after each cell.",
         "Of a tree, acceptance by place is the share of steps that accepted so many tokens.",
     ]
-    if any(over_all) and (lossy := [name for name, way in ways.items() if not _is_lossless(way)]):
+    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
+    if any(over_all) and (lossy := [name for name, rule in rules.items() if not rule.LOSSLESS]):
         notes.append(f"Above temperature 0 these draw from another distribution than the target: {', '.join(lossy)}.")
     if left_out := num_rows - num_told:
         notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
@@ -217,10 +218,6 @@ def make_report(
         failures=failures,
         picture=draw_speeds(speeds, "× plain decoding", folder / "specbench.png"),
     )
-
-
-def _is_lossless(way: Configuration) -> bool:
-    return bool(catalog.load("verify", Params(**way.engine).verify.name).LOSSLESS)
 
 
 def _by_task(

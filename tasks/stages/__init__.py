@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+from pydantic import BaseModel
+
 from infra.artifacts import Artifact, publish, staged
 from infra.locks import lock_folder
 from infra.manifest import canonical_json, file_sha256
@@ -106,6 +108,11 @@ def local_content(path: str) -> dict[str, str]:
     files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
     hashes = {file.relative_to(root).as_posix(): file_sha256(file) for file in files}
     return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
+
+
+def content_of(table: BaseModel) -> dict[str, object]:
+    """Return what a domain's table says, the content of its source's files on this machine included."""
+    return {**table.model_dump(mode="json"), **local_content(getattr(getattr(table, "source", None), "path", ""))}
 
 
 def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
