@@ -15,7 +15,7 @@ from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
 from tasks.promote import Outcome, find_champions, find_gated, promote_build, promote_candidate
-from tasks.register import first_samples, register_adopted, register_gated, register_target
+from tasks.register import first_samples, register_draft, register_gated, register_target
 
 AdoptOutcome = Outcome | Literal["registered"]
 
@@ -45,7 +45,7 @@ def adopt(
                 candidate = register_gated(recipe, pair, adopted, samples, gated)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)
-    draft = register_adopted(recipe, version, target, adopted, samples, measured)
+    draft = register_draft(recipe, version, target, adopted.draft, samples, measured, adopted)
     if pair is not None:
         return "registered", draft
     promote_build(version, draft)

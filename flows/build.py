@@ -6,20 +6,16 @@ from infra.artifacts import Artifact
 from infra.versions import Version
 from infra.watchdog import gives_way
 from models.recipe import Recipe
+from tasks.change_model import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
 from tasks.distill_draft import distill_draft
-from tasks.finetune_model import finetune_model
 from tasks.generate_answers import generate_answers
 from tasks.measure_draft import measure_draft
 from tasks.prepare_target import complete_target, prepare_target
 from tasks.prepare_text import prepare_text
-from tasks.pretrain_model import pretrain_model
 from tasks.promote import promote_build
-from tasks.prune_model import prune_model
-from tasks.quantize_target import quantize_target
 from tasks.register import register_draft, register_target
 from tasks.select_data import select_data
 from tasks.select_text import select_text
-from tasks.shrink_model import shrink_model
 
 
 @flow(name="build")

@@ -5,8 +5,7 @@ from prefect import flow
 from infra.versions import Pair, Version
 from infra.windows import Window
 from models.recipe import Recipe
-from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
+from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import train_challenger
 from tasks.find_challenger import find_challenger, start_test
 from tasks.find_past import find_past, find_returned

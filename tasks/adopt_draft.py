@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
@@ -19,6 +16,7 @@ from tasks.measure_draft import tau_of
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32
@@ -44,14 +42,11 @@ class Adopted(Frozen):
     reading: str = ""
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -> Adopted:
-    """Check a published draft against the target and convert it.
+    """Check a published draft against the target and convert it; its layout says which family reads it.
 
-    Args:
-        target: what it is to draft for.
-        source: its directory; its layout says which family reads it.
-        num_layers: of a draft in which others are nested, the one to take: that of so many first layers.
+    Of a draft in which others are nested, `num_layers` takes that of so many first layers.
 
     Raises:
         ValueError: no family reads its layout, it does not fit, or no such draft is nested in it; names what is wrong.
@@ -76,16 +71,9 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
     return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: Artifact) -> Adopted:
-    """Take the reading of a published draft that drafts best, where its files leave several open.
-
-    Args:
-        recipe: K, and the rules that drafts are scored by.
-        target: what it drafts for.
-        adopted: the draft, in its first reading.
-        samples: the target's own answers; some that were held out are scored.
-    """
+    """Take the reading of a published draft that scores best on held-out samples, where its files leave it open."""
     source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
     family = adopter_of(source)
     code = (_digest, family, score)

@@ -1,4 +1,4 @@
-"""Take a window of served requests and lay aside what is never trained on."""
+"""Take a window of served requests, lay aside what is never trained on, and say when it is done with."""
 
 import hashlib
 import os
@@ -9,11 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact
+from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.identity import process_identity
 from infra.manifest import canonical_json
@@ -33,9 +32,10 @@ from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
 from tasks.stages.split import TrafficSplit, cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.task import task
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def claim_window(refresh: Refresh) -> Window | None:
     """Claim the next rows of the query log, or return None if too few wait, or too few that are not one key's.
 
@@ -74,7 +74,8 @@ def hold_window(window: Window) -> Iterator[None]:
             yield
         except Exception as error:
             with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
-                if log.windows.fail(window, _one_line(error)):
+                what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+                if log.windows.fail(window, what):
                     told = "rows %d to %d are set aside: no attempt at them got through"
                     run_logger().warning(told, window.first_seq, window.last_seq)
             raise
@@ -91,14 +92,22 @@ def reading_rows() -> Iterator[None]:
         yield
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def leave_window(window: Window) -> None:
     """Release a window that nothing was trained on for the champion of now; the next run gets it again."""
     QueryLog(load_settings().querylog).windows.withdraw(window)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+@task
+def advance_cursor(window: Window) -> None:
+    """Move the log's cursor past a window, which comes last: until then, a crash only makes it be claimed again.
+
+    Hidden states captured of rows before the cursor go.
+    """
+    log = QueryLog(load_settings().querylog)
+    log.windows.commit(window)
+    CapturedFiles(log.path).forget(log.ids(window.last_seq))
+    run_logger().info("the cursor is at %d", window.last_seq)
 
 
 class Parts(Frozen):
@@ -118,7 +127,7 @@ class Parts(Frozen):
     unlike: dict[str, Estimate] = Field(default_factory=dict)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Parts:
     """Write what a refresh trains on and is held to.
 
@@ -181,7 +190,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     )
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     """Write what a draft from elsewhere is held to: the regression sets, and rows new to the champion's line.
 

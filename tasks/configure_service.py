@@ -11,10 +11,6 @@ from tasks.stages.task import task
 def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
     """Return what the service needs to know beside the settings (services/config.py).
 
-    Args:
-        recipe: what is served, and how.
-        orchestrator: a Prefect API or "".
-
     Raises:
         ValueError: the recipe's engine can't serve so, nothing was built yet, or the champion was made by another
             recipe's target.

@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.consent import row_of
@@ -31,6 +29,7 @@ from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import read_samples
 from tasks.stages.split import cluster_samples
+from tasks.stages.task import task
 from tasks.stages.teachers import prepare_teachers
 from tasks.stages.throttle import throttled
 
@@ -38,43 +37,25 @@ STATE, STATE_FILE = "state", "state.safetensors"
 
 
 class Trained(Frozen):
-    """What a training run left.
-
-    Attributes:
-        draft: as the engine loads it.
-        state: what the next run goes on from beside that, None if nothing.
-    """
+    """What a training run left: the draft, as the engine loads it, and what the next run goes on from beside it."""
 
     draft: Artifact
     state: Artifact | None
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifact:
-    """Train a new draft on the samples' training part; an artifact of kind "draft", as the engine loads it.
-
-    Args:
-        recipe: which draft, and how it is trained.
-        target: what the draft is for.
-        samples: the target's answers.
-    """
+    """Train a new draft on the samples' training part; an artifact of kind "draft", as the engine loads it."""
     assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
     return _train(recipe, recipe.distill, target, samples, None, None).draft
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact, window: Window) -> Trained:
-    """Go on training on the samples' training part, with the settings of a refresh.
+    """Go on training on the samples' training part, with the settings of a refresh and the family of the start.
 
     Older rows and the first draft's samples are never validated with: of what the challenger learnt before, it would
     tell how much is forgotten, not how much is learnt.
-
-    Args:
-        recipe: how it is trained; the family is that of what it starts from.
-        pair: the champions.
-        start: what to go on from.
-        samples: of the window.
-        window: whose rows are new to it.
     """
     params = recipe.refresh_distill()
     assert isinstance(params, distill.Params)
@@ -82,11 +63,7 @@ def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact
 
 
 def forget_states(kept: Collection[str]) -> None:
-    """Remove the states that no run will go on from.
-
-    Args:
-        kept: addresses of the others. A draft whose state is gone is gone on from with a fresh optimizer.
-    """
+    """Remove the states that no run will go on from; a draft without its own gets a fresh optimizer."""
     folder = load_settings().artifacts / STATE
     for directory in folder.glob("[!.]*"):
         if directory.resolve().as_uri() not in kept:
@@ -175,14 +152,7 @@ def _train(
 
 
 def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples: Sequence[Sample]) -> Draft:
-    """Return what training on samples begins with.
-
-    Args:
-        params: of a new draft.
-        start: the draft to go on from, None for a new one.
-        target_dir: what it drafts for.
-        samples: whose tokens it is to know.
-    """
+    """Return what training on samples begins with: the draft to go on from, or a new one that knows their tokens."""
     counts = _count_tokens(samples, describe(target_dir).vocab_size)
     if start is None:
         family = family_named(params.name)

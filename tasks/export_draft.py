@@ -28,11 +28,8 @@ class Exported(Frozen):
 def export_draft(number: int, directory: Path, target: str = "", licence: str = "") -> Exported:
     """Write draft `number` into a new directory, whole or not at all.
 
-    Args:
-        number: in the registry.
-        directory: must not exist yet.
-        target: what vLLM is to load the target from, a directory or a hub's id; by default the registry's copy of it.
-        licence: of the draft, for its card, as Hugging Face names it.
+    vLLM is to load the target from `target`, a directory or a hub's id, by default the registry's copy. The licence is
+    named as Hugging Face does.
 
     Raises:
         ValueError: there is no such draft, its target is not in the registry, vLLM serves no drafts of its family by

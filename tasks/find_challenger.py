@@ -1,8 +1,5 @@
 """Find out what the training on a window starts from."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import challenger_to_go_on, next_challenger
 from infra.registry import Registry, open_registry
@@ -13,6 +10,7 @@ from models.evaluation.gate import Evidence
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.stages.reporting import run_logger
+from tasks.stages.task import task
 
 EVIDENCE = "evidence.json"
 
@@ -35,7 +33,7 @@ class Start(Frozen):
     going_on: bool
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
     """Return where the training on a window starts: the champion's challenger, or the champion for a new one.
 
@@ -78,7 +76,7 @@ def known_of_challenger(
     return checkpoint, evidence
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def start_test(recipe: Recipe, pair: Pair) -> Evidence:
     """Return what is known of a draft that was not gated against the champion before: nothing."""
     versions = open_registry().versions("draft")

@@ -8,9 +8,6 @@ tests any challenger, and nothing is trained if it passes. If it does not, its r
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.consent import OTHER_DOMAINS
 from infra.lines import past_champions, tried_again
@@ -30,26 +27,21 @@ from tasks.claim_window import Parts
 from tasks.gate_draft import CHAMPION, Scorer
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import draw_per_domain, read_samples
+from tasks.stages.task import task
 from tasks.trigger.acknowledge import fallen_domains
 
 MOST = 200  # conversations that past drafts are compared on; a gain worth a return shows on fewer
 
 
 class Past(Frozen):
-    """A past champion that is to be tried again.
-
-    Attributes:
-        version: which.
-        files: its weights.
-        domain: that fell.
-    """
+    """A past champion that is to be tried again, and the domain that fell."""
 
     version: Version
     files: Artifact
     domain: str
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_returned(recipe: Recipe, pair: Pair) -> Version | None:
     """Return the past draft that the gate let return before a crash kept it from being promoted, if there is one.
 
@@ -66,18 +58,12 @@ def find_returned(recipe: Recipe, pair: Pair) -> Version | None:
     return None
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past | None:
     """Return the past champion that does best in a domain that fell, None if none is shown to beat the champion there.
 
     They are compared on the window's rows of the domain, one of each cluster. What the window holds out is not among
     them: the gate uses it, and must not find what it was chosen by.
-
-    Args:
-        recipe: how many past champions are looked at.
-        pair: the champions.
-        window: claimed.
-        parts: what of it is held out, and what is not.
     """
     registry = open_registry()
     versions = registry.versions("draft") if recipe.refresh.pool else []

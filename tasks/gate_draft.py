@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
@@ -33,6 +31,7 @@ from tasks.stages import cached_step
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import read_samples, regression_set_versions
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 CHAMPION, CANDIDATE = "champion", "candidate"
@@ -73,22 +72,17 @@ class GateResult(Frozen):
         return self.report.model_copy(update={"test": self.test.model_copy(update=told)})
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def gate_draft(
     recipe: Recipe, pair: Pair, before: Evidence, candidate: Artifact, parts: Parts, learns: bool = True
 ) -> GateResult:
     """Gate a draft by what was held out and by what each domain pays.
 
+    `candidate` is the challenger, a draft from elsewhere or a past one; `learns` says whether it goes on learning where
+    nothing is shown.
+
     The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
     that, traffic that got harder would look like a loss.
-
-    Args:
-        recipe: with the gate's settings.
-        pair: the champions.
-        before: what the windows before this one said of the challenger.
-        candidate: its checkpoint, a draft from elsewhere or a past one.
-        parts: what it is held to.
-        learns: whether it goes on learning where nothing is shown.
     """
     gated = Scorer(recipe, pair).gate(before, candidate, parts, learns)
     _show(gated)
@@ -201,14 +195,7 @@ def best_past(pair: Pair) -> dict[str, Artifact]:
 
 
 def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_out: tuple[str, ...]) -> GateReport:
-    """Return a report with what both drafts were measured at, in domains without a floor too.
-
-    Args:
-        report: of the test and the floors.
-        champion: its τ by domain.
-        challenger: that of the draft that was gated.
-        left_out: domains without a conversation to score.
-    """
+    """Return a report with what both drafts were measured at, in domains without a floor too."""
     assert report.test is not None
     domains = {}
     for domain in challenger.tau | report.domains:
@@ -229,27 +216,14 @@ def _renamed(score: Score, groups: Mapping[str, str]) -> Score:
 
 
 def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
-    """Return the scores of the draft that has the highest τ in a domain, the first of those that are equal.
-
-    Args:
-        domain: in which all were scored.
-        drafts: their scores of the same conversations, of other domains too.
-    """
+    """Return the scores of the draft with the highest τ in a domain, of the same conversations; the first of equals."""
     return max(drafts, key=lambda scores: tau_of([one for one in scores if one.domain == domain]))
 
 
 def score_floors(
     best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: GateParams, seed: int
 ) -> dict[str, DomainEvidence]:
-    """Return domain to what the challenger pays there.
-
-    Args:
-        best: domain to the scores of its best past draft, of other domains too. A domain that it has no score of is
-            not gated.
-        challenger: its scores of the same conversations.
-        params: what it is held to.
-        seed: of the resampling.
-    """
+    """Return domain to what the challenger pays there; a domain without scores of a past draft is not gated."""
     floors = {}
     for domain, scores in sorted(best.items()):
         before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
@@ -27,11 +25,12 @@ from tasks.select_data import read_prompts
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress
 from tasks.stages.samples import Split, append_samples, read_written, write_samples
+from tasks.stages.task import task
 
 ANSWERS = "answers.jsonl"
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Artifact:
     """Answer the training and held-out prompts of the first draft's domains; an artifact of kind "samples".
 
@@ -47,8 +46,14 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
         wanted = [prompt for part in asked.values() for prompt in part]
-        running = _run_engine(recipe, open_artifact(target), encoder, wanted, golden_prompts, work, directory)
-        answers = asyncio.run(running)
+
+        async def answer() -> dict[str, Sample]:
+            async with open_engine(open_artifact(target), recipe.engine, load_settings().costs) as engine:
+                golden, threshold = await _reference(engine, encoder, golden_prompts, recipe.generate)
+                save_golden(directory, golden, threshold)
+                return await answer_prompts(engine, encoder, wanted, recipe.generate, work / ANSWERS)
+
+        answers = asyncio.run(answer())
         gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
         for part, of_part in asked.items():
             write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
@@ -65,21 +70,6 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         code=(make, save_golden),
         make=make,
     )
-
-
-async def _run_engine(
-    recipe: Recipe,
-    target_dir: Path,
-    encoder: ChatEncoder,
-    prompts: Sequence[Prompt],
-    golden_prompts: Sequence[Prompt],
-    work: Path,
-    directory: Path,
-) -> dict[str, Sample]:
-    async with open_engine(target_dir, recipe.engine, load_settings().costs) as engine:
-        golden, threshold = await _reference(engine, encoder, golden_prompts, recipe.generate)
-        save_golden(directory, golden, threshold)
-        return await answer_prompts(engine, encoder, prompts, recipe.generate, work / ANSWERS)
 
 
 def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:

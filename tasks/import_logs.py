@@ -94,13 +94,7 @@ class _Exchange(NamedTuple):
 
 
 class _Reader:
-    """Turns rows of files into exchanges, for the target that is served.
-
-    Attributes:
-        num_read: rows so far.
-        skipped: those of them that were left out.
-        target_dir: the target's files.
-    """
+    """Turns rows of files into exchanges, for the target that is served."""
 
     def __init__(self, domain: str, max_len: int, strict: bool, answers: bool) -> None:
         self.num_read, self.skipped = 0, Skipped()
@@ -120,11 +114,7 @@ class _Reader:
         self._end = template_end(self._encoder, self._stops) if self._has_template else None
 
     def exchanges(self, files: Sequence[Path]) -> Iterator[_Exchange]:
-        """Yield what can be logged.
-
-        Raises:
-            ValueError: a file can't be read or, in a strict import, a row can't be used.
-        """
+        """Yield what can be logged; ValueError if a file can't be read or, in a strict import, a row can't be used."""
         for where, values in paired(self._rows(files), self._leave_out):
             try:
                 exchange = self._exchange(given(values))

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact
@@ -23,6 +21,7 @@ from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateR
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 NUM_RESAMPLES = 2000
@@ -65,7 +64,7 @@ class Measured(Frozen):
         ]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Artifact) -> Measured:
     """Score a draft on the held-out samples, and on the golden prompts of a target that has them."""
 
@@ -107,11 +106,7 @@ def measure_golden(draft: Draft, target_dir: Path, num_draft_tokens: int, work: 
 
 
 def tau_of(scores: Sequence[Score]) -> float:
-    """Return 1 + accepted / steps over all conversations.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return 1 + accepted / steps over all conversations; ValueError if there are none."""
     if not scores:
         raise ValueError(f"there is nothing to score: no answer has {MIN_COMPLETION} tokens")
     return 1 + sum(score.accepted for score in scores) / sum(score.steps for score in scores)
@@ -134,12 +129,7 @@ def summarise(scores: Sequence[Score], golden_tau: float, seed: int) -> Measured
 
 
 def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
-    """Report on a draft that was trained from nothing, so that there was no champion to compare it with.
-
-    Args:
-        measured: its τ.
-        num_draft_tokens: K.
-    """
+    """Report on a draft that was trained from nothing, so that there was no champion to compare it with."""
     return GateReport(
         verdict=None,
         reasons=(),

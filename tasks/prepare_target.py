@@ -4,17 +4,15 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, open_artifact
 from models import catalog
 from models.evaluation.golden import FILE
 from models.params import BaseParams
 from tasks.stages import cached_step, local_content
+from tasks.stages.task import task
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def prepare_target(params: BaseParams) -> Artifact:
     """Build the target that `params` describe; an artifact of kind "target"."""
     method, tables = catalog.load("targets", params.name), list(_tables(params))
@@ -39,7 +37,7 @@ def _tables(params: BaseParams) -> Iterator[BaseParams]:
             yield from _tables(value)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def complete_target(target: Artifact, samples: Artifact) -> Artifact:
     """Add the reference outputs that came with the samples to a copy of the target's files; what is registered."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact
@@ -17,13 +15,14 @@ from models import catalog
 from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded
 from models.stages import Text
-from tasks.stages import cached_step, local_content
+from tasks.stages import cached_step, content_of
+from tasks.stages.task import task
 
 TextSplit = Literal["train", "held_out"]
 SPLITS: tuple[TextSplit, ...] = ("train", "held_out")
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
     """Write each part's documents of all domains; an artifact of kind "text"."""
 
@@ -35,7 +34,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
     return cached_step(
         stage="text",
         kind="text",
-        params={"seed": seed, "text": {domain: _content(table) for domain, table in text.items()}},
+        params={"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}},
         inputs={},
         code=(make,),
         make=make,
@@ -84,8 +83,3 @@ def first_of_each(documents: Mapping[str, Sequence[list[int]]], count: int, max_
     if len(found) < count:
         raise ValueError(f"num_documents is {count}, the text has {len(found)}")
     return found
-
-
-def _content(text: Text) -> dict[str, object]:
-    """Return what the documents depend on, files of this machine included."""
-    return {**text.model_dump(mode="json"), **local_content(getattr(text.source, "path", ""))}

@@ -136,7 +136,8 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
     try:
         if candidate.lineage.gate != PASSED or is_quarantined(candidate):
             registry.require_champion("draft", pair.draft.number)
-            run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
+            why = candidate.quarantined or candidate.lineage.gate_reasons
+            run_logger().info("draft %d is not promoted: %s", candidate.number, why)
             undecided = candidate.lineage.gate == UNDECIDED and not is_quarantined(candidate)
             return "undecided" if undecided else "refused"
         if approve:
@@ -234,7 +235,3 @@ def _ask_for_approval(candidate: Version, champion: Version) -> None:
             "tau": candidate.lineage.tau,
         },
     )
-
-
-def _reason(candidate: Version) -> str:
-    return candidate.quarantined or candidate.lineage.gate_reasons

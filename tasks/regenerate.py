@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra import scrub
@@ -42,6 +40,7 @@ from tasks.stages.samples import (
     read_written,
     write_samples,
 )
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 BATCH = 16
@@ -49,18 +48,12 @@ FILE = "answers.jsonl"
 CUT = "length"  # how an answer ended that has more to say
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) -> Artifact:
-    """Return what the challenger learns: the samples' training part, with what was answered again in it.
+    """Return what the challenger learns: the samples' training part, with what was answered again, if anything is.
 
     It stands still while the service answers, and ends after the recipe's minutes with what it has. Each batch is kept
     when it is complete, so that a killed run asks only for the rest.
-
-    Args:
-        recipe: whether to answer again, and how; if not, `samples` are returned.
-        pair: whose target answers.
-        window: whose prompts are asked.
-        samples: of the window.
     """
     again = recipe.refresh.regenerate
     if again is None:
@@ -91,11 +84,7 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
 def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, seed: int) -> list[Sample]:
     """Return whose prompts are asked again: a draw of each domain, of the window's own rows.
 
-    Args:
-        learnt: what a challenger learns.
-        rows: of the window, by id.
-        again: how; where answers are continued, those that were cut before so many tokens.
-        seed: of the draw.
+    Where answers are continued, it is of those that were cut before so many tokens.
     """
 
     def has_more(sample: Sample) -> bool:

@@ -5,8 +5,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact
@@ -30,10 +28,11 @@ from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
+from tasks.stages.task import task
 from tasks.stages.teachers import teachers_in
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_target(recipe: Recipe, target: Artifact) -> Version:
     """Return the target's version, a new one unless the same files are registered already.
 
@@ -48,23 +47,31 @@ def register_target(recipe: Recipe, target: Artifact) -> Version:
     return _register(registry, "target", target, tags, {})
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_draft(
-    recipe: Recipe, target: Version, target_files: Artifact, draft: Artifact, samples: Artifact, measured: Measured
+    recipe: Recipe,
+    target: Version,
+    target_files: Artifact,
+    draft: Artifact,
+    samples: Artifact,
+    measured: Measured,
+    adopted: Adopted | None = None,
 ) -> Version:
-    """Return the version of a draft that was trained from nothing; it starts a line."""
-    return _register_first(recipe, target, target_files, draft, samples, measured, None)
+    """Return the version of a draft that was trained from nothing, or elsewhere and not yet gated: a line's first."""
+    registry = open_registry()
+    for found in same_files(registry.versions("draft"), draft):
+        if found.lineage.target_version == target.number:
+            return found
+    card = describe(target_files.path)
+    check_draft(open_artifact(draft), None, card)
+    teachers = teachers_in(recipe.distill) if adopted is None else None
+    line = draft.sha256[:16]
+    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
+    report = first_report(measured, recipe.num_draft_tokens)
+    return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
 
-@task(cache_policy=NO_CACHE)
-def register_adopted(
-    recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
-) -> Version:
-    """Return the version of a draft that was trained elsewhere and not yet gated; it starts a line."""
-    return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted)
-
-
-@task(cache_policy=NO_CACHE)
+@task
 def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, gated: GateResult) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
@@ -88,7 +95,7 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
     return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult) -> Version:
     """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
 
@@ -121,7 +128,7 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
     return version
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def register_candidate(
     recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, gated: GateResult
 ) -> Version:
@@ -171,28 +178,6 @@ def identity(card: TargetCard) -> Target:
         vocab_size=card.vocab_size,
         chat_template_sha256=card.chat_template_sha256,
     )
-
-
-def _register_first(
-    recipe: Recipe,
-    target: Version,
-    target_files: Artifact,
-    draft: Artifact,
-    samples: Artifact,
-    measured: Measured,
-    adopted: Adopted | None,
-) -> Version:
-    registry = open_registry()
-    for found in same_files(registry.versions("draft"), draft):
-        if found.lineage.target_version == target.number:
-            return found
-    card = describe(target_files.path)
-    check_draft(open_artifact(draft), None, card)
-    teachers = teachers_in(recipe.distill) if adopted is None else None
-    line = draft.sha256[:16]
-    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
-    report = first_report(measured, recipe.num_draft_tokens)
-    return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
 
 def _lineage(

@@ -1,15 +1,13 @@
 """Erase what was served longer ago than it may be kept."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.erase import erase_older_than
 from infra.erasures import Certificate
 from infra.settings import load_settings
 from tasks.stages.reporting import run_logger
+from tasks.stages.task import task
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def retain_rows(days: float) -> Certificate:
     """Erase rows that were served more than `days` days ago, and what was made of them; see `infra.erase`."""
     certificate = erase_older_than(load_settings(), days)

@@ -8,7 +8,7 @@ from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
 from models.sources import Prompt, digest, draw_parts, sample, split
-from tasks.stages import cached_step, local_content
+from tasks.stages import cached_step, content_of
 from tasks.stages.task import task
 
 PARTS = ("train", "held_out", "requests")
@@ -27,7 +27,7 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
     return cached_step(
         stage="prompts",
         kind="prompts",
-        params={"seed": seed, "traffic": {domain: _content(table) for domain, table in traffic.items()}},
+        params={"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}},
         inputs={},
         code=(make,),
         make=make,
@@ -61,13 +61,7 @@ def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int)
 
 
 def as_chats(prompts: Iterable[Prompt], traffic: Mapping[str, Traffic] | None = None) -> list[Chat]:
-    """Return prompts as they are sent to a service.
-
-    Args:
-        prompts: of any domains.
-        traffic: domain to its table, which says whether groups are named; a group goes by its hash, whatever it is
-            called. None names none.
-    """
+    """Return prompts as they are sent to a service, with the hash of their group where the domain's table wants it."""
     named = {domain for domain, table in (traffic or {}).items() if table.send_groups}
     return [
         Chat(
@@ -85,8 +79,3 @@ def read_prompts(directory: Path, part: str) -> list[Prompt]:
     """Read one part of a "prompts" directory."""
     lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Prompt.model_validate_json(line) for line in lines]
-
-
-def _content(traffic: Traffic) -> dict[str, object]:
-    """Return what the prompts depend on, files of this machine included."""
-    return {**traffic.model_dump(mode="json"), **local_content(getattr(traffic.source, "path", ""))}

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import torch
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,10 +18,11 @@ from tasks.prepare_text import read_documents, tokenise, write_documents
 from tasks.stages import cached_step
 from tasks.stages.change_target import shown_by
 from tasks.stages.reporting import progress, table
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Keep the training documents that the recipe's method chooses; an artifact of kind "text"."""
     device = load_settings().device

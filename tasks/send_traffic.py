@@ -56,16 +56,7 @@ def send_traffic(
     concurrency: int,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> TrafficReport:
-    """Send prompts, and return how they were answered.
-
-    Args:
-        client: of the service.
-        prompts: what to send; each carries its domain.
-        traffic: domain to its table in the recipe.
-        max_tokens: of each answer.
-        concurrency: requests in flight.
-        on_answer: called with each answer as it ends.
-    """
+    """Send prompts, so many at once, and return how they were answered; `on_answer` is called as each ends."""
     started_s = time.monotonic()
     chats = as_chats(prompts, traffic)
     answers = asyncio.run(client.send(chats, concurrency=concurrency, max_tokens=max_tokens, on_answer=on_answer))
@@ -73,12 +64,7 @@ def send_traffic(
 
 
 def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
-    """Sum answers up.
-
-    Args:
-        answers: any number.
-        seconds: how long they took together.
-    """
+    """Sum up any number of answers that took so many seconds together."""
     ok = [answer for answer in answers if answer.status == "ok"]
     steps = sum(answer.num_steps for answer in ok)
     accepted = sum(answer.num_accepted for answer in ok)

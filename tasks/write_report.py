@@ -27,11 +27,7 @@ MAX_ROWS = 5000
 
 @task
 def write_report(settings: Settings, output: Path | None = None) -> Path:
-    """Write the page and return its file.
-
-    Args:
-        settings: whose home the page is about.
-        output: the file; by default report.html in the home folder.
+    """Write the page, by default into report.html in the home folder, and return its file.
 
     Raises:
         ValueError: the file can't be written there, or the service answers something else.

@@ -48,12 +48,7 @@ Row = dict[str, Any]
 def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None) -> Report:
     """See, expect, measure and advise.
 
-    Args:
-        run: in a home of its own.
-        data: file of questions in place of the recipe's held-out prompts.
-        per_domain: how many prompts of each domain.
-        max_tokens: of an answer.
-        costs: file of another machine's times; None measures this one's.
+    Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's.
 
     Raises:
         ValueError: a file is wrong, nothing was built, or no prompt fits the context.
@@ -250,13 +245,7 @@ def make_report(
 ) -> Report:
     """Put expectation and measurement side by side, and end with the best as tables of a recipe.
 
-    Args:
-        recipe: its name.
-        options: the best of each way, the fastest first.
-        seen: way to its steps.
-        ways: how they draft.
-        costs: what was expected with.
-        measured: way to what was measured; empty where nothing was.
+    `options` are the best of each way, the fastest first; `measured` is empty where nothing was.
     """
     speeds = {name: row["speedup"] for name, row in measured.items() if row["speedup"]}
     rows = []

@@ -17,29 +17,19 @@ from tasks.measure.run import Run
 def answers(
     run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
 ) -> list[Sample]:
-    """Let the target answer; an interrupted run asks only for the rest.
+    """Let the target answer: as many samples, in the same order; an interrupted run asks only for the rest."""
 
-    Args:
-        run: the benchmark.
-        target: files of the target.
-        prompts: chats that wait for an answer.
-        cell: where the answers are kept.
-        max_tokens: of each answer; None for the recipe's.
+    generate = run.recipe.generate.model_copy(update={} if max_tokens is None else {"max_tokens": max_tokens})
 
-    Returns:
-        As many samples, in the same order, each of its prompt's domain.
-    """
+    async def answer() -> dict[str, Sample]:
+        directory = open_artifact(target)
+        async with open_engine(directory, run.recipe.engine) as engine:
+            encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(directory))
+            return await answer_prompts(engine, encoder, prompts, generate, run.folder / ANSWERS)
 
     def ask() -> list[dict[str, object]]:
-        found = asyncio.run(_ask(run, target, prompts, max_tokens or run.recipe.generate.max_tokens))
+        found = asyncio.run(answer())
         gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
         return [found[prompt.id]._replace(domain=prompt.domain)._asdict() for prompt in prompts]
 
     return [Sample(**row) for row in run.cells.keep(cell, ask)]
-
-
-async def _ask(run: Run, target: Artifact, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, Sample]:
-    directory, generate = open_artifact(target), run.recipe.generate.model_copy(update={"max_tokens": max_tokens})
-    async with open_engine(directory, run.recipe.engine) as engine:
-        encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(directory))
-        return await answer_prompts(engine, encoder, prompts, generate, run.folder / ANSWERS)

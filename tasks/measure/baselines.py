@@ -65,15 +65,7 @@ Baseline = Callable[[list[int], int], Timed]
 def open_baselines(
     target_dir: Path, draft_dir: Path, dtype: str, num_draft_tokens: int, max_model_len: int
 ) -> Mapping[str, Baseline]:
-    """Load every baseline, and let this process compute on all of its cores.
-
-    Args:
-        target_dir: a Hugging Face directory.
-        draft_dir: the draft of the reference engine where it has one.
-        dtype: as torch names it.
-        num_draft_tokens: K, also of the prompt lookup.
-        max_model_len: longest sequence, prompt included.
-    """
+    """Load every baseline, with K of drafts and of look-up, and let this process compute on all of its cores."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=getattr(torch, dtype)).eval()
     engine_params = catalog.parse(
@@ -182,13 +174,7 @@ def run_process(
 ) -> list[dict[str, Any]]:
     """Run a process that writes a line of JSON an answer to its end, and return the lines.
 
-    Args:
-        argv: the process.
-        environment: variables added to this one's.
-        answers: where it writes; what an earlier one left is removed.
-        log: for what else it says.
-        name: what messages call it.
-        bar: told of the lines so far.
+    What an earlier one wrote is removed; what else it says goes to the log, and the bar is told of the lines so far.
 
     Raises:
         RuntimeError: it failed; the message has the end of its log.
@@ -197,7 +183,7 @@ def run_process(
     with Child.start(argv, environment, log, name) as child:
         while (code := child.poll()) is None:
             time.sleep(POLL_S)
-            bar.show(_num_lines(answers))
+            bar.show(len(answers.read_text().splitlines()) if answers.is_file() else 0)
     if code:
         raise RuntimeError(f"{name} ended with {code}\n{child.tail()}")
     return [json.loads(line) for line in answers.read_text().splitlines()]
@@ -226,10 +212,6 @@ def answer_of(prompt: Prompt, timed: Mapping[str, Any]) -> Answer:
     """Return an answer as a client has it, of the prompt and what a baseline told of it."""
     num_tokens = len(timed["token_ids"])
     return Answer(prompt_id=prompt.id, domain=prompt.domain, status="ok", num_tokens=num_tokens, **timed)
-
-
-def _num_lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 if __name__ == "__main__":

@@ -14,11 +14,7 @@ class Cells:
     """The finished cells of one benchmark or comparison, all measured with one setup."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
-        """Open a folder.
-
-        Args:
-            folder: made if it is not there.
-            setup: what the figures depend on, as JSON.
+        """Open a folder of figures that depend on the setup, as JSON.
 
         Raises:
             ValueError: the folder holds cells of another setup; names the keys that differ.
@@ -42,12 +38,7 @@ class Cells:
         return self._file(name).is_file()
 
     def keep(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return a finished cell, measured now unless it is on disk.
-
-        Args:
-            name: of the cell, good for a file's name.
-            measure: returns its content, as JSON.
-        """
+        """Return a finished cell, as JSON, measured now unless it is on disk; its name is good for a file's."""
         if not self.has(name):
             write_atomic(self._file(name), json.dumps(measure(), allow_nan=False) + "\n")
         return self.read(name)

@@ -15,28 +15,15 @@ from transformers import PretrainedConfig
 from models.checkpoints.invariants import noted
 from models.checkpoints.loading import load_model
 from models.stages import TABLES
-from tasks import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
+from tasks.change_model import CHANGES
 from tasks.measure.comparisons import Bench, shuffled
 from tasks.stages.change_target import Start, store
 
 COLUMNS = {"promised": "layers that kept the zeroes or the rank of an earlier stage"}
-# In the order of the build.
-CHANGES: Mapping[str, Any] = {
-    "pretrain": pretrain_model.change,
-    "shrink": shrink_model.change,
-    "prune": prune_model.change,
-    "finetune": finetune_model.change,
-    "quantize": quantize_target.change,
-}
 
 
 def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
-    """Return the directory of the bench's target after the stages that a recipe of these tables would have.
-
-    Args:
-        bench: stages train and calibrate on its text, in an order of the seed's.
-        tables: of a recipe, by name; those of `CHANGES`.
-        seed: of all that is drawn.
+    """Return the directory of the bench's target after the stages of these tables of a recipe, by name in `CHANGES`.
 
     Raises:
         ValueError: a table can't be parsed, the chain loses what a stage promised, or as the stages.

@@ -45,6 +45,7 @@ from models.precision import gpu_name
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Estimate
+from tasks.change_model import CHANGES
 from tasks.measure import chain, decide, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
@@ -272,7 +273,7 @@ def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
     of its constants, the sweep, and the build's stages where it makes chains of them."""
     named = methods_in([*(row.settings for row in rows), *_constants(comparison)])
     own = [comparison.__name__, *named, sweep.__name__]
-    stages = {change.__module__ for change in chain.CHANGES.values()}
+    stages = {change.__module__ for change in CHANGES.values()}
     return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own, rooms=ROOMS) else own
 
 
@@ -311,15 +312,7 @@ def metrics_of(cell: Mapping[str, Any]) -> Metrics:
 
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
-    """Sum cells up.
-
-    Args:
-        cells: row to its metrics, a seed each, the first ones of the baseline's.
-        baseline: the row the others are compared with.
-
-    Returns:
-        Row to metric to figure.
-    """
+    """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds."""
     metrics = cells[baseline][0]
     return {
         row: {

@@ -36,14 +36,9 @@ class Outputs(Frozen):
 def compare_acceptance(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, DomainComparison]:
-    """Compare answers to the same requests.
+    """Compare answers to the same requests, by domain.
 
-    Args:
-        before: rows with prompt_id, domain, token_ids, drafted_per_step and accepted_per_step.
-        after: likewise.
-
-    Returns:
-        domain to comparison.
+    Their rows have prompt_id, domain, token_ids, drafted_per_step and accepted_per_step.
 
     Raises:
         ValueError: a domain has no answer to compare.

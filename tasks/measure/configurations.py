@@ -67,14 +67,7 @@ class Configuration(Frozen):
 
 
 class Target(NamedTuple):
-    """What is decoded, loaded once for all engines.
-
-    Attributes:
-        directory: of the model.
-        decoder: its weights.
-        draft_dir: of the served draft.
-        shared: keys of all engines.
-    """
+    """What is decoded, loaded once for all engines, and the keys of all of them."""
 
     directory: Path
     decoder: Decoder
@@ -128,12 +121,9 @@ def of_served(served_k: int) -> dict[str, Configuration]:
 
 
 def read_configurations(file: Path | None, served_k: int, makes: bool = False) -> dict[str, Configuration]:
-    """Return name to configuration.
+    """Return name to configuration, without a file what there is without training.
 
-    Args:
-        file: TOML; None for what there is without training.
-        served_k: K of the served draft.
-        makes: whether new drafts of families that are trained may be named, because they are made first.
+    Where drafts are made first, new drafts of families that are trained may be named.
 
     Raises:
         ValueError: the file can't be read, or a configuration is wrong; names it.
@@ -217,12 +207,7 @@ def make_drafts(
 ) -> dict[str, Configuration]:
     """Make the drafts that have to be made, and return the configurations with their directories.
 
-    Args:
-        recipe: how drafts are trained.
-        target: what they draft for.
-        samples: whose training part is learnt.
-        ways: name to configuration.
-        minutes: of training, of each that is trained; a search and a store take what they take.
+    Each that is trained is, for so many minutes; a search and a store take what they take.
 
     Raises:
         ValueError: a draft can't be made for the target; names the configuration.

@@ -37,14 +37,7 @@ def parse_margin(text: str, most_seeds: int) -> Margin:
 
 
 def decided(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
-    """Return row to "differs" or "level", where that is known, or to "no figure", which no seed would change.
-
-    Args:
-        cells: row to its metrics, a seed each, the first ones of the baseline's.
-        baseline: the row the others are compared with.
-        margin: of which metric, and how much.
-        num_looks: how often rows are looked at in all.
-    """
+    """Return row to "differs" or "level", where that is known, or to "no figure", which no seed would change."""
     known = _differences(cells, baseline, margin.metric)
     found = {row: decide(of_row, margin.value, num_looks) for row, of_row in known.items()}
     none = dict.fromkeys(cells.keys() - known.keys() - {baseline}, "no figure")
@@ -70,13 +63,7 @@ def looks(first: int, most: int) -> list[int]:
 
 
 def decide(found: Sequence[float], margin: float, num_looks: int) -> Verdict:
-    """Say what differences show.
-
-    Args:
-        found: row − baseline, one a seed, of type `Mean` where documents are paired.
-        margin: how much makes no difference to anybody.
-        num_looks: how often they are looked at in all.
-    """
+    """Say what differences, row − baseline for each seed, show; of type `Mean` where documents are paired."""
     of_all = spread(found)
     mean, reach = abs(of_all.mean), of_all.reach(_confidence(num_looks))
     if mean + reach < margin:

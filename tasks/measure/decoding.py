@@ -61,10 +61,7 @@ class Answer(NamedTuple):
 def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]:
     """Answer in one way and plainly, in turn; returns all of `COLUMNS`.
 
-    Args:
-        bench: `budget` scales the prompts, 1 being 6 answers of 32 tokens, and what the draft learns.
-        engine: keys of the reference engine.
-        seed: see the module.
+    A budget of 1 is 6 answers of 32 tokens; it scales what the draft learns, too.
     """
     draft, directory = _draft(bench, seed)
     engine = _fitted(engine, draft, directory, bench, seed)
@@ -93,11 +90,7 @@ def answer(engine: TorchEngine, prompt: list[int], sampling: Sampling = GREEDY) 
 
 
 def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
-    """Sum up answers; see `COLUMNS`.
-
-    Args:
-        pairs: plain decoding's answer to a prompt, and that of the way.
-    """
+    """Sum up pairs of plain decoding's answer and that of the way; see `COLUMNS`."""
     verdicts = [_verdict(plain.completion, one.completion) for plain, one in pairs]
     answers = [one for _, one in pairs]
     weights = [float(len(one.steps)) for one in answers]

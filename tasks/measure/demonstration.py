@@ -50,11 +50,7 @@ Row = dict[str, Any]
 
 
 class Stages:
-    """What is done one after the other, and how long each took.
-
-    Attributes:
-        seconds: stage to seconds, of those that are done.
-    """
+    """What is done one after the other, and how many seconds each that is done took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -82,13 +78,6 @@ def demonstrating(
 
     vLLM's own endpoint begins beside the service, since each compiles on one core for minutes; what it is asked, it is
     asked at the end. Where there is little memory it begins then.
-
-    Args:
-        recipe: what was built.
-        demo: what is sent.
-        settings: of the home.
-        first: the build's draft.
-        stages: told what is done.
 
     Raises:
         ValueError: nothing was built, or the port is taken.
@@ -158,12 +147,7 @@ class Demonstration:
         self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
 
     def send_more(self, window: int, outcome: str) -> None:
-        """Go on with requests of the new domain, in all as many times those of the first window.
-
-        Args:
-            window: which one they make, from 2.
-            outcome: of the refresh before.
-        """
+        """Go on with requests of the new domain for a window, from 2, in all as many times those of the first one."""
         out.print(f"the refresh ended with: {outcome}; more requests for window {window}")
         prompts = requests_until(window, self._recipe, self._demo)
         self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")

@@ -83,13 +83,7 @@ class Stream(NamedTuple):
 def measure(run: Run, data: str, num_requests: int, num_windows: int, num_back: int, num_prompts: int) -> Report:
     """Let traffic shift and return, and follow it in every way.
 
-    Args:
-        run: the benchmark.
-        data: the further domain and its prompts, such as "math=prompts.jsonl".
-        num_requests: of a window.
-        num_windows: of the further domain.
-        num_back: windows of the domain that returns.
-        num_prompts: held-out prompts of each domain.
+    `data` is the further domain and its prompts, such as "math=prompts.jsonl".
 
     Raises:
         ValueError: nothing was built or logged, the file is not there, or a domain has too few prompts.
@@ -276,12 +270,9 @@ class _Lab:
 
 
 def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
-    """Return a domain and its prompts out of a file.
+    """Return a domain and its prompts out of "domain=file".
 
-    Args:
-        given: "domain=file".
-        num_requests: that are to be asked.
-        num_held_out: that never are; which share of the file either has is drawn, and varies a little.
+    Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
 
     Raises:
         ValueError: it is not of that form, or the file is not there.
@@ -298,10 +289,6 @@ def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OU
 
 def refresh(run: Run, newest: int) -> Row:
     """Refresh as a person would; what one that was interrupted has registered counts.
-
-    Args:
-        run: the benchmark.
-        newest: the newest version before.
 
     Returns:
         Seconds, the newest version now, and what the gate said of it, None if no draft was made.
@@ -329,16 +316,7 @@ def _traces(row: Row, domain: str = "") -> list[Trace]:
 def make_report(
     start: Row, specialist: Row, rows: Mapping[str, Sequence[Row]], stream: Stream, num_requests: int, picture: Path
 ) -> Report:
-    """Say when each way came near the specialist, and what was left of the other domains.
-
-    Args:
-        start: the served draft before the shift.
-        specialist: what the ways are held to.
-        rows: way to what it had after each window.
-        stream: what was asked.
-        num_requests: of a window.
-        picture: file to draw τ in the further domain into.
-    """
+    """Say when each way came near the specialist, and what was left of the other domains."""
     domains = [domain for domain in dict.fromkeys(one["domain"] for one in start["traces"]) if domain != stream.shifted]
     before, best = _tau(start, stream.shifted), _tau(specialist, stream.shifted)
     found = {way: _followed(of_way, start, best, stream, num_requests, domains) for way, of_way in rows.items()}

@@ -4,7 +4,8 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from infra.client import Answer, Client, LogLevel, Speculation
@@ -23,13 +24,7 @@ class ChatServer(ABC):
     """Answers chats on a port that stays the same when it is started again; a `with` block starts and ends it."""
 
     def __init__(self, host: str, api_key: str | None, max_tokens: int) -> None:
-        """Take a free port.
-
-        Args:
-            host: to listen on.
-            api_key: bearer key, if it asks for one.
-            max_tokens: of each answer.
-        """
+        """Take a free port of the host, for what asks for a bearer key if one is given."""
         self.host, self.port = host, free_port(host)
         self.url = f"http://{host}:{self.port}"
         self._max_tokens = max_tokens
@@ -103,12 +98,7 @@ class Endpoint(ChatServer):
     """The service."""
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
-        """Say what is to run.
-
-        Args:
-            recipe: what is served.
-            settings: of the home it is served from.
-        """
+        """Say what is to run."""
         super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens)
         serve = recipe.serve.model_copy(update={"port": self.port})
         self._recipe, self._settings = recipe.model_copy(update={"serve": serve}), settings
@@ -180,6 +170,13 @@ class Load:
 def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return answers as JSON, without their text."""
     return [answer.model_dump(mode="json", exclude={"text"}) for answer in answers]
+
+
+def require_answers(rows: Sequence[Mapping[str, Any]]) -> None:
+    """RuntimeError, by side where answers have one, if a request failed."""
+    failed = Counter(": ".join(filter(None, (row.get("side"), row["status"]))) for row in rows if row["status"] != "ok")
+    if failed:
+        raise RuntimeError(f"{failed.total()} of {len(rows)} requests failed: {dict(failed)}")
 
 
 def forgetful(recipe: Recipe) -> Recipe:

@@ -29,15 +29,7 @@ COLUMNS = {
 def small_llama(
     vocab_size: int, width: int, num_layers: int, heads: tuple[int, int], seed: int, device: str, **more: Any
 ) -> PreTrainedModel:
-    """Return a Llama with weights of the seed's, its embedding tied.
-
-    Args:
-        vocab_size, width, num_layers: its shape.
-        heads: of attention, and of keys and values.
-        seed: of the weights.
-        device: where it is moved.
-        more: further keys of its configuration.
-    """
+    """Return a Llama with weights of the seed's, its embedding tied; `heads` are those of attention, and of keys."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
@@ -66,12 +58,7 @@ def own_loss(
 ) -> Mean:
     """Return nats a token of a finished model that computes as it would in use, which may not be as a plain one.
 
-    Args:
-        model: as training left it.
-        documents: held-out token ids.
-        methods: the regimes that it was trained with.
-        max_length: longer documents are cut.
-        seed: of a method that rounds stochastically.
+    It is as training left it by these methods, of which one may round stochastically. Longer documents are cut.
     """
     with ExitStack() as stack:
         for params in methods:

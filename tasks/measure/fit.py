@@ -67,13 +67,7 @@ def parse_bounds(text: str, words: Bounds) -> list[Bound]:
 
 
 def choose(rows: Mapping[str, Mapping[str, MethodFigure]], bounds: Sequence[Bound], best: str) -> Fit:
-    """Choose the row with the highest mean of `best` among those whose means keep to all bounds.
-
-    Args:
-        rows: row to metric to figure.
-        bounds: what is asked for; a row without a figure for one does not fit.
-        best: a metric of which more is better.
-    """
+    """Return which rows keep to all bounds by their means, and the one of them with the highest mean of `best`."""
     fits: list[str] = []
     open_: dict[str, list[str]] = {}
     for row, figures in rows.items():
@@ -106,16 +100,7 @@ def told(fit: Fit, rows: Mapping[str, Mapping[str, MethodFigure]], best: str, he
 def fitted(
     report: Report, found: Comparison, comparison: ModuleType, bounds: Sequence[Bound], recipe: Recipe, budget: float
 ) -> Report:
-    """Return a report that ends with what fits, and the recipe that makes it.
-
-    Args:
-        report: of the comparison.
-        found: its figures.
-        comparison: its module.
-        bounds: what is asked for.
-        recipe: that its target is of.
-        budget: as given to `rows`.
-    """
+    """Return a report that ends with what fits, and the recipe that makes it."""
     fit = choose(found.figures, bounds, comparison.WINS_BY)
     said = told(fit, found.figures, comparison.WINS_BY, found.headings[comparison.WINS_BY])
     notes = [*report.notes, f"Asked for: {', '.join(bound.spelt for bound in bounds)}: {said}"]

@@ -82,12 +82,8 @@ def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: floa
 def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> tuple[Draft, float]:
     """Train a new draft on answers of the target, and return it with the seconds that took.
 
-    Args:
-        bench: the target and its documents; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens.
-        draft: the table of a recipe. A family that has a vocabulary of its own gets as large a one as the target has,
-            and at most 4,096 tokens.
-        training: keys of a recipe's [distill].
-        seed: see the module.
+    A budget of 1 is 96 answers of 48 tokens. A family with a vocabulary of its own gets as large a one as the target
+    has, and at most 4,096 tokens.
     """
     learnt = answered(bench, num_answers(bench), seed)
     vocab_size = json.loads((bench.target_dir / "config.json").read_text())["vocab_size"]

@@ -38,13 +38,6 @@ def run_llamacpp(
 ) -> list[tuple[str, Answer]]:
     """Answer prompts greedily, one at a time, and return side and answer in the order they were given.
 
-    Args:
-        recipe: of whose target the file is; its K is the look-up's.
-        target_dir: the served target, for its tokenizer.
-        prompts: what to ask.
-        folder: for the process's files.
-        bar: told of the answers so far.
-
     Raises:
         RuntimeError: the process failed; the message has the end of its log.
     """

@@ -11,7 +11,6 @@ own endpoint is measured too, its process can't run beside ours: the same prompt
 """
 
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from models.evaluation.latency import Decoded, compare_blocks, compare_percentil
 from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
-from tasks.measure.endpoint import ChatServer, Endpoint, dump, undivided
+from tasks.measure.endpoint import Endpoint, dump, require_answers, undivided
 from tasks.measure.home import Served
 from tasks.measure.run import Run
 from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
@@ -83,16 +82,9 @@ class _Load(NamedTuple):
 def measure(
     run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, baselines: Sequence[str]
 ) -> Report:
-    """Measure each draft at each number of streams.
+    """Measure each draft at each number of streams, ascending, in blocks of each domain's prompts.
 
-    Args:
-        run: the benchmark.
-        num_prompts: of each domain, the fewest of a block.
-        streams: how many ask at once, ascending.
-        drafts: of DRAFTS.
-        num_pairs: how often the two ways take turns.
-        baselines: ways in which vLLM drafts by itself, or PLAIN for none, each measured at its own endpoint; those that
-            draft are held to PLAIN if that is named.
+    vLLM's own ways are each measured at an endpoint of its own; those that draft are held to PLAIN if that is named.
 
     Raises:
         ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or baseline.
@@ -115,7 +107,7 @@ def measure(
     for name in baselines:
         if not all(map(run.cells.has, cells[name])):
             with Stock(run.recipe, run.settings, open_champions.fn().target_files.path, ways[name]) as endpoint:
-                _warm(load, endpoint)
+                endpoint.ask(run.warming(NUM_WARM), concurrency=len(prompts))
                 for number, cell in zip(streams, cells[name], strict=True):
                     run.cells.keep(cell, lambda: load.blocks(endpoint, number, name, [name != PLAIN]))  # noqa: B023
     found = {
@@ -157,7 +149,7 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
             endpoint.speculate(True)
             registry.promote("draft", numbers[name])
             endpoint.wait_for_draft(numbers[name])
-            _warm(load, endpoint)
+            endpoint.ask(run.warming(NUM_WARM), concurrency=len(load.prompts))
             for number, cell in zip(streams, of_name, strict=True):
                 run.cells.keep(cell, lambda: load.blocks(endpoint, number, f"{name} draft", [True, False]))  # noqa: B023
         asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
@@ -171,12 +163,6 @@ def _switch(endpoint: Endpoint, on: bool) -> None:
     endpoint.speculate(True)
     if not on:
         endpoint.speculate(False)
-
-
-def _warm(load: _Load, endpoint: ChatServer) -> None:
-    fewest = min(traffic.num_requests for traffic in load.run.recipe.traffic.values())
-    asked = load.run.prompts("requests", min(NUM_WARM, fewest))
-    endpoint.ask(asked, concurrency=len(load.prompts))
 
 
 class _Way:
@@ -209,9 +195,7 @@ def _report(
     answers = [
         row for of_name in cells.values() for blocks in of_name.values() for one in blocks for row in one["answers"]
     ]
-    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
-    if failed:
-        raise RuntimeError(f"{failed.total()} of {len(answers)} requests failed: {dict(failed)}")
+    require_answers(answers)
     figures: Row = {}
     grids, own = [], [name for name in cells if name in DRAFTS]
     for domain in run.recipe.traffic:
@@ -286,18 +270,10 @@ def _grid(domain: str, figures: Mapping[str, Mapping[int, Row]]) -> Grid:
 
 
 def register_random(registry: Registry, number: int, target_dir: Path, folder: Path, seed: int) -> int:
-    """Register a draft of another one's shape, with noise of the same mean and spread for each weight.
+    """Register a draft with noise of another one's mean and spread for each weight, and return its number.
 
-    Args:
-        registry: a benchmark's own.
-        number: of the draft whose shape it has.
-        target_dir: what they draft for.
-        folder: where it is written first; what was there is lost.
-        seed: of the noise.
-
-    Returns:
-        its number; no τ is promised on golden prompts, so that a service takes it, and its domains promise what the
-        other's did, as where the traffic has changed.
+    It promises nothing on golden prompts, so that a service takes it, and its domains what they promised of the other,
+    as where the traffic has changed. It is written into the folder first; what was there is lost.
 
     Raises:
         ValueError: drafts of the family have no weights.

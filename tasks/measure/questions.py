@@ -41,11 +41,7 @@ class Question(BaseModel):
 
 
 def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
-    """Return task to its questions, in the file's order.
-
-    Args:
-        file: of rows, see `models.rowfiles`.
-        per_task: how many of each, from the first; 0 for all.
+    """Return task to its first questions, in the file's order, all for 0.
 
     Raises:
         ValueError: the file or a row can't be read, an id occurs twice, or nobody waits for an answer; names the row.
@@ -91,13 +87,7 @@ def fingerprint(tasks: dict[str, list[Question]]) -> str:
 
 
 def chat_before(question: Question, place: int, answers: dict[int, str]) -> list[dict[str, Any]]:
-    """Return the messages that an answer follows.
-
-    Args:
-        question: whose chat.
-        place: see `Question.turns`.
-        answers: place to what was answered there before.
-    """
+    """Return the messages that the answer at a place follows, see `Question.turns`, with the answers before."""
     chat: list[dict[str, Any]] = []
     for number, message in enumerate(question.messages[:place], start=1):
         chat.append(message.as_openai())

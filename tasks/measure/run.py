@@ -46,20 +46,7 @@ class Run:
         options: dict[str, Any],
         redraft: Sequence[str],
     ) -> None:
-        """Open the cells that an earlier run has finished.
-
-        Args:
-            name: of the benchmark.
-            recipe: what is measured.
-            recipe_name: how a command names it.
-            folder: where cells and report lie.
-            source: settings of the home that is served from.
-            options: of the benchmark.
-            redraft: the program and what comes before its commands.
-
-        Raises:
-            ValueError: the folder holds cells of another setup.
-        """
+        """Open the cells that an earlier run has finished; ValueError if the folder holds cells of another setup."""
         self.folder = folder
         self.settings = load_settings()
         self.recipe, self.recipe_name = recipe, recipe_name
@@ -79,28 +66,16 @@ class Run:
         self._prompts: dict[str, dict[str, list[Prompt]]] = {}
 
     def served(self) -> Served:
-        """Copy what is served into this home, once.
-
-        Raises:
-            ValueError: nothing was built yet.
-        """
+        """Copy what is served into this home, once; ValueError if nothing was built yet."""
         return copy_served(self._source, self.settings)
 
     def logged(self) -> QueryLog:
-        """Copy what was logged into this home, once, and open the copy.
-
-        Raises:
-            ValueError: nothing was logged yet.
-        """
+        """Copy what was logged into this home, once, and open the copy; ValueError if nothing was logged yet."""
         copy_log(self._source, self.settings)
         return QueryLog(self.settings.querylog)
 
     def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
-        """Return a part of the recipe's prompts, the domains one after the other.
-
-        Args:
-            part: "held_out" or "requests".
-            per_domain: how many of each domain, from the first; 0 for all.
+        """Return the first prompts of a part, "held_out" or "requests", domain by domain; all for 0.
 
         Raises:
             ValueError: a domain has fewer.
@@ -117,6 +92,10 @@ class Run:
                 )
             found += prompts[: per_domain or None]
         return found
+
+    def warming(self, most: int = 1) -> list[Prompt]:
+        """Return the first requests of each domain to warm an endpoint with: so many, or as many as all have."""
+        return self.prompts("requests", min(most, *(table.num_requests for table in self.recipe.traffic.values())))
 
     def command(self, *arguments: str) -> None:
         """Run a command of `redraft` in the benchmark's home; RuntimeError with the end of its log if it fails."""

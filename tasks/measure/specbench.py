@@ -66,16 +66,8 @@ def measure(
 ) -> Report:
     """Answer every question in every configuration at every temperature.
 
-    Args:
-        run: the benchmark.
-        data: file of the questions; None for the recipe's held-out prompts.
-        configurations: file of the configurations; None for every family where drafts are made, else for what there is
-            without that.
-        per_task: questions of each task, 0 for all.
-        per_cell: questions that are measured and kept together.
-        max_tokens: of an answer.
-        temperatures: from 0, which is greedy.
-        minutes: of training, of each draft that is trained first; 0 makes none.
+    Without a file of questions they are the recipe's held-out prompts; without one of configurations every family
+    is measured where drafts are made, which 0 minutes don't, else what there is without that.
 
     Raises:
         ValueError: a file is wrong, nothing was built, a temperature is below 0, or the cells are of other questions or
@@ -189,18 +181,7 @@ def _timed(engine: TorchEngine, prompt_ids: list[int], sampling: Sampling) -> Ro
 def make_report(
     rows: Mapping[float, Sequence[Row]], ways: Mapping[str, Configuration], target_dir: Path, folder: Path, seed: int
 ) -> Report:
-    """Put together what was measured.
-
-    Args:
-        rows: temperature to the rows of all its cells.
-        ways: the configurations, in order.
-        target_dir: of the target, which says when a near tie may go either way.
-        folder: for the picture.
-        seed: of the intervals.
-
-    Raises:
-        ValueError: no question fits the context.
-    """
+    """Put together what was measured; ValueError if no question fits the context."""
     told = {at: [row for row in of if row["fits"]] for at, of in rows.items()}
     num_rows, num_told = (sum(map(len, of.values())) for of in (rows, told))
     if not num_told:
@@ -217,7 +198,8 @@ def make_report(
         "Speeds are only of prompts whose output passed. Drafts forget earlier requests after each cell.",
         "Of a tree, acceptance by place is the share of steps that accepted so many tokens.",
     ]
-    if any(over_all) and (lossy := [name for name, way in ways.items() if not _is_lossless(way)]):
+    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
+    if any(over_all) and (lossy := [name for name, rule in rules.items() if not rule.LOSSLESS]):
         notes.append(f"Above temperature 0 these draw from another distribution than the target: {', '.join(lossy)}.")
     if left_out := num_rows - num_told:
         notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
@@ -236,10 +218,6 @@ def make_report(
         failures=failures,
         picture=draw_speeds(speeds, "× plain decoding", folder / "specbench.png"),
     )
-
-
-def _is_lossless(way: Configuration) -> bool:
-    return bool(catalog.load("verify", Params(**way.engine).verify.name).LOSSLESS)
 
 
 def _by_task(

@@ -31,7 +31,7 @@ from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.baselines import Job, run_offline
 from tasks.measure.compare_traffic import output_verdicts
-from tasks.measure.endpoint import ChatServer, Endpoint, dump
+from tasks.measure.endpoint import ChatServer, Endpoint, dump, require_answers
 from tasks.measure.home import Served
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.run import Bar, Run
@@ -76,13 +76,9 @@ class Stage(NamedTuple):
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
-    """Measure every side on the same held-out prompts.
+    """Measure every side on the same held-out prompts of each domain, all baselines if none is named.
 
-    Args:
-        run: the benchmark.
-        num_prompts: of each domain.
-        num_rounds: how often the sides take turns; each round has its share of the prompts.
-        baselines: what to measure besides the pair and plain vLLM; all if none is named.
+    Each round has its share of the prompts.
 
     Raises:
         ValueError: nothing was built, the recipe has fewer prompts, or there is no such baseline.
@@ -98,7 +94,7 @@ def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
             title, cell = f"round {number + 1} of {num_rounds}, {name}", f"{number}-{name.replace(' ', '-')}"
             rows += run.cells.keep(cell, lambda: _ask(run, served, share, hosts[name], title))  # noqa: B023
-    _require_answers(rows)
+    require_answers(rows)
     return _report(run, served, rows)
 
 
@@ -144,7 +140,7 @@ def _pair(stage: Stage) -> list[Row]:
     rows: list[Row] = []
     with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
         endpoint.wait_for_draft(stage.served.champion)
-        _warm(endpoint, stage, NUM_WARM)
+        endpoint.ask(stage.run.warming(NUM_WARM))
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
                 for on in (False, True, side == PAIR):
@@ -163,7 +159,7 @@ def _pair(stage: Stage) -> list[Row]:
 def _stock(stage: Stage) -> list[Row]:
     """Ask vLLM without a draft; the outputs that all others are held to are recorded here."""
     with stage.stock() as endpoint:
-        _warm(endpoint, stage)
+        endpoint.ask(stage.run.warming())
         rows = stage.ask(endpoint, PLAIN, stage.prompts)
         return rows + stage.ask(endpoint, REFERENCE, stage.prompts, gaps=True)
 
@@ -171,7 +167,7 @@ def _stock(stage: Stage) -> list[Row]:
 def _drafting_stock(side: str, speculation: Mapping[str, Any], stage: Stage) -> list[Row]:
     """Ask vLLM that drafts by itself."""
     with stage.stock(speculation) as endpoint:
-        _warm(endpoint, stage)
+        endpoint.ask(stage.run.warming())
         return stage.ask(endpoint, side, stage.prompts)
 
 
@@ -198,17 +194,6 @@ def _llamacpp(stage: Stage) -> list[Row]:
     run, target_dir = stage.run, open_champions.fn().target_files.path
     answers = run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
     return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
-
-
-def _warm(endpoint: ChatServer, stage: Stage, num_prompts: int = 1) -> None:
-    fewest = min(traffic.num_requests for traffic in stage.run.recipe.traffic.values())
-    endpoint.ask(stage.run.prompts("requests", min(num_prompts, fewest)))
-
-
-def _require_answers(rows: Sequence[Row]) -> None:
-    failed = Counter(f"{row['side']}: {row['status']}" for row in rows if row["status"] != "ok")
-    if failed:
-        raise RuntimeError(f"{failed.total()} of {len(rows)} requests failed: {dict(failed)}")
 
 
 def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
@@ -265,9 +250,6 @@ def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
     """Return the failures that the pair's answers are which differ from its own without speculation, by one token even.
 
     Within one engine and at one stream there are no near ties.
-
-    Args:
-        of: side to answers.
     """
     plain = {row["prompt_id"]: row["token_ids"] for row in of[OFF]}
     counts = {

@@ -46,13 +46,9 @@ class Stock(ChatServer):
     def __init__(
         self, recipe: Recipe, settings: Settings, target_dir: Path, speculation: Mapping[str, Any] | None = None
     ) -> None:
-        """Say what is to run.
+        """Say what is to run, with which `speculative_config` of vLLM's; None is no draft.
 
-        Args:
-            recipe: how the target is served.
-            settings: of the home where the log and the compiled graphs are kept; a later start reads those.
-            target_dir: the target.
-            speculation: vLLM's `speculative_config`, None for no draft.
+        The log and the compiled graphs are kept in the settings' home; a later start reads those.
 
         Raises:
             ValueError: the recipe is served by another engine.
@@ -141,10 +137,7 @@ def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
 def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the ways in which vLLM drafts by itself, by the name of the side: its look-ups, and the served drafts.
 
-    Args:
-        num_draft_tokens: K; suffix trees choose their own.
-        served: the drafts of the benchmark's registry.
-        settings: of its home.
+    K is not that of suffix trees, which choose their own.
     """
     ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
     if suffix_version() is not None:
@@ -158,12 +151,7 @@ def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> d
 
 
 def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
-    """Return a draft's `speculative_config` with vLLM's static table: fewer tokens where more sequences run.
-
-    Args:
-        speculation: with the K of few sequences.
-        max_num_seqs: sequences decoded at once.
-    """
+    """Return a draft's `speculative_config` with vLLM's static table: fewer tokens where more sequences run."""
     ends = [
         (MANY_TOKENS_UP_TO, speculation["num_speculative_tokens"]),
         (ONE_UP_TO, 1),

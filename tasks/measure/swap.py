@@ -44,12 +44,7 @@ Row = dict[str, Any]
 def measure(run: Run, num_prompts: int, num_swaps: int, per_cell: int, concurrency: int) -> Report:
     """Swap under load, then restart under load.
 
-    Args:
-        run: the benchmark.
-        num_prompts: of each domain, asked over and over.
-        num_swaps: in all.
-        per_cell: swaps that are measured and kept together.
-        concurrency: clients.
+    The prompts are asked over and over; so many swaps are measured and kept together.
 
     Raises:
         ValueError: nothing was built, or the recipe has fewer prompts.

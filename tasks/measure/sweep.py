@@ -39,9 +39,7 @@ class Swept(NamedTuple):
 def find_rate(start: float, loss_at: Callable[[float], float]) -> Swept:
     """Return the best of a few rates, each `FACTOR` times the one below.
 
-    Args:
-        start: the rate in the middle of the first three.
-        loss_at: trains at a rate and returns the loss, NaN or FloatingPointError where that diverges.
+    `loss_at` trains at one; training diverges where it returns NaN or raises FloatingPointError.
 
     Raises:
         ValueError: training diverges at all rates that were tried.
@@ -82,12 +80,10 @@ def set_aside(bench: Bench) -> Bench:
 
 
 def sweep_row(comparison: ModuleType, bench: Bench, row: Row) -> dict[str, Any]:
-    """Look for a row's rate; returns `rate`, `losses`, a pair of rate and loss each, None for infinite, and `seconds`.
+    """Look for a row's rate, from its `learning_rate` on; returns `rate`, `losses` and `seconds`.
 
-    Args:
-        comparison: its `tune(bench, row, seed)` trains a row and returns its loss on `bench.held_out`.
-        bench: see `tasks.measure.comparisons`.
-        row: with a `learning_rate` to begin at.
+    `losses` are pairs of rate and loss, None for infinite, by the comparison's `tune`, which trains and returns that on
+    `bench.held_out`.
 
     Raises:
         ValueError: as `find_rate` and `set_aside`, or as the method raises it; names the row.

@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+from pydantic import BaseModel
+
 from infra.artifacts import Artifact, publish, staged
 from infra.locks import lock_folder
 from infra.manifest import canonical_json, file_sha256
@@ -108,15 +110,16 @@ def local_content(path: str) -> dict[str, str]:
     return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
 
 
+def content_of(table: BaseModel) -> dict[str, object]:
+    """Return what a domain's table says, the content of its source's files on this machine included."""
+    return {**table.model_dump(mode="json"), **local_content(getattr(getattr(table, "source", None), "path", ""))}
+
+
 def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
-    """Hash the syntax of modules and of what they import, near and far, of some packages.
+    """Hash the syntax of modules and of what they import of some packages, near and far.
 
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
     here; `stage_key` adds the methods that a stage's params name.
-
-    Args:
-        modules: their names.
-        rooms: the packages that are followed into.
 
     Raises:
         ValueError: there is no such module.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from transformers import AutoConfig, PreTrainedModel
 
@@ -22,6 +22,7 @@ from tasks.stages.reporting import progress, run_logger, table
 from tasks.stages.throttle import throttled
 
 Losses = Sequence[tuple[int, float]]
+FrozenT = TypeVar("FrozenT", bound=Frozen)
 
 
 class Start(NamedTuple):
@@ -78,23 +79,16 @@ class Changed(NamedTuple):
 
 def change_target(
     stage: str,
-    settings: Frozen,
+    settings: FrozenT,
     seed: int,
     target: Artifact,
     text: Artifact,
     code: Sequence[object],
-    change: Callable[[Start], Changed],
+    change: Callable[[FrozenT, int, Start], Changed],
 ) -> Artifact:
     """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
 
-    Args:
-        stage: its table's name.
-        settings: its table.
-        seed: of all that is drawn.
-        target: what it starts from.
-        text: what it trains, calibrates and measures on.
-        code: functions and modules of its methods.
-        change: the algorithm; may use up the model.
+    `stage` is its table's name, `settings` that table. `change` may use up the model.
 
     Raises:
         ValueError: what is stored breaks what an earlier stage promised of the weights, see
@@ -106,7 +100,7 @@ def change_target(
         model = load_model(target_dir, device=load_settings().device)
         with progress(f"{stage} the target") as show:
             train = tokenise(read_documents(text_dir, "train"), target_dir)
-            changed = change(Start(model, train, work, shown_by(show)))
+            changed = change(settings, seed, Start(model, train, work, shown_by(show)))
         losses = held_out_losses(changed.model, tokenise(read_documents(text_dir, "held_out"), target_dir))
         store(changed, directory, target_dir)
         rows = [{"domain": domain, "nats a token": round(loss, 4)} for domain, loss in losses.items()]
@@ -126,12 +120,7 @@ def change_target(
 
 
 def store(changed: Changed, directory: Path, target_dir: Path) -> None:
-    """Write a changed target into a directory, as an engine loads it.
-
-    Args:
-        changed: what a stage made.
-        directory: empty.
-        target_dir: what it was made of.
+    """Write a changed target into an empty directory, as an engine loads it.
 
     Raises:
         ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see

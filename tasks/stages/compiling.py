@@ -32,11 +32,6 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
     It is done once: nothing happens where a service of the home has compiled before, where nothing is compiled, or
     where memory is short. Where it fails, the service compiles as it starts.
 
-    Args:
-        recipe: how it is served; its draft need not be there yet.
-        settings: of the home.
-        target_dir: the target's weights.
-
     Raises:
         TimeoutError: it takes longer than a start of the service may.
     """

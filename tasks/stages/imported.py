@@ -36,11 +36,6 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
 
     An own answer is dropped, with its row, where the scrubber would change it or nothing in it could be scored.
 
-    Args:
-        recipe: the engine's context and the seed.
-        target: who answers.
-        parts: of a window.
-
     Returns:
         also, for each domain whose imported answers are shown to be unlike the target's, by how many nats a token.
     """

@@ -45,12 +45,13 @@ def flow_run_id() -> str:
 
 @contextmanager
 def progress(description: str) -> Iterator[Show]:
-    """Yield a function that shows how far the task is.
+    """Yield a function that shows how far the task is, each note after what is being done."""
+    artifact_id = None
+    if _in_run():
+        from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-    Args:
-        description: what is being done; it is shown with the note.
-    """
-    artifact_id = _progress_artifact(description) if _in_run() else None
+        # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
+        artifact_id = cast("UUID", create_progress_artifact(0.0, description=description))
     shown_s, line_s = -UPDATE_S, time.monotonic()
     with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
 
@@ -62,7 +63,7 @@ def progress(description: str) -> Iterator[Show]:
             now_s = time.monotonic()
             if artifact_id is not None and (now_s - shown_s >= UPDATE_S or done >= total):
                 shown_s = now_s
-                _update(artifact_id, 100 * done / max(total, 1), f"{description}: {note}")
+                update_progress_artifact(artifact_id, 100 * done / max(total, 1), f"{description}: {note}")
             if bar.disable and now_s - line_s >= LINE_S:
                 line_s = now_s
                 run_logger().info("%s: %d of %d%s", description, done, total, f", {note}" if note else "")
@@ -71,12 +72,7 @@ def progress(description: str) -> Iterator[Show]:
 
 
 def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> None:
-    """Log a table and show it in the UI.
-
-    Args:
-        key: small letters, digits and dashes.
-        rows: column to value.
-        description: its heading.
+    """Log a table and show it in the UI, under a key of small letters, digits and dashes.
 
     Raises:
         ValueError: the key has other characters; Prefect, which refuses them too, is only asked in a run.
@@ -89,19 +85,6 @@ def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> N
         from prefect.artifacts import create_table_artifact
 
         create_table_artifact([dict(row) for row in rows], key=key, description=description)
-
-
-def _progress_artifact(description: str) -> UUID:
-    from prefect.artifacts import create_progress_artifact
-
-    # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
-    return cast("UUID", create_progress_artifact(0.0, description=description))
-
-
-def _update(artifact_id: UUID, percent: float, description: str) -> None:
-    from prefect.artifacts import update_progress_artifact
-
-    update_progress_artifact(artifact_id, percent, description=description)
 
 
 def _in_run() -> bool:

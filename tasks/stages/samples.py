@@ -60,12 +60,9 @@ def read_written(file: Path) -> list[Sample]:
 def usable(
     rows: Iterable[QueryRow], target_version: int, max_share_per_key: float, min_rows: int
 ) -> tuple[list[Sample], Counter[str]]:
-    """Turn rows of the query log into samples, without those that can't be trained on.
+    """Turn rows of one target version, by seq, into samples, without those that can't be trained on.
 
-    Args:
-        rows: by seq.
-        target_version: whose answers they must be.
-        max_share_per_key, min_rows: see `Refresh`; no key is one key too.
+    What a key may give is as in `Refresh`; no key is one key too.
 
     Returns:
         The samples, and how many rows were left out for which reason.

@@ -32,11 +32,6 @@ def rows_of_others(log: QueryLog, refresh: Refresh, at_ms: int) -> ForOthers | N
 
     It waits while the rows within each key's share are too few, up to `share_wait_s` after the first one was served. A
     key that is alone has no share to keep to. A clock that is set back ends the wait.
-
-    Args:
-        log: whose rows wait.
-        refresh: how many rows it wants, and the share.
-        at_ms: the present, in Unix time.
     """
     of_key, first_ms = log.waiting_keys(refresh.max_rows)
     if first_ms is None or of_key.total() < refresh.min_rows:
@@ -55,11 +50,6 @@ def cap_per_key(sizes: Sequence[int], max_share: float, min_rows: int = 0) -> in
     A share of less than one key's equal part, 1 over the number of keys, can't be kept to and means that part. Two keys
     of 600 and 1 rows would leave 2 at half each. So c is at least what keeps `min_rows`, or all rows if they are fewer;
     whoever is below it has given all.
-
-    Args:
-        sizes: rows of each key, n_k >= 1.
-        max_share: of what is kept, in (0, 1].
-        min_rows: below so many kept rows the share does not hold.
     """
     if not sizes:
         return 0

@@ -38,12 +38,8 @@ class Clustered(NamedTuple):
 def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int) -> Clustered:
     """Cluster the rows of a log together with the samples that the served line of drafts began with.
 
-    Args:
-        database: the log's file. Rows without a sketch get one there.
-        secret: of the home.
-        target_dir: whose tokenizer wrote the prompts.
-        first: the first samples; what they were said to belong to is their cluster so far.
-        last_seq: rows after it don't count.
+    Rows without a sketch get one in the file. What a sample was said to belong to is its cluster so far.
+    Rows after `last_seq` don't count.
     """
     log, sketched = QueryLog(database).sketches, _sketcher(target_dir, secret)
     missing = list(log.missing(secret))
@@ -64,12 +60,9 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
 
 
 def cluster_samples(samples: Sequence[Sample], secret: bytes, target_dir: Path) -> list[Conversation]:
-    """Cluster samples as if they were a log's rows, numbered from 1, of one key.
+    """Cluster samples, in the order of time, as if they were a log's rows, numbered from 1, of one key.
 
-    Args:
-        samples: in the order of time; what each was said to belong to is its cluster so far.
-        secret: of the home.
-        target_dir: whose tokenizer wrote the prompts.
+    What each was said to belong to is its cluster so far.
     """
     sketched, domains = _sketcher(target_dir, secret), [sample.domain for sample in samples]
     alike = join([sketched(sample.prompt_ids) for sample in samples], domains)
@@ -100,12 +93,7 @@ def held_out_by(
 ) -> Callable[[str], bool]:
     """Return the function from a cluster to whether a window tests with it, and does not train on it.
 
-    Args:
-        secret: of the home.
-        rows: the log's, up to the window's last one.
-        window: at hand.
-        held_out_fraction: share of the clusters.
-        trained: clusters that something was trained on outside of the log.
+    `rows` are the log's up to the window's last one, `trained` clusters that something was trained on outside of it.
     """
     split_of, large = (
         splits(secret, window, held_out_fraction),
@@ -127,12 +115,6 @@ def unseen_and_large(
     They are too large for a regression set, so that nothing else would say how a draft does on what it has not seen of
     them. A domain that has little else would give its first window nothing to train on: of its large clusters only as
     many wait, in the order of the draw, as reach half of its rows; the others are split like small ones.
-
-    Args:
-        rows: the log's, up to the window's last one.
-        window: at hand.
-        trained: clusters that something was trained on outside of the log.
-        draw: see `drawn_by`.
     """
     seen = {row.cluster for row in rows if row.seq < window.first_seq} | set(trained)
     new = [row for row in rows if row.seq >= window.first_seq]
@@ -155,11 +137,6 @@ def counted(
     A cluster stands for as many of a domain's requests as it has here, so that what is told is the gain of what is
     asked; but for no more than `stands_for` says. Near copies are all scored. Of a group up to `MOST_OF_GROUP` rows of
     a domain are, which a keyed hash draws: they share its requests between them, and tell it more exactly than one.
-
-    Args:
-        tests: the rows; a cluster that has one there has all of its rows there.
-        of_domain: domain to the window's number of rows that could be scored.
-        draw: see `drawn_by`.
     """
     of_cluster: dict[tuple[str, str], list[Conversation]] = defaultdict(list)
     for row in tests:

@@ -1,6 +1,6 @@
 """Prefect's `task`, which takes seconds to import, put off until a flow calls one.
 
-For modules that commands use without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
+Commands use these functions without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,7 @@ R = TypeVar("R")
 
 
 class task(Generic[P, R]):
-    """A function that is a task where a flow calls it.
-
-    Attributes:
-        fn: the function itself.
-    """
+    """A function that is a task where a flow calls it, and itself as `fn`."""
 
     def __init__(self, fn: Callable[P, R]) -> None:
         self.fn = fn

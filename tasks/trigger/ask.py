@@ -265,25 +265,13 @@ def of_registry(recipe: Recipe) -> Known:
 
 
 def is_enough(domain: str, queue: Queue, wanted: int, min_rows: int, max_rows: int) -> bool:
-    """Return whether a refresh for a fallen domain is worth its while.
-
-    Args:
-        domain: the fallen or low one.
-        queue: the rows that wait.
-        wanted: rows of the domain.
-        min_rows: rows of all domains.
-        max_rows: the most rows of one refresh; more are not waited for.
-    """
+    """Return whether a refresh for a fallen or low domain is worth its while; it waits for `max_rows` at most."""
     total, of_domain = queue.full(), queue.full(domain)
     return total >= min_rows and of_domain > 0 and (of_domain >= wanted or total >= max_rows)
 
 
 def rows_a_test(domains: Iterable[Mapping[str | None, int]]) -> float:
-    """Return how many rows bring one test: 1 where no rows are said to belong together.
-
-    Args:
-        domains: of each, the groups of its rows and their sizes.
-    """
+    """Return how many rows bring one test, by each domain's groups; 1 where no rows are said to belong together."""
     counts = [(sum(groups.values()), num_tests(groups)) for groups in domains]
     tests = sum(number for _, number in counts)
     return sum(rows for rows, _ in counts) / tests if tests else 1.0

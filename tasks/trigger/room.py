@@ -19,10 +19,7 @@ TARGET_FACTOR, DRAFT_FACTOR = 1.0, 10.0
 def short_of_memory(recipe: Recipe, seen: TriggerState, starts: bool = False) -> str:
     """Return why no refresh can start at the moment, "" if there is room.
 
-    Args:
-        recipe: of the refresh.
-        seen: what is known of the last one.
-        starts: whether this process is the refresh, so that what it holds already is part of what it needs.
+    What this process holds is part of what it needs where it `starts` it, being the refresh itself.
 
     Raises:
         ConnectionError: the registry can't be asked.

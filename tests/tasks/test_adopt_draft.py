@@ -19,15 +19,12 @@ from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import random
 from tasks.adopt_draft import adopt_draft, settle_reading
-from tasks.stages.samples import write_samples
 from tests.models.published import published
+from tests.tasks.made import samples_files
 
 
 @pytest.mark.slow
-def test_a_nested_draft_is_taken_by_itself_and_remembered(
-    tmp_path: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+def test_a_nested_draft_is_taken_by_itself_and_remembered(home: Path, tmp_path: Path, tiny_draft: Path) -> None:
     with staged(tmp_path / "target") as directory:
         random.build(random.Params(num_layers=3), directory)
     target, source = publish(tmp_path / "target", "target"), tmp_path / "source"
@@ -50,18 +47,14 @@ def answers_of(target: Path, folder: Path) -> Artifact:
     prompts = torch.randint(3, 259, (24, 8), generator=torch.Generator().manual_seed(0))
     said = answers(load_model(target, torch.float32, "cpu"), prompts, 24)
     samples = [Sample(f"s{n}", "chat", prompts[n].tolist(), answer) for n, answer in enumerate(said)]
-    with staged(folder) as directory:
-        write_samples(directory, "train", [])
-        write_samples(directory, "held_out", samples)
-    return publish(folder, "samples")
+    return samples_files(folder, [], held_out=samples)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("named", "right"), [(False, (2, 5, 8)), (True, (1, 4, 7))])
 def test_what_a_heads_files_leave_open_is_measured_on_the_targets_own_answers(
-    named: bool, right: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: bool, right: tuple[int, ...], home: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     with staged(tmp_path / "target") as directory:
         random.build(random.Params(num_layers=8), directory)
     target = publish(tmp_path / "target", "target")

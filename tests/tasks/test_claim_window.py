@@ -5,12 +5,12 @@ import itertools
 import json
 import random
 from collections import Counter
-from shutil import copy, copytree, ignore_patterns
+from shutil import copy
 
 import pytest
 from transformers import AutoTokenizer
 
-from infra.artifacts import Artifact, publish, staged
+from infra.artifacts import Artifact
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.erase.job import Job
@@ -18,14 +18,14 @@ from infra.erase.snapshots import rewrite_snapshots
 from infra.querylog import QueryLog
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
-from infra.versions import Pair, Version
+from infra.versions import Pair
 from models.chats import ChatEncoder
 from models.learning.hidden import Sample
-from models.recipe import Refresh
-from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
-from tasks.stages.samples import read_samples, regression_set_versions, write_samples
+from models.recipe import Refresh, load_recipe
+from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_out_past, hold_window, leave_window
+from tasks.stages.samples import read_samples, regression_set_versions
 from tasks.stages.split import MOST_OF_GROUP
+from tests.tasks.made import pair_of, row_of, samples_files
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
 NO_REPLAY = REFRESH.model_copy(update={"replay_per_domain": 0})
@@ -43,44 +43,33 @@ def log(tmp_path, monkeypatch) -> QueryLog:
 @pytest.fixture
 def first_samples(tmp_path) -> Artifact:
     """Return what the first draft was trained on; its prompts are those of the log's rows 0 to 7."""
-    with staged(tmp_path / "first") as directory:
-        write_samples(directory, "train", [Sample(f"t{n}", "chat", [n, 1], [1, 2, 3]) for n in range(30)])
-        write_samples(directory, "held_out", [Sample(f"h{n}", "chat", [n, 2], [1, 2, 3]) for n in range(30)])
-    return publish(tmp_path / "first", "samples")
+    train = [Sample(f"t{n}", "chat", [n, 1], [1, 2, 3]) for n in range(30)]
+    held_out = [Sample(f"h{n}", "chat", [n, 2], [1, 2, 3]) for n in range(30)]
+    return samples_files(tmp_path / "first", train, held_out)
 
 
 @pytest.fixture
 def pair(tiny_target) -> Pair:
     """Return a pair whose target is version 1; of its files only the tokenizer is looked at."""
-    version = Version(kind="target", number=1, sha256="0" * 64, tags={}, created_ms=0)
     files = Artifact(uri=tiny_target.as_uri(), sha256="0" * 64, kind="any")
-    return Pair(target=version, draft=version, target_files=files, draft_files=files)
+    return pair_of(files, files)
 
 
 def row(
     number: int, second_id: int = 0, prompt_ids: list[int] | None = None, domain: str = "code", key="", group=""
 ) -> QueryRow:
-    return QueryRow(
-        id=f"{domain if domain != 'code' else 'row'}{number}",
-        time_ms=0,
+    return row_of(
+        f"{domain if domain != 'code' else 'row'}{number}",
         domain=domain,
         key=key or None,
         group=group or None,
-        consent="full",
-        scrubber_revision=1,
-        target_version=1,
-        draft_version=1,
         prompt_ids=prompt_ids or [number, second_id],
         completion_ids=[4, 5, 6],
         sampling={"temperature": 0},
-        finish_reason="stop",
-        speculating=True,
     )
 
 
 def recipe_of(refresh: Refresh):
-    from models.recipe import load_recipe
-
     return load_recipe("tiny").model_copy(update={"refresh": refresh})
 
 
@@ -351,13 +340,6 @@ def test_what_judges_a_draft_stands_for_all_requests_of_its_group_probes_too(log
     assert {1, 5} <= {groups[group] for group in held_out}
 
 
-def test_a_repeated_attempt_splits_alike_and_reserves_nothing_more(log, first_samples, pair):
-    log.append([row(n) for n in range(100)])
-    window = claim_window.fn(REFRESH)
-    once = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
-    assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == once
-
-
 @pytest.mark.slow
 def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, first_samples, pair):
     """622 rows that would all fall on the held-out side of a split without a secret, and as many near-copies."""
@@ -431,14 +413,10 @@ def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_
 
 @pytest.mark.slow
 def test_drafts_are_held_to_the_targets_own_answers_where_imported_ones_are_unlike_and_an_erasure_finds_these(
-    log, first_samples, tiny_target, tmp_path, store
+    log, first_samples, target, store
 ):
     copy(store, load_settings().home / "mlflow.db")
-    with staged(tmp_path / "files") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-    version = Version(kind="target", number=1, sha256="0" * 64, tags={}, created_ms=0)
-    files = publish(tmp_path / "files", "target")
-    pair = Pair(target=version, draft=version, target_files=files, draft_files=files)
+    pair = pair_of(target, target)
     written = [3 + byte for byte in b"Paris is the capital of France."]
     imported = {"subject": "mine", "sampling": {"temperature": 1.0}}
     for number in range(100):

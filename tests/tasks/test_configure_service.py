@@ -1,41 +1,29 @@
 """What is served is what the recipe is about: another recipe's target is refused, its own is not in any spelling."""
 
-import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from flows.up import start
-from infra.artifacts import Artifact, publish
+from infra.artifacts import Artifact
 from infra.manifest import write_manifest
-from infra.registry import Registry, open_registry
+from infra.registry import Registry
 from infra.settings import Settings
-from models.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from models.recipe import Recipe, load_recipe, shipped_recipes
 from models.targets import pretrained, random
 from models.targets.random import Params
 from tasks.configure_service import configure_service
 from tasks.register import register_target
 from tests.tags import draft_tags
+from tests.tasks.made import recipe_of
 
 TINY = load_recipe("tiny")
 
 
 @pytest.fixture
-def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    (tmp_path / "home").mkdir()
-    shutil.copy(store, tmp_path / "home")
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    return open_registry()
-
-
-@pytest.fixture
-def target(registry: Registry, tiny_target: Path, tmp_path: Path) -> Artifact:
+def served(registry: Registry, target: Artifact, tmp_path: Path) -> Artifact:
     """Return the files of the champion, which has a draft."""
-    shutil.copytree(tiny_target, tmp_path / "target")
-    write_manifest(tmp_path / "target")
-    files = publish(tmp_path / "target", "target")
-    version = register_target.fn(TINY, files)
+    version = register_target.fn(TINY, target)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "model.safetensors").write_text("a draft")
     write_manifest(tmp_path / "draft")
@@ -43,14 +31,14 @@ def target(registry: Registry, tiny_target: Path, tmp_path: Path) -> Artifact:
     draft = registry.register("draft", tmp_path / "draft", tags)
     registry.promote("target", version.number)
     registry.promote("draft", draft.number)
-    return files
+    return target
 
 
 def having(target: object, **tables: object) -> Recipe:
     return TINY.model_copy(update={"target": target, **tables})
 
 
-def test_a_recipe_whose_target_is_not_the_champions_is_refused_and_both_are_named(target: Artifact) -> None:
+def test_a_recipe_whose_target_is_not_the_champions_is_refused_and_both_are_named(served: Artifact) -> None:
     other = having(random.Params(seed=7))
     both = r'target is {"target": {"name": "random", "seed": 7}}, but target 1, .* by {"target": {"name": "random"}}'
     with pytest.raises(ValueError, match=both):
@@ -62,30 +50,30 @@ def test_a_recipe_whose_target_is_not_the_champions_is_refused_and_both_are_name
         configure_service.fn(having(TINY.target, text=quantized.text, quantize=quantized.quantize))
 
 
-def test_the_recipe_that_it_was_built_by_is_served_whatever_else_it_says(target: Artifact) -> None:
+def test_the_recipe_that_it_was_built_by_is_served_whatever_else_it_says(served: Artifact) -> None:
     engine = TINY.engine.model_copy(update={"max_num_seqs": 3})
     for recipe in (TINY, having(Params(seed=0)), having(TINY.target, engine=engine, name="mine", text={})):
         assert configure_service.fn(recipe)["target_version"] == 1
 
 
 def test_another_recipe_that_makes_the_same_files_is_served_once_it_was_built(
-    target: Artifact, registry: Registry
+    served: Artifact, registry: Registry
 ) -> None:
     again = having(pretrained.Params(path="/models/moved"))
     with pytest.raises(ValueError, match="run: redraft build"):
         configure_service.fn(again)
-    assert register_target.fn(again, target).number == register_target.fn(again, target).number == 1
+    assert register_target.fn(again, served).number == register_target.fn(again, served).number == 1
     for recipe in (TINY, again):
         assert configure_service.fn(recipe)["target_version"] == 1
 
 
-def test_a_target_that_no_recipe_is_known_to_have_made_is_refused(registry: Registry, target: Artifact) -> None:
+def test_a_target_that_no_recipe_is_known_to_have_made_is_refused(registry: Registry, served: Artifact) -> None:
     registry.tag(registry.get("target", 1), "made_by", "[]")
     with pytest.raises(ValueError, match="run: redraft build"):
         configure_service.fn(TINY)
 
 
-def test_a_tag_of_the_registrys_own_is_set_by_nobody_else(registry: Registry, target: Artifact) -> None:
+def test_a_tag_of_the_registrys_own_is_set_by_nobody_else(registry: Registry, served: Artifact) -> None:
     with pytest.raises(ValueError, match="the registry sets the tag sha256 itself"):
         registry.tag(registry.get("target", 1), "sha256", "0" * 64)
 
@@ -96,9 +84,8 @@ def test_a_recipe_whose_engine_has_no_endpoint_starts_no_service(tmp_path: Path)
     file.write_text(
         tables.replace('name = "vllm"', 'name = "torch"').replace("max_num_seqs = 16\nenforce_eager = true", "")
     )
-    recipe = parse_recipe({"name": "offline", **tomllib.loads(file.read_text())}, "offline")
     with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
-        configure_service.fn(recipe)
+        configure_service.fn(recipe_of(engine={"name": "torch"}, serve=None, demo=None))
     with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
         start(str(file), Settings(home=tmp_path / "home"))
     assert not (tmp_path / "home").exists()

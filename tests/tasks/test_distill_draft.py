@@ -1,19 +1,16 @@
-import tomllib
 from itertools import pairwise
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
 
 import pytest
 import torch
 
-from infra.artifacts import publish, staged
+from infra.artifacts import Artifact, publish, staged
 from infra.environment import settings_of
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import load_settings
-from infra.versions import Pair, Version
 from infra.windows import Window
 from models.answers import on_policy
 from models.drafting.draft_families import family_named, open_draft
@@ -26,27 +23,35 @@ from models.learning import fitted
 from models.learning.hidden import Sample
 from models.learning.rollouts import Rollouts
 from models.lengths import specdec_pp
-from models.recipe import parse_recipe, shipped_recipes
+from models.recipe import Recipe
 from models.targets import describe
-from tasks.distill_draft import distill_draft, train_challenger, untrained
+from tasks.distill_draft import Trained, distill_draft, train_challenger, untrained
 from tasks.find_challenger import Start
-from tasks.stages.samples import write_samples
 from tasks.stages.teachers import teachers_in
 from tests.infra.erase.planted import SUBJECT, planted_row
-from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
 from tests.models.drafts.tiny import make_tiny
+from tests.tasks.made import TABLES, pair_of, recipe_of, said_by, samples_files
+
+pytestmark = pytest.mark.usefixtures("home")
 
 WINDOW = Window(first_seq=1, last_seq=9, num_rows=0, sha256="0" * 64, owner="test")
 SAMPLES = [Sample("1", "code", [3, 4], [5, 6]), Sample("2", "chat", [7], [8, 9])]
+OFFLINE = {"serve": None, "demo": None, "engine": {"name": "torch"}}
 
 
-@pytest.fixture(autouse=True)
-def _home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home with an empty registry."""
-    (tmp_path / "home").mkdir()
-    copy(store, tmp_path / "home")
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+def go_on(
+    recipe: Recipe,
+    target: Artifact,
+    samples: Artifact,
+    draft: Artifact,
+    state: Artifact | None,
+    window: Window = WINDOW,
+) -> Trained:
+    """Train a challenger from a draft, as a refresh does."""
+    pair = pair_of(target, draft)
+    start = Start(version=pair.draft, files=draft, state=state, evidence=Evidence.start(2, 1), going_on=False)
+    return train_challenger.fn(recipe, pair, start, samples, window)
 
 
 def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_clients_text(
@@ -62,46 +67,25 @@ def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_client
 @pytest.mark.slow
 def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(tmp_path: Path) -> None:
     """Of a target whose middle layers add nothing, all that they are is skipped."""
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    for name in ("serve", "demo", "distill", "refresh"):
-        del tables[name]
-    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": "self_skip", "num_trials": 30}
-    tables["distill"] = {}
-    recipe = parse_recipe({"name": "r", **tables}, "r")
+    recipe = recipe_of(**OFFLINE, draft={"name": "self_skip", "num_trials": 30}, distill={}, refresh=None)
     with staged(tmp_path / "target") as directory:
         make_hollow(directory, 4, {1, 2}, {1, 2})
     target = publish(tmp_path / "target", "target")
-    [answered] = answer_all(target.path, None, prompts(1))
-    with staged(tmp_path / "samples") as directory:
-        write_samples(directory, "train", [Sample("1", "code", [*answered.prompt_ids], [*answered.token_ids])])
-    draft = distill_draft.fn(recipe, target, publish(tmp_path / "samples", "samples"))
+    draft = distill_draft.fn(recipe, target, samples_files(tmp_path / "samples", said_by(target, 1)))
     inner = frozenset({1, 2})
     assert self_skip.load(draft.path, target.path).skipped == Sublayers(inner, inner)
 
 
 @pytest.mark.slow
 def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_refresh(
-    tiny_target: Path, tmp_path: Path
+    target: Artifact, tmp_path: Path
 ) -> None:
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    del tables["serve"], tables["demo"]
-    tables["engine"] = {"name": "torch", "lengths": {"name": "specdec_pp"}}
-    tables["draft"] = {"name": "lm", "num_layers": 1}
-    tables["distill"]["lengths"] = {"name": "specdec_pp", "num_layers": 1}
-    recipe = parse_recipe({"name": "r", **tables}, "r")
-    with staged(tmp_path / "target") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-    target = publish(tmp_path / "target", "target")
-    with staged(tmp_path / "samples") as directory:
-        answered = answer_all(target.path, None, prompts(9))
-        rows = [Sample(str(n), "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(answered)]
-        write_samples(directory, "train", rows)
-    samples = publish(tmp_path / "samples", "samples")
+    engine = {"name": "torch", "lengths": {"name": "specdec_pp"}}
+    distill = TABLES["distill"] | {"lengths": {"name": "specdec_pp", "num_layers": 1}}
+    recipe = recipe_of(**{**OFFLINE, "engine": engine}, draft={"name": "lm", "num_layers": 1}, distill=distill)
+    samples = samples_files(tmp_path / "samples", said_by(target, 9))
     first = distill_draft.fn(recipe, target, samples)
-    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
-    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
-    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
-    once = train_challenger.fn(recipe, pair, start, samples, WINDOW)
+    once = go_on(recipe, target, samples, first, None)
     heads = [one.path / fitted.FOLDER / specdec_pp.FILE for one in (first, once.draft)]
     assert heads[0].read_bytes() != heads[1].read_bytes()
     with pytest.raises(ValueError, match="a draft of family ngram is not trained, so no head can be fit behind it"):
@@ -138,25 +122,14 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
 
 
 @pytest.mark.slow
-def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(tiny_target: Path, tmp_path: Path) -> None:
-    with staged(tmp_path / "target") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-    with staged(tmp_path / "samples") as directory:
-        answered = answer_all(tiny_target, None, prompts(2))
-        write_samples(
-            directory,
-            "train",
-            [Sample(one.request_id, "chat", [*one.prompt_ids], [*one.token_ids]) for one in answered],
-        )
-    target, samples = publish(tmp_path / "target", "target"), publish(tmp_path / "samples", "samples")
-    tables, made = tomllib.loads(shipped_recipes()["tiny"].read_text()), {}
+def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(target: Artifact, tmp_path: Path) -> None:
+    samples, made = samples_files(tmp_path / "samples", said_by(target, 2)), {}
     for weight in (0.0, 1.0, 1.0):
-        tables["distill"]["num_epochs"] = 1
-        tables["distill"]["teachers"] = [{"model": {"name": "random", "seed": 1}, "weight": weight}]
-        recipe = parse_recipe({"name": "r", **tables}, "r")
+        teachers = [{"model": {"name": "random", "seed": 1}, "weight": weight}]
+        recipe = recipe_of(distill=TABLES["distill"] | {"num_epochs": 1, "teachers": teachers})
         assert made.setdefault(weight, distill_draft.fn(recipe, target, samples)) == made[weight]
         [(sha256, told)] = teachers_in(recipe.distill).items()
-        assert sha256 != describe(tiny_target).sha256
+        assert sha256 != describe(target.path).sha256
         assert told == {"name": "random-llama-1", "weight": weight}
     assert made[0.0].sha256 != made[1.0].sha256
 
@@ -167,29 +140,14 @@ def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(tiny
     ["chimera", "clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"],
 )
 def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
-    name: str, tiny_target: Path, tmp_path: Path
+    name: str, target: Artifact, tmp_path: Path
 ) -> None:
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     own = {"vocab_size": 128} if "vocab_size" in family_named(name).Params.model_fields else {}
-    del tables["serve"], tables["demo"]
-    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": name, **own}
-    recipe = parse_recipe({"name": "r", **tables}, "r")
-    with staged(tmp_path / "target") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-    target = publish(tmp_path / "target", "target")
-    answered = answer_all(target.path, None, prompts(4))
-    with staged(tmp_path / "samples") as directory:
-        rows = [Sample(one.request_id, "chat", [*one.prompt_ids], [*one.token_ids]) for one in answered]
-        write_samples(directory, "train", rows)
-    samples = publish(tmp_path / "samples", "samples")
+    recipe = recipe_of(**OFFLINE, draft={"name": name, **own})
+    samples = samples_files(tmp_path / "samples", said_by(target, 4))
     first = distill_draft.fn(recipe, target, samples)
-    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
-    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
-    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
-    once = train_challenger.fn(recipe, pair, start, samples, WINDOW)
-    twice = train_challenger.fn(
-        recipe, pair, start.model_copy(update={"files": once.draft, "state": once.state}), samples, WINDOW
-    )
+    once = go_on(recipe, target, samples, first, None)
+    twice = go_on(recipe, target, samples, once.draft, once.state)
     made = [open_draft(one.path, target.path).state_dict() for one in (first, once.draft, twice.draft)]
     learnt = [key for key in made[0] if made[0][key].is_floating_point()]
     assert all(any(not torch.equal(before[key], after[key]) for key in learnt) for before, after in pairwise(made))
@@ -198,25 +156,14 @@ def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_i
 
 @pytest.mark.slow
 def test_a_build_and_a_refresh_stop_when_answers_kept_from_them_say_so_and_tell_it(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refresh keeps answers of its own window only, of clusters that have no older answer."""
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    del tables["serve"], tables["demo"]
-    tables["engine"] = {"name": "torch"}
-    tables["distill"] = {"num_epochs": 40, "batch_tokens": 64, "validation": 0.25, "patience": 1}
-    tables["refresh"]["distill"] = {}
-    recipe = parse_recipe({"name": "r", **tables}, "r")
-    with staged(tmp_path / "target") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-    target = publish(tmp_path / "target", "target")
-    answered = answer_all(target.path, None, prompts(9))
-    rows = [Sample(f"row-{n}", "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(answered)]
-    clusters = ["mixed", "mixed", "new", *(f"old {n}" for n in range(6))]
-    with staged(tmp_path / "samples") as directory:
-        named = (row._replace(cluster=name) for row, name in zip(rows, clusters, strict=True))
-        write_samples(directory, "train", named)
-    samples = publish(tmp_path / "samples", "samples")
+    distill = {"num_epochs": 40, "batch_tokens": 64, "validation": 0.25, "patience": 1}
+    recipe = recipe_of(**OFFLINE, distill=distill, refresh=TABLES["refresh"] | {"distill": {}})
+    clusters = zip(said_by(target, 9), ["mixed", "mixed", "new", *(f"old {n}" for n in range(6))], strict=True)
+    named = (row._replace(id=f"row-{row.id}", cluster=name) for row, name in clusters)
+    samples = samples_files(tmp_path / "samples", named)
     log = QueryLog(load_settings().querylog)
     log.append([planted_row(n).model_copy(update={"id": f"row-{n + 1}"}) for n in range(2)])
     window = Window(first_seq=1, last_seq=2, num_rows=2, sha256="0" * 64, owner="test")
@@ -231,10 +178,7 @@ def test_a_build_and_a_refresh_stop_when_answers_kept_from_them_say_so_and_tell_
     first = distill_draft.fn(recipe, target, samples)
     assert len(asked[0]) == 2  # a quarter of nine
     num_looks = len(asked)
-    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
-    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
-    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
-    train_challenger.fn(recipe, pair, start, samples, window)
+    go_on(recipe, target, samples, first, None, window)
     assert asked[num_looks:] and all(ids == ["row-2"] for ids in asked[num_looks:])
     runs = open_registry().store.client.search_runs([open_registry().store.experiment_id])
     told = [run.data.metrics for run in runs if "validation/looks" in run.data.metrics]

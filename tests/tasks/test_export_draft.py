@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from infra.artifacts import Artifact
 from infra.manifest import file_sha256, write_manifest
-from infra.registry import Registry, open_registry
-from infra.settings import load_settings
+from infra.registry import Registry
 from models.drafting.draft_families import adopter_of, family_named
 from models.drafts import eagle3
 from models.targets import describe
@@ -18,32 +18,23 @@ from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
 
 
-@pytest.fixture
-def registry(
-    store: Path, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Registry:
+@pytest.fixture(autouse=True)
+def _registered(registry: Registry, target: Artifact, tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
     """Target 1 and drafts 1, an EAGLE-3 head, and 2, of a family that vLLM does not serve."""
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home)
-    monkeypatch.setenv("REDRAFT_HOME", str(home))
-    registry = open_registry(load_settings())
-    target, draft, other = (tmp_path / name for name in ("target", "draft", "other"))
-    shutil.copytree(tiny_target, target)
+    draft, other = (tmp_path / name for name in ("draft", "other"))
     shutil.copytree(tiny_draft, draft)
     other.mkdir()
     save_tiny(family_named("kangaroo"), tiny_target, other)
-    for directory in (target, draft, other):
+    for directory in (draft, other):
         write_manifest(directory)
     card = describe(tiny_target)
     own = {"target_sha256": card.sha256, "tokenizer_sha256": card.tokenizer_sha256, "vocab_size": str(card.vocab_size)}
-    registry.register("target", target, own)
+    registry.register("target", target.path, own)
     for directory in (draft, other):
         registry.register("draft", directory, draft_tags() | own | {"target_version": "1", "tau": '{"chat": 1.5}'})
-    return registry
 
 
-def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(registry: Registry, tmp_path: Path) -> None:
+def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(tmp_path: Path) -> None:
     exported = export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit")
     assert exported.target == "someone/target"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -59,7 +50,7 @@ def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(registry: Registr
     assert "| chat | 1.500 |" in card
 
 
-def test_imported_again_it_is_the_same_file(registry: Registry, tiny_target: Path, tmp_path: Path) -> None:
+def test_imported_again_it_is_the_same_file(tiny_target: Path, tmp_path: Path) -> None:
     export_draft.fn(1, tmp_path / "out")
     again = tmp_path / "again"
     again.mkdir()
@@ -69,7 +60,7 @@ def test_imported_again_it_is_the_same_file(registry: Registry, tiny_target: Pat
         assert file_sha256(again / name) == file_sha256(tmp_path / "draft" / name), name
 
 
-def test_what_can_not_be_exported_is_refused_and_nothing_is_written(registry: Registry, tmp_path: Path) -> None:
+def test_what_can_not_be_exported_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of family kangaroo"):
         export_draft.fn(2, tmp_path / "out")
     with pytest.raises(ValueError, match="draft 9"):
@@ -81,12 +72,11 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(registry: Re
 
 
 @pytest.mark.engine
-def test_vllm_takes_it_with_its_target_and_nothing_else_said(registry: Registry, tmp_path: Path) -> None:
+def test_vllm_takes_it_with_its_target_and_nothing_else_said(tmp_path: Path) -> None:
     from vllm import AsyncEngineArgs
 
     exported = export_draft.fn(1, tmp_path / "out")
     config = AsyncEngineArgs(model=str(tmp_path / "out"), max_model_len=128).create_engine_config()
     assert config.model_config.model == exported.target
-    assert config.speculative_config is not None
     assert config.speculative_config.model == str(tmp_path / "out")
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("eagle3", 3)

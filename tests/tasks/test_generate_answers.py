@@ -91,9 +91,8 @@ def test_a_prompt_that_fails_holds_no_other_up_and_its_error_is_raised(tiny_targ
 
 
 def test_a_prompt_that_the_target_cannot_read_is_left_out_and_the_others_are_answered(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     refused = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     with staged(tmp_path / "target") as directory:
         shutil.copytree(tiny_target, directory, dirs_exist_ok=True)

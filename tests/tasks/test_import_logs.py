@@ -11,11 +11,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from infra.artifacts import staged
 from infra.consent import group_of, subject_of
 from infra.erase import erase_subject
 from infra.querylog import QueryLog
-from infra.registry import Registry
+from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models import catalog
@@ -28,6 +27,7 @@ from tasks.register import identity
 from tasks.stages.samples import usable
 from tests.infra.rows import erase
 from tests.models.tokenizers import byte_ids
+from tests.tasks.made import target_files
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
@@ -38,18 +38,21 @@ def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def with_champion(store: Path, home: Path, target: Path) -> Path:
+    """Make a target the champion of an empty registry."""
+    shutil.copy(store, home)
+    settings = load_settings({"REDRAFT_HOME": str(home)})
+    registry, files = open_registry(settings), target_files(target, home / "target").path
+    version = registry.register("target", files, identity(describe(files)).to_tags())
+    registry.promote("target", version.number)
+    registry.download(version, settings.cache)
+    return home
+
+
 @pytest.fixture(scope="module")
 def home(store: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose registry has a champion target; tests copy it."""
-    home = tmp_path_factory.mktemp("home")
-    shutil.copy(store, home)
-    registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
-    with staged(home / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-    version = registry.register("target", home / "target", identity(describe(tiny_target)).to_tags())
-    registry.promote("target", version.number)
-    registry.download(version, home / "cache")
-    return home
+    """A home whose registry has a champion target."""
+    return with_champion(store, tmp_path_factory.mktemp("home"), tiny_target)
 
 
 @pytest.fixture
@@ -159,44 +162,29 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "redraft": {}}
 
 
+def served(**told: Any) -> dict[str, Any]:
+    """A request with what a service answered."""
+    return {"request": {"messages": CHAT[:1]}, "response": {**SERVED, **told}}
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "a"}, "with wrong fields", 'no column "messages"; there are: text'),
     ({"prompt_ids": [1], "completion_ids": []}, "with wrong fields", "completion_ids: wanted a list of whole numbers"),
     ({"prompt_ids": [1], "completion_ids": [True]}, "with wrong fields", "completion_ids: wanted a list of whole"),
-    (
-        {"prompt_ids": [1, 259], "completion_ids": [1]},
-        "with unknown tokens",
-        r"prompt_ids\[1\] is 259, wanted 0 to 258",
-    ),
+    ({"prompt_ids": [1, 259], "completion_ids": [1]}, "with unknown tokens", r"prompt_ids\[1\] is 259, .* 0 to 258"),
     ({"prompt_ids": [-1], "completion_ids": [1]}, "with unknown tokens", r"prompt_ids\[0\] is -1"),
     ({"prompt_ids": [1], "completion_ids": [1], "finish_reason": "A b"}, "with wrong fields", "finish_reason is 'A b'"),
     ({"messages": CHAT[:1]}, "without an answer", "wanted a question, and last the assistant's answer"),
     ({"messages": "hi"}, "without an answer", "wanted a question, and last the assistant's answer"),
     ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "of weight 0", "the answer is not to be learnt"),
+    ({"messages": [CHAT[0], {**CHAT[1], "reasoning": "hm"}]}, "with reasoning in the answer", "tell its tokens"),
+    (served(usage=usage(21, 4)), "with an answer of other tokens", "counted 4 tokens, the answer has 12"),
+    (served(usage=usage(20, 12)), "rendered otherwise than served", "the prompt has 21 tokens here"),
+    (served(prompt_token_ids=[1, 2]), "rendered otherwise than served", "the prompt has 21 tokens here"),
     (
-        {"messages": [CHAT[0], {**CHAT[1], "reasoning": "hm"}]},
-        "with reasoning in the answer",
-        "doesn't tell its tokens",
-    ),
-    (
-        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "usage": usage(21, 4)}},
-        "with an answer of other tokens",
-        "the service counted 4 tokens, the answer has 12",
-    ),
-    (
-        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "usage": usage(20, 12)}},
-        "rendered otherwise than served",
-        "the prompt has 21 tokens here",
-    ),
-    (
-        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "prompt_token_ids": [1, 2]}},
-        "rendered otherwise than served",
-        "the prompt has 21 tokens here",
-    ),
-    (
-        {"request": {"messages": CHAT[:1]}, "response": {"choices": [{"message": CHAT[1], "stop_reason": 300}]}},
+        served(choices=[{"message": CHAT[1], "stop_reason": 300}]),
         "with unknown tokens",
-        r"stop_reason\[0\] is 300, wanted 0 to 258",
+        r"stop_reason\[0\] is 300, .* 0 to 258",
     ),
     ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "with an unknown role", "\"role\" is 'bot'"),
     ({"prompt": "a\ud800", "completion": "b"}, "with wrong fields", "valid Unicode"),
@@ -204,11 +192,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "completion": [{"role": "assistant", "content": " "}]}, "with wrong fields", "1: .*not blank"),
     ({"prompt": "a" * 256, "completion": "b"}, "too long", "wanted at most 256 tokens, the engine's context; got 277"),
     ({"messages": CHAT, "domain": "Chat!"}, "with an invalid domain", "domain is 'Chat!', wanted 1 to 32"),
-    (
-        {"messages": CHAT, "temperature": -1},
-        "with an invalid temperature",
-        "temperature is -1, wanted a number from 0 on",
-    ),
+    ({"messages": CHAT, "temperature": -1}, "with an invalid temperature", "temperature is -1, wanted .* from 0 on"),
     ({"messages": CHAT, "temperature": True}, "with an invalid temperature", "temperature is True"),
     ({"messages": CHAT, "group": "my group"}, "with an invalid group", "1 to 128 printable ASCII .*, got 8 characters"),
     ({"messages": CHAT, "subject": 7}, "with an invalid subject", "subject is a int, wanted a text"),
@@ -248,19 +232,13 @@ IM_END, ENDOFTEXT = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|
 @pytest.fixture
 def shown(log: QueryLog, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> QueryLog:
     """The log of a home whose target shows tools, and ends an answer by another token than its tokenizer does."""
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home)
-    registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
-    with staged(home / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-        (directory / "chat_template.jinja").write_text(SHOWN)
-        settings = json.loads((directory / "generation_config.json").read_text())
-        settings["eos_token_id"] = [IM_END, ENDOFTEXT]
-        (directory / "generation_config.json").write_text(json.dumps(settings))
-    version = registry.register("target", home / "target", identity(describe(home / "target")).to_tags())
-    registry.promote("target", version.number)
-    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    changed = shutil.copytree(tiny_target, tmp_path / "changed")
+    (changed / "chat_template.jinja").write_text(SHOWN)
+    settings = json.loads((changed / "generation_config.json").read_text())
+    settings["eos_token_id"] = [IM_END, ENDOFTEXT]
+    (changed / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("REDRAFT_HOME", str(with_champion(store, tmp_path / "home", changed)))
     return log
 
 
@@ -366,7 +344,6 @@ def test_the_target_answers_prompts_alone_and_is_not_asked_again(log: QueryLog, 
     assert given.completion == "hello there<|im_end|>"
     assert (own.domain, own.sampling, own.consent) == ("code", {"temperature": 0.0}, "full")
     assert own.prompt == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    assert own.completion_ids is not None
     assert 1 <= len(own.completion_ids) <= 6
     assert own.finish_reason == ("length" if len(own.completion_ids) == 6 else "stop")
     again = import_logs.fn([file], 256, answering=answering)

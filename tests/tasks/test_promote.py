@@ -1,6 +1,5 @@
 """Promotion by hand, against a real registry."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,15 +12,6 @@ from tasks.promote import differences, promote_version, roll_back
 from tests.tags import draft_tags
 
 Register = Callable[..., Version]
-
-
-@pytest.fixture
-def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home)
-    monkeypatch.setenv("REDRAFT_HOME", str(home))
-    return Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
 
 
 @pytest.fixture

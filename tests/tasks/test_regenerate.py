@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from infra.artifacts import Artifact, publish, staged
+from infra.artifacts import Artifact
 from infra.consent import AGAIN, QueryRow
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
@@ -18,7 +18,6 @@ from infra.home import open_home
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings, load_settings
-from infra.versions import Pair, Version
 from infra.windows import Window
 from models.checkpoints.loading import load_model
 from models.learning import answering
@@ -28,8 +27,9 @@ from models.precision import fast_dtype
 from models.recipe import Recipe, Regeneration, load_recipe
 from tasks import regenerate as module
 from tasks.regenerate import choose, merge, regenerate
-from tasks.stages.samples import read_samples, write_samples
+from tasks.stages.samples import read_samples
 from tests.models.drafts.answered import prompts
+from tests.tasks.made import pair_of, row_of, samples_files, target_files
 
 MINE, OTHERS = "mine", "somebody"
 
@@ -48,20 +48,14 @@ def settings(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def row(number: int, finish: str = "length", given: int = 4, temperature: float = 0.0) -> QueryRow:
-    return QueryRow(
-        id=f"row-{number}",
-        time_ms=0,
+    return row_of(
+        f"row-{number}",
         subject=MINE if number == 0 else OTHERS,
         domain="chat",
-        consent="full",
-        scrubber_revision=2,
-        target_version=1,
-        draft_version=1,
         prompt_ids=prompts(number + 1)[number],
         completion_ids=[40 + number + place for place in range(given)],
         sampling={"temperature": temperature},
         finish_reason=finish,
-        speculating=False,
     )
 
 
@@ -79,17 +73,12 @@ class Scene:
         recipe = load_recipe("tiny")
         refresh = recipe.refresh.model_copy(update={"regenerate": Regeneration(**{"max_tokens": 10, **again})})
         self.recipe: Recipe = recipe.model_copy(update={"refresh": refresh})
-        with staged(settings.home / "target") as directory:
-            shutil.copytree(target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-        version = Version(kind="target", number=1, sha256="0" * 64, tags={}, created_ms=0)
-        files = publish(settings.home / "target", "target")
-        self.pair = Pair(target=version, draft=version, target_files=files, draft_files=files)
+        files = target_files(target, settings.home / "target")
+        self.pair = pair_of(files, files)
         self.window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="0" * 64, owner="test")
         self.older = Sample("older", "chat", [5, 6], [7, 8, 9], cluster="older")
-        with staged(settings.artifacts / "window" / "made") as directory:
-            write_samples(directory, "train", [*map(sample, rows[:-1]), self.older])
-            write_samples(directory, "held_out", [sample(rows[-1])])
-        self.samples = publish(settings.artifacts / "window" / "made", "samples")
+        train = [*map(sample, rows[:-1]), self.older]
+        self.samples = samples_files(settings.artifacts / "window" / "made", train, [sample(rows[-1])])
 
     def run(self) -> Artifact:
         return regenerate.fn(self.recipe, self.pair, self.window, self.samples)

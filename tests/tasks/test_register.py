@@ -1,13 +1,11 @@
 """What MLflow shows of a registered draft: verdict, evidence and where that lies."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from infra.artifacts import Artifact, publish, staged
-from infra.manifest import write_manifest
-from infra.registry import Registry, open_registry
+from infra.registry import Registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE
@@ -27,24 +25,13 @@ RECIPE = load_recipe("tiny")
 
 
 @pytest.fixture
-def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    (tmp_path / "home").mkdir()
-    shutil.copy(store, tmp_path / "home")
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    return open_registry()
-
-
-@pytest.fixture
-def pair(registry: Registry, tiny_target: Path, tmp_path: Path) -> Pair:
+def pair(registry: Registry, target: Artifact, tmp_path: Path) -> Pair:
     """Return a registered target and first draft."""
-    shutil.copytree(tiny_target, tmp_path / "target")
-    write_manifest(tmp_path / "target")
-    target_files = publish(tmp_path / "target", "target")
-    draft_files = made(tiny_target, tmp_path / "first", seed=1)
-    target = register_target.fn(RECIPE, target_files)
+    draft_files = made(target.path, tmp_path / "first", seed=1)
+    version = register_target.fn(RECIPE, target)
     measured = judge({"chat": 0.0}).measured
-    draft = register_draft.fn(RECIPE, target, target_files, draft_files, SAMPLES, measured)
-    return Pair(target=target, draft=draft, target_files=target_files, draft_files=draft_files)
+    draft = register_draft.fn(RECIPE, version, target, draft_files, SAMPLES, measured)
+    return Pair(target=version, draft=draft, target_files=target, draft_files=draft_files)
 
 
 def made(target: Path, directory: Path, seed: int) -> Artifact:
@@ -114,7 +101,6 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
         assert f"/{name}" in description
     report = GateReport.model_validate_json(registry.attached(version, DATA))
     assert report.verdict == verdict
-    assert report.test is not None
     assert (report.test.parent, report.test.rows) == (1, (1, 60))
     assert "; ".join(report.reasons) == version.tags["gate_reasons"]
     assert registry.attached(version, PAGE).startswith(f"# Gate {verdict}")

@@ -24,6 +24,7 @@ from tasks.measure_draft import first_report
 from tasks.write_report import sum_up, write_report
 from tests.conftest import judge
 from tests.tags import draft_tags
+from tests.tasks.made import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -105,15 +106,12 @@ def register(registry: Registry, settings: Settings, kind: str, report: GateRepo
 def row(number: int) -> QueryRow:
     """Row 51 is the first that draft 2 drafted for; each ninth was served without speculation."""
     drafted = {"drafted": [3] * 8, "accepted": [number % 3, 1, 0, 2 if number > 50 else 0] * 2}
-    return QueryRow(
-        id=f"row{number}",
+    return row_of(
+        f"row{number}",
         time_ms=number,
         domain="code" if number % 2 else "chat",
         consent="full" if number % 5 else "metadata",
-        scrubber_revision=1,
-        target_version=1,
         draft_version=2 if number > 50 else 1,
-        finish_reason="stop",
         per_token_ms=8.0,
         speculating=number % 9 > 0,
         **(drafted if number % 9 else {}),

@@ -89,24 +89,19 @@ class Params(EngineParams):
 
     @model_validator(mode="after")
     def _one_of_them_ends_a_step(self) -> Self:
-        tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
-        if tree.BRANCHES and hasattr(lengths, "go_on"):
-            raise ValueError(
-                f"length policy {self.lengths.name} stops a chain where the draft is unsure; tree {self.trees.name} "
-                "is no chain"
-            )
-        if tree.BRANCHES and hasattr(lengths, "OVERLAPS"):
-            raise ValueError(
-                f"length policy {self.lengths.name} drafts a chain while the target reads; tree {self.trees.name} "
-                "is no chain"
-            )
-        if self.nested_confidence is not None and (tree.BRANCHES or hasattr(lengths, "OVERLAPS")):
-            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+        branches = catalog.load("trees", self.trees.name).BRANCHES
+        lengths = catalog.load("lengths", self.lengths.name)
+        policy, tree = f"length policy {self.lengths.name}", f"tree {self.trees.name}"
+        if branches and hasattr(lengths, "go_on"):
+            raise ValueError(f"{policy} stops a chain where the draft is unsure; {tree} is no chain")
+        if branches and hasattr(lengths, "OVERLAPS"):
+            raise ValueError(f"{policy} drafts a chain while the target reads; {tree} is no chain")
+        at_fault = tree if branches else policy
+        if self.nested_confidence is not None and (branches or hasattr(lengths, "OVERLAPS")):
             raise ValueError(
                 f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft"
             )
-        if self.lookup.num_tokens and (tree.BRANCHES or not hasattr(lengths, "plan")):
-            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+        if self.lookup.num_tokens and (branches or not hasattr(lengths, "plan")):
             raise ValueError(f"look-up is joined to chains that a policy plans; {at_fault} does otherwise")
         return self
 
@@ -170,15 +165,7 @@ class TorchEngine:
         draft_version: str = "",
         costs: Path | None = None,
     ) -> "TorchEngine":
-        """Load both models.
-
-        Args:
-            target: a Hugging Face directory of a Llama-like model.
-            draft: a draft's directory, or None for an engine without speculation.
-            params: how it runs.
-            served_name: not used; there is one model.
-            draft_version: what the draft is called in outputs.
-            costs: not used; it has one mode, and nothing is planned.
+        """Load both models; no name is served, and with one mode nothing is planned by `costs`.
 
         Raises:
             ValueError: a directory can't be loaded.
@@ -259,11 +246,7 @@ class TorchEngine:
         return 0.0
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off.
-
-        Raises:
-            ValueError: the engine has no draft to switch on.
-        """
+        """Switch drafting on or off; ValueError if the engine has no draft to switch on."""
         if on and self.loaded is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
         self.speculating = on

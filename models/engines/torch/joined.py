@@ -40,13 +40,7 @@ class Joined:
     """What the requests of an engine share: texts that are looked up, and what was accepted of either source."""
 
     def __init__(self, lookup: LookUp, lengths: tuple[ModuleType, BaseParams], limit: int) -> None:
-        """Know nothing yet.
-
-        Args:
-            lookup: what is looked up.
-            lengths: the policy and its keys; it can plan.
-            limit: K, the most tokens that the draft drafts.
-        """
+        """Know nothing yet; the lengths are the policy and its keys, which can plan, and `limit` is K of the draft."""
         self._lookup, self._limit = lookup, limit
         self._policy, self._params = lengths
         self._library = NgramIndex(lookup.shortest, lookup.longest, lookup.remembered)
@@ -54,14 +48,7 @@ class Joined:
         self._plan: Plan | None = None
 
     def turn(self, request_id: str, prompt_ids: list[int], token_ids: list[int], cost: Cost) -> StepChoice:
-        """Choose how the next step of a request drafts.
-
-        Args:
-            request_id: of the request.
-            prompt_ids: its prompt.
-            token_ids: its answer so far.
-            cost: what steps take.
-        """
+        """Choose how the next step of a request drafts, after so much of its answer."""
         sequence = self._library.sequence(request_id, KEY, len(prompt_ids))
         known = [*prompt_ids, *token_ids]
         sequence.extend(known[len(sequence) :])

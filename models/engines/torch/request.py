@@ -39,14 +39,7 @@ class Took(NamedTuple):
 
 
 class Request:
-    """One request on its way: its caches, its drafter, and what came so far.
-
-    Attributes:
-        request_id: its name.
-        draft_version: of the draft that it drafts with.
-        token_ids: of the answer so far.
-        finish_reason: None until it ends.
-    """
+    """One request on its way: its caches, its drafter, and what came so far; `finish_reason` is None until it ends."""
 
     CHUNKS = 1  # of K tokens, that are drafted beyond what is certain
 

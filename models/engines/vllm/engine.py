@@ -68,17 +68,10 @@ class VllmEngine:
         serves: bool = False,
         captures: bool = False,
     ) -> "VllmEngine":
-        """Start the engine's processes and load both models.
+        """Start the engine's processes and load both models; without a draft it can't speculate.
 
-        Args:
-            target: a Hugging Face directory.
-            draft: a draft's directory, or None for an engine without speculation.
-            params: how it runs.
-            served_name: the model name that requests use.
-            draft_version: what the draft is called in outputs.
-            costs: folder that keeps what steps take over restarts; without it nothing is kept.
-            serves: whether it is to run on, rather than to answer a batch; see `mode_of`.
-            captures: whether `capture_states` will be called.
+        The folder `costs` keeps what steps take over restarts; `serves` is as in `mode_of`, and `captures` says whether
+        `capture_states` will be called.
 
         Raises:
             ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
@@ -269,11 +262,7 @@ class VllmEngine:
         self.llm.shutdown()
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Run a worker's method between two steps.
-
-        Raises:
-            ValueError: the worker refused.
-        """
+        """Run a worker's method between two steps; ValueError if the worker refused."""
         answer: dict[str, Any] = (await self.llm.collective_rpc(method, args=args))[0]
         if "refused" in answer:
             raise ValueError(answer["refused"])

@@ -250,11 +250,7 @@ class Setup:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process once its parent is gone.
-
-    Args:
-        parent: its process id; if it is not this process's parent any more, this process ends at once.
-    """
+    """Let the kernel kill this process once its parent is gone, at once if `parent` is not its parent any more."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)

@@ -44,12 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(NamedTuple):
-    """How an engine runs, and why.
-
-    Attributes:
-        eager: operation by operation.
-        why: for whoever reads the status.
-    """
+    """How an engine runs, and why, for whoever reads the status."""
 
     eager: bool
     why: str
@@ -91,14 +86,9 @@ class Times:
 
 
 def mode_of(params: Params, target: Path, dtype: str, serves: bool, times: Times) -> Mode:
-    """Return how an engine of a target runs.
+    """Return how an engine of a target runs, by its settings where they say it.
 
-    Args:
-        params: its settings; anything but "auto" decides.
-        target: a Hugging Face directory.
-        dtype: what it computes in.
-        serves: whether it is to run on, rather than to answer a batch.
-        times: what was measured.
+    `serves` is whether it is to run on, rather than to answer a batch.
     """
     if params.enforce_eager != "auto":
         return Mode(params.enforce_eager, "[engine] enforce_eager says so")

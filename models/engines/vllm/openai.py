@@ -49,11 +49,7 @@ class EngineStopped(RuntimeError):
 
 
 class Handlers:
-    """Chat, completion and models; made by `build`.
-
-    Attributes:
-        tokenizer: the target's.
-    """
+    """Chat, completion and models; made by `build`."""
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
@@ -82,10 +78,6 @@ class Handlers:
 
     async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/chat/completions.
-
-        Args:
-            body: the request's JSON.
-            raw: the request that it came in.
 
         Raises:
             Refused: it is not served.

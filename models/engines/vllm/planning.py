@@ -350,10 +350,6 @@ def turns(num_sequences: int, num_tokens: int) -> list[MeasuredStep]:
 
     The first has passes and one row a sequence, the second neither more; then come steps with more rows. The first rows
     beyond one a sequence are the dearest: 4 beside 16 took 12 ms, and 16 26 (two cores of an AMD EPYC).
-
-    Args:
-        num_sequences: of each step.
-        num_tokens: the most that is looked up for one of them.
     """
     turn, few = [MeasuredStep(passes=True)], num_sequences // 4
     turn += [MeasuredStep(num_filled=few, num_tokens=1)] if few else []

@@ -40,12 +40,7 @@ Metrics = dict[str, float | None]
 
 
 class Row(NamedTuple):
-    """One line of a table.
-
-    Attributes:
-        name: the heading, good for a file's name.
-        settings: what `measure` needs to know, as JSON, such as a table of a recipe.
-    """
+    """One line of a table: its heading, good for a file's name, and what `measure` needs to know, as JSON."""
 
     name: str
     settings: dict[str, Any]

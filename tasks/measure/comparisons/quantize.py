@@ -148,11 +148,9 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def plant(model: PreTrainedModel, rng: torch.Generator) -> None:
-    """Scale features of each norm up, and the weights that read them down: in floats nothing changes.
+    """Scale features of each norm up in place, and the weights that read them down: in floats nothing changes.
 
-    Args:
-        model: of Llama's layout; changed in place.
-        rng: draws the features, the same ones in every block, as they are in large models.
+    They are the same in every block, as in large models.
     """
     features = torch.randperm(model.config.hidden_size, generator=rng)[:OUTLIERS]
     block: Any  # torch types what a module holds as tensor or module

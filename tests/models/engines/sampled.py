@@ -1,7 +1,8 @@
-"""Whether what an engine samples follows its target: χ² against the library's distribution."""
+"""The reference engine, and whether what one samples follows its target: χ² against the library's distribution."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,19 @@ NUM_DRAWS, NUM_TOKENS = 60, 17  # of a draft that lies about q the p-value is be
 P_VALUE = 1e-4
 
 
+@asynccontextmanager
+async def started(target: Path, draft: Path | Draft | None, **changes: object) -> AsyncIterator[TorchEngine]:
+    """Start the reference engine, with a draft as it is in float32, or loaded; end it with the block."""
+    if isinstance(draft, Draft):
+        engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
+    else:
+        engine = await TorchEngine.start(target, draft, Params(**changes), draft_version="1")
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
 def sampled_p_value(
     target: Path,
     draft: Path | Draft,
@@ -36,13 +50,10 @@ def sampled_p_value(
 
     async def draw() -> list[tuple[int, ...]]:
         ways = {"verify": {"name": rule}, "trees": {"name": tree}, "lengths": {"name": lengths}}
-        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, **ways, **changes)
-        if isinstance(draft, Draft):
-            engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, params)
-        else:
-            engine = await TorchEngine.start(target, draft, params)
         seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
-        return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
+        keys = {"dtype": "float32", "num_draft_tokens": num_draft_tokens, **ways, **changes}
+        async with started(target, draft, **keys) as engine:
+            return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
 
     return p_value(target, prompt, asyncio.run(draw()), settings)
 

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder, _get_attn_isa
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from models.engines.vllm.patches import attention
+
+pytestmark = pytest.mark.engine
 
 HEADS, KV_HEADS, WIDTH, BLOCK, NUM_BLOCKS = 4, 2, 64, 32, 6
 # Tokens that each sequence of a step computes, and how many it has with them: a prompt, verified tokens, a single one.
@@ -20,8 +29,6 @@ BLOCKS = ((0, 1, 0), (2, 3, 4), (5, 0, 0))
 @pytest.fixture
 def config(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The config of an engine whose layers attend in one call, and none of another test's layers."""
-    from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
-
     attention.install()
     monkeypatch.setattr(attention, "_layers", attention._Layers())
     model = ModelConfig(model=str(tiny_target), max_model_len=128, dtype="bfloat16")
@@ -32,8 +39,6 @@ def config(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def layer_of(config: Any, name: str, **options: Any) -> Any:
     """Return a layer with a cache of its own, which the seed fills."""
-    from vllm.model_executor.layers.attention import Attention
-
     layer = Attention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, cache_config=config.cache_config, prefix=name, **options)
     values = torch.Generator().manual_seed(0)
     layer.kv_cache = torch.randn(NUM_BLOCKS, KV_HEADS, BLOCK, 2 * WIDTH, generator=values).bfloat16()
@@ -42,9 +47,6 @@ def layer_of(config: Any, name: str, **options: Any) -> Any:
 
 def metadata_of(config: Any, layer: Any) -> Any:
     """Return the metadata of a step and where its tokens' keys go."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=WIDTH, dtype=torch.bfloat16)
     builder = CPUAttentionMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu"))
     places = [
@@ -68,8 +70,6 @@ def metadata_of(config: Any, layer: Any) -> Any:
 
 def run(config: Any, layer: Any, metadata: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Return a layer's outputs in a step."""
-    from vllm.forward_context import set_forward_context
-
     name = layer.layer_name
     with set_forward_context({name: metadata}, config, slot_mapping={name: metadata.slot_mapping}):
         outputs: Tensor = layer(*inputs)
@@ -82,7 +82,6 @@ def inputs_of() -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("options", [{}, {"per_layer_sliding_window": 16}, {"logits_soft_cap": 5.0}])
 def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str, Any]) -> None:
     own, ours = layer_of(config, "model.layers.0.attn", **options), layer_of(config, "model.layers.1.attn", **options)
@@ -96,7 +95,6 @@ def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str,
     assert outputs[0].shape == (sum(NEW), HEADS * WIDTH)
 
 
-@pytest.mark.engine
 def test_a_layer_attends_by_the_cache_that_it_has_now(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn")
     metadata = metadata_of(config, layer)
@@ -107,7 +105,6 @@ def test_a_layer_attends_by_the_cache_that_it_has_now(config: Any) -> None:
     assert torch.equal(first[: NEW[0]], second[: NEW[0]])  # a prompt sees nothing but itself
 
 
-@pytest.mark.engine
 def test_layers_of_two_models_take_turns(config: Any) -> None:
     target, draft = layer_of(config, "model.layers.0.attn"), layer_of(config, "draft.layers.0.attn")
     metadata = metadata_of(config, target)
@@ -119,10 +116,7 @@ def test_layers_of_two_models_take_turns(config: Any) -> None:
     assert torch.equal(run(config, target, metadata, inputs_of()), wanted)
 
 
-@pytest.mark.engine
 def test_without_metadata_nothing_is_written(config: Any) -> None:
-    from vllm.forward_context import set_forward_context
-
     layer = layer_of(config, "model.layers.0.attn")
     run(config, layer, metadata_of(config, layer), inputs_of())
     before = layer.kv_cache.clone()
@@ -132,10 +126,7 @@ def test_without_metadata_nothing_is_written(config: Any) -> None:
     assert torch.equal(layer.kv_cache, before)
 
 
-@pytest.mark.engine
 def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
-    from vllm.forward_context import set_forward_context
-
     told, untold = (layer_of(config, f"model.layers.{number}.attn") for number in range(2))
     metadata = metadata_of(config, told)
     metadata_of(config, untold)
@@ -146,7 +137,6 @@ def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
             untold(*inputs_of())
 
 
-@pytest.mark.engine
 def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn", alibi_slopes=[0.5] * HEADS)
     assert layer.number is None
@@ -157,15 +147,11 @@ def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
     )
 
 
-@pytest.mark.engine
 def test_layers_whose_caches_are_handed_on_stay_vllms(config: Any) -> None:
-    from vllm.config import KVTransferConfig
-
     config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     assert layer_of(config, "model.layers.0.attn").number is None
 
 
-@pytest.mark.engine
 def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,13 +165,8 @@ def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     assert "attention is called from Python" in caplog.text
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("num_keys", [100, 1000, 5000])
 def test_a_row_attends_to_the_same_bits_alone_as_beside_those_verified_with_it(num_keys: int) -> None:
-    from vllm import _custom_ops as ops
-    from vllm import envs
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     threads, isa = torch.get_num_threads(), _get_attn_isa(torch.bfloat16, BLOCK, WIDTH)
     num_blocks, draw = -(-num_keys // BLOCK), torch.Generator().manual_seed(0)
     cache = torch.zeros(num_blocks, KV_HEADS, 2 * BLOCK, WIDTH).bfloat16()

@@ -10,10 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers import utils
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+from models.engines.vllm import native_build
+from models.engines.vllm.patches import small_batch_gemm
 from models.layers import quantized_weights
 from models.layers.quantized_weights import Grid, stacked
 from tests.models.layers.published import random_grid
+
+pytestmark = pytest.mark.engine
 
 ROWS = (1, 3, 8, 19)  # one, some, as many as are computed together, and several times as many
 # What processors without AVX-512 have.
@@ -21,10 +28,6 @@ PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 
 
 def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False):
-    from vllm import _custom_ops as ops
-
-    from models.engines.vllm.patches import small_batch_gemm
-
     assert small_batch_gemm._is_built()
     return small_batch_gemm.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
 
@@ -36,14 +39,11 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.fixture
 def limit():
     """Sets up to how many rows the grid is read."""
-    from models.engines.vllm.patches import small_batch_gemm
-
     before = small_batch_gemm.limit()
     yield small_batch_gemm._target._set
     small_batch_gemm._target._set(before)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("num_outputs", [64, 72])  # whole panels, and one that is not full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -59,7 +59,6 @@ def test_either_form_gives_the_products_of_the_weights(bits: int, dtype: torch.d
     assert error(form.multiply(x[None], bias)[0], x.float() @ weight.T + bias) < most_error
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
     form, _ = form_of(random_grid(64, 128, bits))
@@ -70,7 +69,6 @@ def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
         assert torch.equal(form.multiply(x[:num]), together[:num])
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_that_reads_a_prompt_has_the_product_of_floats_however_few_rows_it_has(compiled: bool, limit) -> None:
     form, _ = form_of(random_grid(64, 128, 4), in_step=True)
@@ -89,15 +87,14 @@ def test_a_step_that_reads_a_prompt_has_the_product_of_floats_however_few_rows_i
     assert torch.equal(multiply(x[:3]), of_grid[:3])  # not that step's
     form.in_step = False  # what is sampled, and what a draft computes
     assert torch.equal(form.multiply(x), of_grid)
+    limit(3)
+    assert torch.equal(multiply(x), of_floats) and torch.equal(form.multiply(x), of_floats)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("grid_s", "faster", "most"), [(2.0, 0, 9), (0.5, 32, 32)])
 def test_as_many_rows_as_one_sequence_has_verified_read_the_grid_however_long_that_takes(
     grid_s: float, faster: int, most: int, limit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm.patches import small_batch_gemm
-
     caplog.set_level(logging.INFO)
     target = small_batch_gemm._Target()
     monkeypatch.setattr(target, "_seconds", lambda rows, limit: grid_s if limit else 1.0)
@@ -106,7 +103,6 @@ def test_as_many_rows_as_one_sequence_has_verified_read_the_grid_however_long_th
     assert f"up to {most} rows of generated tokens read the grid" in caplog.text
 
 
-@pytest.mark.engine
 def test_outputs_are_rounded_as_torch_does_ties_and_what_is_no_number_included(limit) -> None:
     weights = torch.zeros(72, 32, dtype=torch.int8)
     weights[:, 0], weights[:, 1] = 1, torch.arange(72) - 36
@@ -120,7 +116,6 @@ def test_outputs_are_rounded_as_torch_does_ties_and_what_is_no_number_included(l
     assert outputs[2].isnan().all()
 
 
-@pytest.mark.engine
 def test_without_avx512_products_are_of_floats(tmp_path: Path) -> None:
     if platform.machine() != "x86_64":
         pytest.skip("another processor has no other products than those of floats")
@@ -131,9 +126,6 @@ def test_without_avx512_products_are_of_floats(tmp_path: Path) -> None:
 
 def plain_errors(folder: Path) -> list[float]:
     """Return the errors of products in float32 by the code that knows no processor; in a process of its own."""
-    from models.engines.vllm import native_build
-    from models.engines.vllm.patches import small_batch_gemm
-
     native_build.load(native_build.FEW_ROWS, folder, PLAIN)
     torch.ops.redraft.limit_few_rows(max(ROWS))
     errors = []
@@ -145,34 +137,13 @@ def plain_errors(folder: Path) -> list[float]:
     return errors
 
 
-@pytest.mark.engine
-def test_a_product_that_was_compiled_follows_the_limit(limit) -> None:
-    form, _ = form_of(random_grid(64, 128, 4))
-    other, _ = form_of(random_grid(64, 128, 4, seed=1))
-    form.packed, form.scales = other.packed, other.scales  # so that the forms can be told apart
-    multiply = torch.compile(form.multiply, dynamic=True)
-    x = torch.randn(4, 128, dtype=torch.bfloat16)
-    outputs = []
-    for most in (0, 4, 3):
-        limit(most)
-        outputs.append(multiply(x))
-        assert torch.equal(outputs[-1], form.multiply(x))
-    assert torch.equal(outputs[0], outputs[2])
-    assert not torch.equal(outputs[0], outputs[1])
-
-
 def layer_of(prefix: str, weight: Tensor) -> nn.Module:
     layer = nn.Module()
     layer.prefix, layer.weight = prefix, nn.Parameter(weight, requires_grad=False)
     return layer
 
 
-@pytest.mark.engine
 def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest.MonkeyPatch, tmp_path, limit) -> None:
-    from vllm.model_executor.layers import utils
-
-    from models.engines.vllm.patches import small_batch_gemm
-
     stem = "model.layers.0.self_attn"
     parts = {f"{stem}.{part}_proj.weight": random_grid(64, 128, 4, seed) for seed, part in enumerate("qkvo")}
     head = random_grid(512, 128, 8)
@@ -203,7 +174,6 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
     small_batch_gemm._load.cache_clear()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "most", "dtype", "num_inputs", "packed"),
     [
@@ -217,10 +187,6 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
 def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
     name: str, most: int, dtype: torch.dtype, num_inputs: int, packed: bool, monkeypatch: pytest.MonkeyPatch, limit
 ) -> None:
-    from vllm.model_executor.layers import utils
-
-    from models.engines.vllm.patches import small_batch_gemm
-
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
     small_batch_gemm.install()
@@ -242,12 +208,7 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
     assert small_batch_gemm.limit() == most
 
 
-@pytest.mark.engine
 def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    from models.engines.vllm.patches import small_batch_gemm
-
     small_batch_gemm.install()
     seen = []
 
@@ -267,12 +228,9 @@ def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyP
     assert not small_batch_gemm._target.loads_draft
 
 
-@pytest.mark.engine
 def test_where_nothing_can_be_compiled_floats_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm.patches import small_batch_gemm
-
     monkeypatch.setenv("CXX", "no-compiler")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     small_batch_gemm._is_built.cache_clear()

@@ -2,9 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
@@ -26,27 +24,18 @@ from models.learning.hidden import Sample
 from tests.conftest import make_draft
 from tests.models.drafts.answered import GREEDY, prompts
 from tests.models.drafts.tiny import make_tiny
-from tests.models.engines.sampled import P_VALUE, sampled_p_value
+from tests.models.engines.sampled import P_VALUE, sampled_p_value, started
 
 pytestmark = pytest.mark.slow
 
 BRANCHING = [name for name in catalog.names("drafts") if class_of(family_named(name)).branches]
-T = TypeVar("T")
-Ask = Callable[[TorchEngine], Awaitable[T]]
 
 
-def run(target: Path, draft: Path | Draft | None, ask: Ask[T], **changes: object) -> T:
-    async def inside() -> T:
-        if isinstance(draft, Draft):
-            engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
-        else:
-            engine = await TorchEngine.start(target, draft, Params(**changes), draft_version="1")
-        try:
-            return await ask(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(inside())
+async def answers(
+    target: Path, draft: Path | Draft | None, asked: list[list[int]], sampling: Sampling = GREEDY, **changes: object
+) -> list[Completion]:
+    async with started(target, draft, **changes) as engine:
+        return await answer_all(engine, asked, sampling)
 
 
 async def answer_all(engine: TorchEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -66,26 +55,21 @@ def library_outputs(tiny_target: Path) -> list[list[int]]:
     return outputs
 
 
-def test_the_first_token_is_told_of_once_and_before_the_others(tiny_target: Path, tiny_draft: Path) -> None:
+async def test_the_first_token_is_told_of_once_and_before_the_others(tiny_target: Path, tiny_draft: Path) -> None:
     told: list[float] = []
-
-    async def ask(engine: TorchEngine) -> Completion:
-        return await engine.generate(prompts(1)[0], GREEDY, "1", lambda: told.append(time.monotonic()))
-
-    completion = run(tiny_target, tiny_draft, ask)
+    async with started(tiny_target, tiny_draft) as engine:
+        completion = await engine.generate(prompts(1)[0], GREEDY, "1", lambda: told.append(time.monotonic()))
     ended_s = time.monotonic()
     assert len(told) == 1
     assert ended_s - told[0] > completion.per_token_ms / 1000
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
-def test_greedy_output_is_the_librarys_for_any_draft_length(
+async def test_greedy_output_is_the_librarys_for_any_draft_length(
     tiny_target: Path, tiny_draft: Path, library_outputs: list[list[int]], num_draft_tokens: int
 ) -> None:
-    outputs = run(
-        tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(10), GREEDY), dtype="float32",
-        num_draft_tokens=num_draft_tokens,
-    )  # fmt: skip
+    changes = {"dtype": "float32", "num_draft_tokens": num_draft_tokens}
+    outputs = await answers(tiny_target, tiny_draft, prompts(10), **changes)
     for wanted, output in zip(library_outputs, outputs, strict=True):
         different = next(
             (i for i, pair in enumerate(zip(wanted, output.token_ids, strict=True)) if len({*pair}) > 1), None
@@ -95,10 +79,10 @@ def test_greedy_output_is_the_librarys_for_any_draft_length(
         assert set(output.drafted) <= {num_draft_tokens}
 
 
-def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
+async def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
-    outputs = run(tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(20), GREEDY))
+    outputs = await answers(tiny_target, tiny_draft, prompts(20))
     for output in outputs:
         position = 1
         for drafted, accepted in zip(output.drafted_ids, output.accepted, strict=True):
@@ -182,10 +166,10 @@ def bush(tiny_target: Path) -> Bush:
     return Bush(tiny_target)
 
 
-def test_greedy_output_of_a_tree_is_the_librarys(
+async def test_greedy_output_of_a_tree_is_the_librarys(
     tiny_target: Path, bush: Bush, library_outputs: list[list[int]]
 ) -> None:
-    outputs = run(tiny_target, bush, lambda engine: answer_all(engine, prompts(10), GREEDY), num_draft_tokens=6)
+    outputs = await answers(tiny_target, bush, prompts(10), num_draft_tokens=6)
     for wanted, output in zip(library_outputs, outputs, strict=True):
         assert wanted == list(output.token_ids) or min(output.gaps) < 1e-3
         assert set(output.drafted) == {6}
@@ -193,17 +177,14 @@ def test_greedy_output_of_a_tree_is_the_librarys(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_a_tree_the_cache_and_what_the_drafter_was_told_are_those_of_a_fresh_pass(
+async def test_after_a_tree_the_cache_and_what_the_drafter_was_told_are_those_of_a_fresh_pass(
     tiny_target: Path, bush: Bush, temperature: float
 ) -> None:
-    async def ask(engine: TorchEngine) -> tuple[Request, Completion]:
+    async with started(tiny_target, bush, num_draft_tokens=6) as engine:
         sequence = Request(engine, prompts(1)[0], GREEDY.model_copy(update={"temperature": temperature}), "1")
         while sequence.finish_reason is None:
             sequence.step()
-        return sequence, sequence.completion()
-
-    sequence, completion = run(tiny_target, bush, ask, num_draft_tokens=6)
-    drafter, cache = sequence._drafter, sequence._cache
+    drafter, cache, completion = sequence._drafter, sequence._cache, sequence.completion()
     assert isinstance(drafter, BushDrafter)
     assert 0 < sum(completion.accepted) < sum(completion.drafted)
     text = [*completion.prompt_ids, *completion.token_ids]
@@ -223,10 +204,12 @@ def test_sampled_tokens_of_a_tree_follow_the_target(tiny_target: Path, bush: Bus
 
 
 @pytest.mark.parametrize("rule", ["without_replacement", "multi_draft_optimal"])
-def test_a_tree_that_a_rule_can_not_verify_is_an_error_and_no_output(tiny_target: Path, bush: Bush, rule: str) -> None:
+async def test_a_tree_that_a_rule_can_not_verify_is_an_error_and_no_output(
+    tiny_target: Path, bush: Bush, rule: str
+) -> None:
     sampling = Sampling(temperature=1.0, seed=0, max_tokens=8, ignore_eos=True)
     with pytest.raises(ValueError, match=f"rule {rule} wants"):
-        run(tiny_target, bush, lambda engine: answer_all(engine, prompts(1), sampling), verify={"name": rule})
+        await answers(tiny_target, bush, prompts(1), sampling, verify={"name": rule})
 
 
 def test_a_tree_that_lies_about_q_would_be_noticed(
@@ -236,9 +219,9 @@ def test_a_tree_that_lies_about_q_would_be_noticed(
     assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) < P_VALUE
 
 
-def test_a_seed_repeats_an_answer(tiny_target: Path, tiny_draft: Path) -> None:
+async def test_a_seed_repeats_an_answer(tiny_target: Path, tiny_draft: Path) -> None:
     sampling = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7, max_tokens=16)
-    first, second = run(tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(1) * 2, sampling))
+    first, second = await answers(tiny_target, tiny_draft, prompts(1) * 2, sampling)
     assert first.token_ids == second.token_ids
 
 
@@ -254,31 +237,28 @@ def test_top_k_and_top_p_keep_the_best() -> None:
         probabilities(logits, Sampling())
 
 
-def test_a_swap_while_requests_run_changes_the_drafted_tokens_and_no_output(
+async def test_a_swap_while_requests_run_changes_the_drafted_tokens_and_no_output(
     tiny_target: Path, tiny_draft: Path, library_outputs: list[list[int]], tmp_path: Path
 ) -> None:
     other = make_draft(tiny_target, tmp_path, seed=5)
-
-    async def swap(engine: TorchEngine) -> tuple[list[Completion], list[Completion], float]:
+    async with started(tiny_target, tiny_draft, dtype="float32") as engine:
         running = asyncio.gather(*(engine.generate(p, GREEDY, str(i)) for i, p in enumerate(prompts(10))))
         await asyncio.sleep(0.1)
         await engine.swap_draft(other, "2")
         assert await engine.check_draft(other) == 0.0
         with pytest.raises(ValueError, match="differs from"):
             await engine.check_draft(tiny_draft)
-        return await running, await answer_all(engine, prompts(10), GREEDY), 0.0
-
-    during, after, _ = run(tiny_target, tiny_draft, swap, dtype="float32")
+        during, after = await running, await answer_all(engine, prompts(10), GREEDY)
     for outputs in (during, after):
         equal = sum(list(o.token_ids) == wanted for o, wanted in zip(outputs, library_outputs, strict=True))
         assert equal >= 9
     assert {o.draft_version for o in after} == {"2"}
-    alone = run(tiny_target, other, lambda engine: answer_all(engine, prompts(10), GREEDY), dtype="float32")
+    alone = await answers(tiny_target, other, prompts(10), dtype="float32")
     assert [o.drafted_ids for o in after] == [o.drafted_ids for o in alone]
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "nan", "garbage"])
-def test_a_spoiled_draft_is_refused_and_the_loaded_one_goes_on(
+async def test_a_spoiled_draft_is_refused_and_the_loaded_one_goes_on(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path, fault: str
 ) -> None:
     bad = make_draft(tiny_target, tmp_path, seed=1)
@@ -293,38 +273,30 @@ def test_a_spoiled_draft_is_refused_and_the_loaded_one_goes_on(
     save_file(tensors, file)
     if fault == "garbage":
         file.write_bytes(b"not safetensors")
-
-    async def swap(engine: TorchEngine) -> Completion:
+    async with started(tiny_target, tiny_draft) as engine:
         with pytest.raises(ValueError, match=r"fc\.weight|safetensors"):
             await engine.swap_draft(bad, "2")
         assert (engine.draft_version, engine.draft) == ("1", tiny_draft)
-        return await engine.generate(prompts(1)[0], GREEDY, "after")
+        after = await engine.generate(prompts(1)[0], GREEDY, "after")
+    assert max(after.drafted) == 3
 
-    assert max(run(tiny_target, tiny_draft, swap).drafted) == 3
 
-
-def test_speculation_off_drafts_nothing(tiny_target: Path, tiny_draft: Path) -> None:
-    async def switch(engine: TorchEngine) -> list[Completion]:
-        answers = []
-        for on in (False, True):
-            await engine.set_speculation(on)
-            answers += await answer_all(engine, prompts(1), GREEDY)
-        return answers
-
-    off, on = run(tiny_target, tiny_draft, switch, dtype="float32")
+async def test_speculation_off_drafts_nothing(tiny_target: Path, tiny_draft: Path) -> None:
+    async with started(tiny_target, tiny_draft, dtype="float32") as engine:
+        await engine.set_speculation(False)
+        off = await engine.generate(prompts(1)[0], GREEDY, "off")
+        await engine.set_speculation(True)
+        on = await engine.generate(prompts(1)[0], GREEDY, "on")
     assert (set(off.drafted), set(on.drafted)) == ({0}, {3})
     assert off.token_ids == on.token_ids
-
-    async def refused(engine: TorchEngine) -> None:
+    async with started(tiny_target, None) as engine:
         with pytest.raises(ValueError, match="started without a draft"):
             await engine.set_speculation(True)
 
-    run(tiny_target, None, refused)
 
-
-def test_a_client_that_goes_away_is_told_of_once(tiny_target: Path, tiny_draft: Path) -> None:
-    async def leave(engine: TorchEngine) -> list[Completion]:
-        told: list[Completion] = []
+async def test_a_client_that_goes_away_is_told_of_once(tiny_target: Path, tiny_draft: Path) -> None:
+    told: list[Completion] = []
+    async with started(tiny_target, tiny_draft) as engine:
         engine.on_finish = lambda completion, _: told.append(completion)
         task = asyncio.create_task(engine.generate(prompts(1)[0], Sampling(max_tokens=900, ignore_eos=True), "gone"))
         while not engine.running or not next(iter(engine.running)).token_ids:
@@ -332,23 +304,18 @@ def test_a_client_that_goes_away_is_told_of_once(tiny_target: Path, tiny_draft: 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return told
-
-    (completion,) = run(tiny_target, tiny_draft, leave)
+    (completion,) = told
     assert (completion.request_id, completion.finish_reason) == ("gone", None)
 
 
-def test_an_answer_ends_at_a_stop_token_and_what_came_after_it_is_not_accepted(
+async def test_an_answer_ends_at_a_stop_token_and_what_came_after_it_is_not_accepted(
     tiny_target: Path, tmp_path: Path
 ) -> None:
     """The target's own greedy third token is made its stop token."""
-    third = run(tiny_target, None, lambda engine: answer_all(engine, prompts(1), GREEDY))[0].token_ids[2]
-
-    async def ask(engine: TorchEngine) -> Completion:
+    third = (await answers(tiny_target, None, prompts(1)))[0].token_ids[2]
+    async with started(tiny_target, None) as engine:
         engine.stops = frozenset([third])
-        return await engine.generate(prompts(1)[0], Sampling(max_tokens=24), "stop")
-
-    answer = run(tiny_target, None, ask)
+        answer = await engine.generate(prompts(1)[0], Sampling(max_tokens=24), "stop")
     assert answer.finish_reason == "stop"
     assert answer.token_ids[-1] == third
     assert third not in answer.token_ids[:-1]
@@ -364,14 +331,12 @@ def test_an_answer_ends_at_a_stop_token_and_what_came_after_it_is_not_accepted(
         ([5], {"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_a_request_out_of_range_is_refused(
+async def test_a_request_out_of_range_is_refused(
     tiny_target: Path, prompt: list[int], sampling: dict[str, float], reason: str
 ) -> None:
-    async def ask(engine: TorchEngine) -> None:
+    async with started(tiny_target, None) as engine:
         with pytest.raises(ValueError, match=reason):
             await engine.generate(prompt, Sampling(**sampling), "bad")
-
-    run(tiny_target, None, ask)
 
 
 def test_a_rule_that_can_not_sample_is_refused() -> None:
@@ -387,9 +352,9 @@ def test_a_rule_for_independent_siblings_is_refused_beside_a_tree_of_certain_one
 
 
 @pytest.mark.parametrize("family", BRANCHING)
-def test_a_rule_for_independent_siblings_is_refused_beside_a_draft_that_branches(
+async def test_a_rule_for_independent_siblings_is_refused_beside_a_draft_that_branches(
     tiny_target: Path, family: str
 ) -> None:
     draft = make_tiny(family_named(family), tiny_target)
     with pytest.raises(ValueError, match=f"{type(draft).__name__} proposes siblings that are certain; .* rule spectr"):
-        run(tiny_target, draft, lambda engine: engine.health(), verify={"name": "spectr"})
+        await answers(tiny_target, draft, [], verify={"name": "spectr"})

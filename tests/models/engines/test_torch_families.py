@@ -13,10 +13,9 @@ from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.layers.decoder import Decoder
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny, save_tiny
-from tests.models.engines.sampled import P_VALUE, sampled_p_value
+from tests.models.engines.sampled import P_VALUE, sampled_p_value, started
 from tests.models.pairs.forms import chosen
 
 FAMILIES = catalog.names("drafts")
@@ -153,19 +152,13 @@ def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_no_tokens_to_draft_every_step_is_a_plain_one(
+async def test_with_no_tokens_to_draft_every_step_is_a_plain_one(
     tiny_target: Path, plain: list[Completion], name: str
 ) -> None:
-    async def ask() -> Completion:
-        draft = make(name, tiny_target)
-        engine = TorchEngine(
-            Decoder.load(tiny_target, torch.float32), tiny_target, draft, None, Params(num_draft_tokens=0)
-        )
+    async with started(tiny_target, make(name, tiny_target), num_draft_tokens=0) as engine:
         assert not engine.speculating
         await engine.set_speculation(True)
-        return await engine.generate(ASKED[0], GREEDY, "0")
-
-    answer = asyncio.run(ask())
+        answer = await engine.generate(ASKED[0], GREEDY, "0")
     assert answer.token_ids == plain[0].token_ids
     assert set(answer.drafted) == {0}
 

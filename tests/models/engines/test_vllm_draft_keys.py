@@ -183,7 +183,6 @@ def test_without_plans_a_request_that_wants_no_drafts_gets_none_and_what_vllm_fi
     cache: Cache, at_end: bool
 ) -> None:
     scheduler, one, off = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT), cache.request(OTHER)
-    assert off.sampling_params is not None
     off.sampling_params.extra_args = {OPTIONS: DraftOptions("off")}
     scheduler.planner, scheduler.requests = None, {each.request_id: each for each in (one, off)}
     scheduler._beyond = frozenset([off.request_id]) if at_end else frozenset()
@@ -269,60 +268,46 @@ async def a_long_answer(engine: VllmEngine, prompt: list[int], num_tokens: int) 
     await reading
 
 
-def test_after_a_swap_a_hot_prompt_is_drafted_from_as_an_empty_cache_is(running: Running, loop: Loop) -> None:
+async def test_after_a_swap_a_hot_prompt_is_drafted_from_as_an_empty_cache_is(running: Running) -> None:
     engine, (first, second) = running
     asked = prompts(1)
-
-    async def run() -> tuple[list[Completion], list[int], list[Completion]]:
-        await answer_all(engine, asked, "warm")
-        await engine.swap_draft(second, "2")
-        after, hits = await answer_all(engine, asked, "after")
-        empty = await from_an_empty_cache(engine, asked, "empty")
-        await engine.swap_draft(first, "1")
-        return after, hits, empty
-
-    after, hits, empty = loop.run_until_complete(run())
+    await answer_all(engine, asked, "warm")
+    await engine.swap_draft(second, "2")
+    after, hits = await answer_all(engine, asked, "after")
+    empty = await from_an_empty_cache(engine, asked, "empty")
+    await engine.swap_draft(first, "1")
     assert hits[0] == 0
     assert min(hits[1:]) >= 2 * BLOCK
     assert num_alike(after, empty) >= NUM_PROMPTS - 1
 
 
-def test_blocks_that_a_running_request_uses_are_forgotten_at_a_swap_too(running: Running, loop: Loop) -> None:
+async def test_blocks_that_a_running_request_uses_are_forgotten_at_a_swap_too(running: Running) -> None:
     engine, (first, second) = running
     asked = prompts(2)
-
-    async def run() -> tuple[list[Completion], list[int], list[Completion]]:
-        async with a_long_answer(engine, asked[0], 200):
-            await engine.swap_draft(second, "2")
-            after, hits = await answer_all(engine, asked[1:3], "under-load")
-        empty = await from_an_empty_cache(engine, asked[1:3], "no-load")
-        await engine.swap_draft(first, "1")
-        return after, hits, empty
-
-    after, hits, empty = loop.run_until_complete(run())
+    async with a_long_answer(engine, asked[0], 200):
+        await engine.swap_draft(second, "2")
+        after, hits = await answer_all(engine, asked[1:3], "under-load")
+    empty = await from_an_empty_cache(engine, asked[1:3], "no-load")
+    await engine.swap_draft(first, "1")
     assert hits[0] == 0
     assert hits[1] >= 2 * BLOCK
     assert num_alike(after, empty) >= 1
 
 
-def test_a_prompt_read_while_nothing_was_drafted_is_read_again_for_the_draft(running: Running, loop: Loop) -> None:
+async def test_a_prompt_read_while_nothing_was_drafted_is_read_again_for_the_draft(running: Running) -> None:
     engine, _ = running
     asked = prompts(3)
-
-    async def run() -> tuple[list[int], list[Completion], list[int], list[Completion]]:
-        await engine.set_speculation(False)
-        _, hits_off = await answer_all(engine, asked, "off")
-        await engine.set_speculation(True)
-        on, hits_on = await answer_all(engine, asked, "on-again")
-        return hits_off, on, hits_on, await from_an_empty_cache(engine, asked, "empty")
-
-    hits_off, on, hits_on, empty = loop.run_until_complete(run())
+    await engine.set_speculation(False)
+    _, hits_off = await answer_all(engine, asked, "off")
+    await engine.set_speculation(True)
+    on, hits_on = await answer_all(engine, asked, "on-again")
+    empty = await from_an_empty_cache(engine, asked, "empty")
     assert min(hits_off[1:]) >= 2 * BLOCK  # off, the cache serves as ever
     assert hits_on[0] == 0
     assert num_alike(on, empty) >= NUM_PROMPTS - 1
 
 
-def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(running: Running, loop: Loop) -> None:
+async def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(running: Running) -> None:
     engine, _ = running
     asked = prompts(4)[:4]
     sampling = SamplingParams(max_tokens=96, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -335,33 +320,26 @@ def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(ru
                 await engine.set_speculation(not engine.speculating)
         return token_ids
 
-    async def run() -> tuple[list[Completion], list[Completion]]:
-        turns = [
-            prompt + await answer_with_a_pause(prompt, f"paused-{number}") + prompt[:8]
-            for number, prompt in enumerate(asked)
-        ]
-        next_turns, _ = await answer_all(engine, turns, "next-turn")
-        return next_turns, await from_an_empty_cache(engine, turns, "empty-turn")
-
-    next_turns, empty = loop.run_until_complete(run())
+    turns = [
+        prompt + await answer_with_a_pause(prompt, f"paused-{number}") + prompt[:8]
+        for number, prompt in enumerate(asked)
+    ]
+    next_turns, _ = await answer_all(engine, turns, "next-turn")
+    empty = await from_an_empty_cache(engine, turns, "empty-turn")
     assert num_alike(next_turns, empty) >= 3
 
 
-def test_a_prompt_read_beside_one_at_its_contexts_end_has_its_keys(running: Running, loop: Loop) -> None:
+async def test_a_prompt_read_beside_one_at_its_contexts_end_has_its_keys(running: Running) -> None:
     """By itself the runner would draft for nobody in a step in which a sequence does not fit the draft's context."""
     engine, _ = running
     asked = prompts(5)
     full = [(prompts(seed)[0] * 4)[: CONTEXT - 1] for seed in (6, 7, 8)]
     together = [*full[:2], asked[0], full[2]]  # the first is alone in its step, in which the others come
-
-    async def run() -> tuple[list[Completion], list[Completion]]:
-        answers = await asyncio.gather(
-            *(engine.generate(prompt, GREEDY, f"beside-{number}") for number, prompt in enumerate(together))
-        )
-        assert [len(answer.token_ids) for answer in answers] == [1, 1, GREEDY.max_tokens, 1]
-        after, hits = await answer_all(engine, asked[1:], "after-it")
-        assert min(hits) > 0
-        return after, await from_an_empty_cache(engine, asked[1:], "without-it")
-
-    after, empty = loop.run_until_complete(run())
+    answers = await asyncio.gather(
+        *(engine.generate(prompt, GREEDY, f"beside-{number}") for number, prompt in enumerate(together))
+    )
+    assert [len(answer.token_ids) for answer in answers] == [1, 1, GREEDY.max_tokens, 1]
+    after, hits = await answer_all(engine, asked[1:], "after-it")
+    assert min(hits) > 0
+    empty = await from_an_empty_cache(engine, asked[1:], "without-it")
     assert num_alike(after, empty) >= NUM_PROMPTS - 2

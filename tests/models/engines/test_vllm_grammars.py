@@ -81,7 +81,6 @@ def test_what_takes_too_long_ends_alone_and_the_next_is_taken(engine: Any, loop:
     grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True, timeout_s=0.001))
     try:
         assert TOO_LONG in refusal(grammars, loop, Form(json=SLOW))
-        assert grammars._child is not None
         process = psutil.Process(grammars._child.pid)
         assert process.is_running()
         assert process.children() == []

@@ -57,6 +57,13 @@ def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0
     planner.took(step(1, 1, 10), [NOTHING])
 
 
+def measured(row_ms: float = 0.2, pass_ms: float = 0.5, **more: float) -> Planner:
+    """Return a planner that was shown such steps."""
+    planner = Planner(setup())
+    measure(planner, row_ms, pass_ms, **more)
+    return planner
+
+
 def measured_steps(planner: Planner, num: int, ms: Callable[[int, int, int], float]) -> None:
     """Show it steps of so many sequences; `ms` says what they take by their number, rows beyond it and passes."""
     more = 0
@@ -81,11 +88,8 @@ def settled(planner: Planner, accepted: int, steps: int = 400) -> Plan:
 
 
 def test_cheap_rows_and_a_good_draft_make_it_draft_and_a_bad_one_does_not() -> None:
-    good, bad = Planner(setup()), Planner(setup())
-    for planner in (good, bad):
-        measure(planner, row_ms=0.2, pass_ms=0.5)
-    assert settled(good, accepted=K).num_passes == K
-    assert settled(bad, accepted=0).num_passes == 0
+    assert settled(measured(), accepted=K).num_passes == K
+    assert settled(measured(), accepted=0).num_passes == 0
 
 
 def test_a_draft_that_says_all_in_one_pass_is_measured_and_planned_by_one() -> None:
@@ -100,14 +104,12 @@ def test_a_draft_that_says_all_in_one_pass_is_measured_and_planned_by_one() -> N
 
 
 def test_dear_rows_make_the_same_draft_not_pay() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=12.0, pass_ms=4.0)
+    planner = measured(row_ms=12.0, pass_ms=4.0)
     assert settled(planner, accepted=1).num_passes == 0
 
 
 def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_others_what_pays() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     settled(planner, accepted=0)
     step = planner.next(asked(AUTO, DraftOptions("head", "code")))
     assert step.num_passes == K
@@ -118,8 +120,7 @@ HEAD = DraftOptions("head", "code")
 
 
 def test_where_the_draft_rests_passes_are_made_over_what_is_drafted_by_the_head_alone() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
+    planner = measured(row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
     settled(planner, accepted=0)
     step = planner.next(asked(AUTO, HEAD, AUTO, AUTO))
     assert step.plan.skip
@@ -130,8 +131,7 @@ def test_where_the_draft_rests_passes_are_made_over_what_is_drafted_by_the_head_
 def test_where_fewer_tokens_pay_the_others_get_their_own_passes_if_that_is_faster() -> None:
     """A pass takes 0.5 ms and 2 for each sequence after the first, or 2 and nothing: then once over all is faster."""
     for sequence_ms, pass_ms, apart in ((2.0, 0.5, True), (0.0, 2.0, False)):
-        planner = Planner(setup())
-        measure(planner, row_ms=0.01, pass_ms=pass_ms, sequence_ms=sequence_ms)
+        planner = measured(row_ms=0.01, pass_ms=pass_ms, sequence_ms=sequence_ms)
         planner._policy = SimpleNamespace(plan=lambda *_: Plan(1, settled=1))
         step = planner.next(asked(AUTO, AUTO, HEAD, AUTO))
         wanted = (Passes(K, frozenset("2")), Passes(1, frozenset("013"))) if apart else (Passes(K),)
@@ -140,8 +140,7 @@ def test_where_fewer_tokens_pay_the_others_get_their_own_passes_if_that_is_faste
 
 
 def test_what_has_come_to_the_end_of_the_drafts_context_is_in_no_pass_and_stops_none() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.01, pass_ms=0.1)
+    planner = measured(row_ms=0.01, pass_ms=0.1)
     seen: list[int] = []
     planner._policy = SimpleNamespace(plan=lambda *of: seen.append(len(of[2])) or Plan(2, settled=2))
     for others in ([AUTO, AUTO], [HEAD, HEAD], [AUTO, HEAD]):
@@ -154,8 +153,7 @@ def test_what_has_come_to_the_end_of_the_drafts_context_is_in_no_pass_and_stops_
 
 
 def test_what_is_tried_at_rest_is_tried_on_sequences_with_whole_keys() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
+    planner = measured(row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
     plan = Plan(2, longest={("code", "head", 0): 2, ("code", "head", 1): 0}, why="explores")
     planner._policy = SimpleNamespace(plan=lambda *_: plan)
     running = [one if number == 3 else replace(one, whole=False) for number, one in enumerate(asked(*[AUTO] * 4))]
@@ -163,14 +161,12 @@ def test_what_is_tried_at_rest_is_tried_on_sequences_with_whole_keys() -> None:
 
 
 def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_step_teach_nothing() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.9)
+    planner = measured(row_ms=0.2, pass_ms=0.5, sequence_ms=0.9)
     planner._policy = SimpleNamespace(plan=lambda *_: Plan(0, skip=True))
 
     def passes_ms() -> list[float]:
         known = [planner._costs["greedy"].pass_ms(num) for num in (1, 4)]
         plain = planner._costs["greedy"].step_ms(4, 4, 0)
-        assert plain is not None
         return [10 * (ms or 0.0) / plain for ms in known]
 
     before = passes_ms()
@@ -189,17 +185,14 @@ def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_ste
 
 
 def test_what_judging_costs_is_reckoned_anew_where_another_draft_was_swapped_in() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     for num_swaps, promised in ((1, 3.9), (2, 1.0)):
         planner.next(asked(AUTO._replace(num_swaps=num_swaps, promised=promised)))
-        assert planner.throughput is not None
         assert (planner.throughput.overhead_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
 
 
 def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() -> None:
-    planner, seen = Planner(setup()), []
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner, seen = measured(), []
     planner._policy = SimpleNamespace(plan=lambda cost, *_: seen.append(cost.prompt_tokens) or Plan(0))
     for number in range(1000):
         planner.next([replace(one, num_read=60 * (number % 4 == 0)) for one in asked(AUTO, AUTO)])
@@ -223,8 +216,7 @@ def test_the_policy_fixed_looks_up_whatever_is_found_and_drafts_k_tokens() -> No
 
 
 def test_another_promise_is_another_draft_and_starts_its_estimate_anew() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     settled(planner, accepted=0)
     planner.next(asked(AUTO._replace(promised=3.5, num_swaps=1)))
     assert planner._acceptance.expected("code", "head", K) > 2
@@ -232,8 +224,7 @@ def test_another_promise_is_another_draft_and_starts_its_estimate_anew() -> None
 
 def test_requests_asked_before_a_swap_bring_the_draft_before_not_back() -> None:
     """Both kinds run side by side until the older ones have ended; each step used to start the estimate anew."""
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     before, after = AUTO._replace(promised=1.5), AUTO._replace(promised=3.5, num_swaps=1)
     planner.next(asked(before))
     planner.next(asked(before, after))
@@ -245,8 +236,7 @@ def test_requests_asked_before_a_swap_bring_the_draft_before_not_back() -> None:
 
 
 def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     settled(planner, accepted=0, steps=4000)
     known = planner._acceptance.chances("code", "head", 1)
     planner.next(asked(DraftOptions("auto", "chat", "alice", promised=3.5)))
@@ -258,17 +248,13 @@ def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> N
 @pytest.mark.parametrize("choice", ["sampled", "logprobs"])
 def test_steps_that_choose_tokens_otherwise_have_a_table_of_their_own(choice: Choice) -> None:
     """It starts as the greedy one; here a row takes ten times as long."""
-    planner, sampled = Planner(setup()), [RequestState(AUTO, whole=True, choice=choice)]
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner, sampled = measured(), [RequestState(AUTO, whole=True, choice=choice)]
     for number in range(1000):
         planner.next(sampled)
         rows = 1 + 3 * (number % 2)
         planner.took(step(1, rows, 10 + 2.0 * (rows - 1)), None)
     greedy, other = (planner._costs[kind].step_ms(1, 4, 0) for kind in ("greedy", choice))
     plain = planner._costs[choice].step_ms(1, 1, 0)
-    assert greedy is not None
-    assert other is not None
-    assert plain is not None
     assert greedy == pytest.approx(10.6, rel=0.1)
     assert other / plain == pytest.approx(1.6, rel=0.1)
 
@@ -291,15 +277,12 @@ def test_a_measurement_during_which_the_machine_became_slower_is_kept(tmp_path: 
 
 
 def test_speeds_are_told_by_domain_as_measured() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     for _ in range(300):
         planner.next(asked(AUTO, AUTO._replace(domain="chat")))
         parts = {"code": DomainShare(1, 3, 2), "chat": DomainShare(1, 1, 0)}
         planner.took(Step(2, 8, 14.0, parts), [Row(0, 0, False, [1] * K)] * 2)
     code, chat = planner.speeds.of("code"), planner.speeds.of("chat")
-    assert code is not None
-    assert chat is not None
     assert chat.tokens_per_s == pytest.approx(1000 / 14)
     assert code.tokens_per_s == pytest.approx(3000 / 14, rel=0.01)
     assert chat.plain_tokens_per_s == pytest.approx(100, rel=0.3)
@@ -309,19 +292,16 @@ def test_speeds_are_told_by_domain_as_measured() -> None:
         Step(1, 4, 3000.0, {"code": DomainShare(1, 1, 0)}), [Row(0, 0, False, [1] * K)]
     )  # a draft was swapped in
     after = planner.speeds.of("code")
-    assert after is not None
     assert after.tokens_per_s == pytest.approx(code.tokens_per_s, rel=0.02)
 
 
 def test_what_a_draft_that_was_swapped_out_gave_is_told_no_more() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     for num_swaps, tokens in ((0, 1), (1, 3)):
         for _ in range(300):
             planner.next(asked(AUTO._replace(num_swaps=num_swaps)))
             planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, tokens, tokens - 1)}), [Row(0, 0, False, [1] * K)])
         speed = planner.speeds.of("code")
-        assert speed is not None
         assert speed.tokens_per_s == pytest.approx(1000 * tokens / 12.1, rel=0.02)
 
 
@@ -338,8 +318,7 @@ def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None
 
 def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() -> None:
     """A prompt takes 100 ms and the draft 1.5 more; then 20 steps of 12.1 ms give 2 tokens each, plain ones take 10."""
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     before = planner._costs["greedy"].step_ms(1, 1, 0)
     planner._policy = SimpleNamespace(plan=lambda *_: Plan(K, settled=K))
     drafted = [Row(0, 0, False, [1] * K)]
@@ -350,8 +329,6 @@ def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() 
             planner.next(asked(AUTO))
             planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, 2, 1)}), drafted)
     speed = planner.speeds.of("code")
-    assert speed is not None
-    assert before is not None
     assert planner._costs["greedy"].step_ms(1, 1, 0) == pytest.approx(before, rel=0.02)
     assert speed.tokens_per_s / speed.plain_tokens_per_s == pytest.approx((100 + 400) / (101.5 + 242), rel=0.02)
 
@@ -359,8 +336,7 @@ def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() 
 @pytest.mark.parametrize(("pass_ms", "chance"), [(0.5, 0.0), (3.0, 0.3), (1.0, 0.5), (0.2, 0.8)])
 def test_where_it_says_that_drafting_costs_nothing_is_drafted(pass_ms: float, chance: float) -> None:
     """A draft of which 2.5 was promised serves; a step takes 10 ms, 1.5 for each row more and so much a pass."""
-    rng, planner = np.random.default_rng(0), Planner(setup())
-    measure(planner, row_ms=1.5, pass_ms=pass_ms)
+    rng, planner = np.random.default_rng(0), measured(row_ms=1.5, pass_ms=pass_ms)
     draft_options, rows, told = AUTO._replace(promised=2.5, num_swaps=1), 1, []
     for number in range(2500):
         drafting = planner.next(asked(draft_options))
@@ -382,8 +358,7 @@ def test_where_it_says_that_drafting_costs_nothing_is_drafted(pass_ms: float, ch
 
 
 def test_a_step_with_speculation_off_is_no_speed_of_a_draft() -> None:
-    planner = Planner(setup())
-    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner = measured()
     planner.speeds = type(planner.speeds)()
     planner.next(asked(AUTO))
     planner.took(step(1, 1, 10.0), None)
@@ -405,7 +380,6 @@ def test_what_steps_take_is_kept_for_the_next_start_on_this_machine_alone(
     assert first.known_cost() is None
     measure(Planner(first), row_ms=0.2, pass_ms=0.5)
     known = first.known_cost()
-    assert known is not None
     assert known.step_ms(4, 4, 0) == pytest.approx(10, rel=0.2)
     assert setup(costs=file, facts="another machine").known_cost() is None
     assert "was measured for here, wanted another machine" in caplog.text
@@ -441,7 +415,6 @@ def test_all_kinds_of_steps_take_turns_so_that_a_slow_minute_changes_no_ratio(nu
     planner._take(planner._measured)
     known = planner._costs["greedy"]
     plain, row, passes = (known.step_ms(num, rows, passes) for rows, passes in ((num, 0), (2 * num, 0), (num, K)))
-    assert plain is not None
     assert [(row or 0) / plain, (passes or 0) / plain] == pytest.approx([1.1, 1.6], rel=0.03)
 
 

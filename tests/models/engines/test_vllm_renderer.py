@@ -98,8 +98,6 @@ def guarded(config: VllmConfig) -> Callable[[str], hf.HfRenderer]:
 def unguarded(config: VllmConfig) -> Callable[[str], hf.HfRenderer]:
     """The same of vLLM alone: of a second copy of its module, in which nothing is replaced."""
     spec = importlib.util.find_spec("vllm.renderers.hf")
-    assert spec is not None
-    assert spec.loader is not None
     own: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)
     return cache(lambda kind: own.HfRenderer(config, get_cached_tokenizer(tokenizer_of(kind))))

@@ -4,10 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
-from rich.progress import Progress
 
-from models.layers.decoder import Decoder
 from models.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
 from tasks.measure.advise import (
     PLAIN,
@@ -26,6 +23,7 @@ from tasks.measure.advise import (
 from tasks.measure.configurations import Target
 from tasks.measure.fit import toml
 from tasks.measure.run import Bar
+from tests.tasks.measure.benches import open_target
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 10, 11, 12], [20, 21, 20, 21, 20]]
 MAX_TOKENS = 12
@@ -34,14 +32,7 @@ WAYS = ways_of(3)
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Path, tiny_draft: Path) -> Target:
-    shared = {"dtype": "float32", "max_model_len": 96}
-    return Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
-
-
-@pytest.fixture(scope="module")
-def bar() -> Bar:
-    progress = Progress(disable=True)
-    return Bar(progress, progress.add_task("", total=1))
+    return open_target(tiny_target, tiny_draft, max_model_len=96)
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +87,21 @@ def measured_as(suffix: float, ngram: float) -> dict[str, Row]:
     }
 
 
-def test_what_is_measured_decides_and_a_miss_is_told() -> None:
-    notes, missed_by = report_of(measured_as(1.2, 1.3))
-    assert notes[0] == "ngram with K = 2: measured at 1.30× plain decoding."
-    assert 'name = "ngram"' in "\n".join(notes)
-    assert missed_by == pytest.approx({"suffix": 0.25, "ngram": 1.2 / 1.3 - 1})
-
-
-def test_with_times_of_another_machine_the_expected_best_is_told() -> None:
-    notes, _ = report_of({})
-    assert notes[0] == "suffix with K = 4: expected at 1.50× plain decoding."
-    assert "```toml" in notes
-
-
-def test_where_nothing_pays_nothing_is_to_be_pasted() -> None:
-    notes, _ = report_of({}, speedup=0.9)
-    assert notes[0].startswith("Don't speculate")
-    assert "```toml" not in notes
+@pytest.mark.parametrize(
+    ("measured", "speedup", "told", "pasted"),
+    [
+        (measured_as(1.2, 1.3), 1.5, "ngram with K = 2: measured at 1.30× plain decoding.", True),
+        ({}, 1.5, "suffix with K = 4: expected at 1.50× plain decoding.", True),  # with times of another machine
+        ({}, 0.9, "Don't speculate: the best, suffix with K = 4, is expected at 0.90× plain.", False),
+    ],
+)
+def test_what_is_measured_decides_and_where_nothing_pays_nothing_is_to_be_pasted(
+    measured: dict[str, Row], speedup: float, told: str, pasted: bool
+) -> None:
+    notes, missed_by = report_of(measured, speedup)
+    assert notes[0] == told
+    assert ("```toml" in notes) == pasted and ('name = "ngram"' in "\n".join(notes)) == bool(measured)
+    assert missed_by == (pytest.approx({"suffix": 0.25, "ngram": 1.2 / 1.3 - 1}) if measured else {})
 
 
 def test_every_way_comes_as_tables_of_a_recipe() -> None:

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from rich.progress import Progress
 
 from models.sources import Message, Prompt
 from tasks.measure.baselines import Baseline, Job, encoder, open_baselines, run_offline
-from tasks.measure.run import Bar
 
 NUM_TOKENS = 24
 
@@ -57,7 +55,7 @@ SIDES = ["transformers", "transformers, prompt lookup", "reference engine", "ref
 
 
 @pytest.mark.slow
-def test_every_baseline_answers_each_prompt_alike_and_another_one_is_first(tiny_target, tiny_draft, tmp_path):
+def test_every_baseline_answers_each_prompt_alike_and_another_one_is_first(tiny_target, tiny_draft, tmp_path, bar):
     prompts = tuple(
         Prompt(messages=(Message(role="user", content=text),), domain="chat", group=text)
         for text in ("what is 3 times 4?", "and 5 times 6?")
@@ -72,8 +70,7 @@ def test_every_baseline_answers_each_prompt_alike_and_another_one_is_first(tiny_
         prompts=prompts,
         answers=tmp_path / "answers.jsonl",
     )
-    with Progress() as progress:
-        answers = run_offline(job, tmp_path, Bar(progress, progress.add_task("", total=len(SIDES) * len(prompts))))
+    answers = run_offline(job, tmp_path, bar)
     assert [side for side, _ in answers] == [*SIDES, *SIDES[1:], SIDES[0]]
     for prompt in prompts:
         of = {side: answer for side, answer in answers if answer.prompt_id == prompt.id}

@@ -1,7 +1,6 @@
 """What tables of comparisons compare can be built: each served form of each table is a recipe, and its stages run."""
 
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from models import catalog
 from models.checkpoints.invariants import promises, require
 from models.checkpoints.loading import load_floats, load_model
 from models.layers.layout import blocks
-from models.recipe import parse_recipe, shipped_recipes
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink
 from tasks.measure.comparisons import all as forms
 from tasks.stages.change_target import Changed, Start
+from tests.tasks.made import recipe_of
+from tests.tasks.measure.benches import random_texts
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +30,19 @@ UNREAD = re.compile(r'\[(?P<table>\w+)\]: key "(?P<key>\w+)" would do nothing')
 
 
 def bench(target: Path, work_dir: Path) -> Bench:
-    rng = torch.Generator().manual_seed(0)
-    texts = {domain: torch.randint(3, 259, (8, 48), generator=rng).tolist() for domain in ("chat", "code")}
+    texts = random_texts(8, 48, ("chat", "code"))
     return Bench(target, texts, texts, 0.1, work_dir)
 
 
 def recipe(tables: dict[str, Any], engine: str = "vllm") -> None:
     """Parse a recipe with these tables, but for keys that rows of a comparison share and one's method does not read."""
-    tiny = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    tiny: dict[str, Any] = {"text": {"chat": TEXT, "code": TEXT}}
     if engine != "vllm":
-        tiny["engine"] = {"name": engine, "num_draft_tokens": 2}
-        del tiny["serve"], tiny["demo"]
+        tiny |= {"engine": {"name": engine, "num_draft_tokens": 2}, "serve": None, "demo": None}
     read = {name: dict(table) for name, table in tables.items()}
     while True:
         try:
-            parse_recipe({"name": "r", **tiny, "text": {"chat": TEXT, "code": TEXT}, **read}, "r")
+            recipe_of(**tiny, **read)
         except ValueError as error:
             if (unread := UNREAD.search(str(error))) is None:
                 raise

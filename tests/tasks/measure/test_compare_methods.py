@@ -127,7 +127,7 @@ def test_rows_are_chosen_by_pattern_beside_the_baseline() -> None:
         ("all", "models.quantize.gptq"),
         ("all", "models.shrink.width"),
         ("all", "models.checkpoints.mixed"),
-        ("all", "tasks.quantize_target"),
+        ("all", "tasks.change_model"),
         ("regimes", "models.learning.counting"),
         ("select", "models.drafts.lm"),
         ("prune", "tasks.measure.likeness"),

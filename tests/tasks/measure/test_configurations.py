@@ -1,22 +1,17 @@
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
 
 import pytest
 import torch
-from rich.progress import Progress
 
-from infra.artifacts import Artifact, publish, staged
+from infra.artifacts import Artifact
 from models import catalog
 from models.drafting.draft_families import family_named, family_of, name_of
 from models.evaluation.golden import save_golden
-from models.layers.decoder import Decoder
-from models.learning.hidden import Sample
 from models.recipe import Recipe, load_recipe
 from models.sources import Message
 from tasks.measure.configurations import (
     SERVED,
     Configuration,
-    Target,
     every_family,
     is_made,
     make_drafts,
@@ -26,9 +21,9 @@ from tasks.measure.fit import toml
 from tasks.measure.questions import Question
 from tasks.measure.run import Bar
 from tasks.measure.specbench import ALL, PLAIN, _answer, make_report
-from tasks.stages.samples import write_samples
-from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import params_of
+from tests.tasks.made import said_by, samples_files
+from tests.tasks.measure.benches import open_target
 
 
 def test_without_a_file_there_is_the_served_draft_and_each_family_that_needs_nothing() -> None:
@@ -45,8 +40,7 @@ def test_a_table_says_the_draft_and_how_the_engine_runs_it(tiny_target: Path, ti
         '[c]\ndraft = "served"\nlengths = { name = "confidence" }\n'
     )
     found = read_configurations(file, 3)
-    shared = {"dtype": "float32", "max_model_len": 99}
-    target = Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
+    target = open_target(tiny_target, tiny_draft, max_model_len=99)
     engines = {name: target.engine(way) for name, way in found.items()}
     assert [engines[name].draft for name in "abc"] == [None, tiny_draft, tiny_draft]
     assert engines["a"].params.num_draft_tokens == 9
@@ -81,21 +75,9 @@ QUESTIONS = [Question(id="1", domain="qa", messages=(Message(role="user", conten
 
 
 @pytest.fixture
-def answered(
-    store: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Artifact, Artifact]:
+def answered(home: Path, target: Artifact, tmp_path: Path) -> tuple[Artifact, Artifact]:
     """The tiny target and its answers, in a home of their own."""
-    (tmp_path / "home").mkdir()
-    copy(store, tmp_path / "home")
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    with staged(tmp_path / "target") as directory:
-        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
-        save_golden(directory, [], 1e-3)
-    with staged(tmp_path / "samples") as directory:
-        said = answer_all(tiny_target, None, prompts(6))
-        rows = [Sample(str(n), "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(said)]
-        write_samples(directory, "train", rows)
-    return publish(tmp_path / "target", "target"), publish(tmp_path / "samples", "samples")
+    return target, samples_files(tmp_path / "samples", said_by(target, 6))
 
 
 @pytest.fixture
@@ -116,7 +98,7 @@ def tiny_ways(file: Path) -> dict[str, Configuration]:
 
 @pytest.mark.slow
 def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
-    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
+    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path, bar: Bar
 ) -> None:
     asked = tiny_ways(tmp_path / "ways.toml")
     assert [*asked] == catalog.names("drafts")
@@ -129,12 +111,10 @@ def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
     assert sorted((tmp_path / "home" / "artifacts" / "draft").iterdir()) == made
 
     directory = answered[0].path
-    shared = {"dtype": "float32", "max_model_len": 64}
-    target = Target(directory, Decoder.load(directory, torch.float32), directory, shared)
-    with Progress(disable=True) as progress:
-        bar = Bar(progress, progress.add_task("", total=1))
-        rows = {at: _answer(target, ways, QUESTIONS, 12, bar, at) for at in (0.0, 1.0)}
-    report = make_report(rows, ways, directory, tmp_path, seed=0)
+    target = open_target(directory, directory, max_model_len=64)
+    rows = {at: _answer(target, ways, QUESTIONS, 12, bar, at) for at in (0.0, 1.0)}
+    save_golden(tmp_path, [], 1e-3)
+    report = make_report(rows, ways, tmp_path, tmp_path, seed=0)
     assert report.failures == []
     both = next(grid for grid in report.grids if grid.title == "over all tasks, by temperature")
     assert [row[0] for row in both.rows] == [PLAIN, *catalog.names("drafts")]

@@ -4,13 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.engines import Completion
 from models.engines.torch.request import Took
 from tasks.measure import decoding, lesson
-from tasks.measure.comparisons import Bench
 from tasks.measure.decoding import Answer, figures
+from tests.tasks.measure.benches import bench_of
 
 
 def answer(tokens: tuple[int, ...], accepted: tuple[int, ...], steps: list[Took], per_token_ms: float) -> Answer:
@@ -58,12 +57,6 @@ def test_a_near_tie_is_told_apart_and_another_output_has_no_speed() -> None:
     wrong = figures([(PLAIN, answer((1, 9, 3, 4, 5), (2, 0), STEPS, 6.0)), (PLAIN, PLAIN)])
     assert (wrong["equal_pct"], wrong["near_tie_pct"]) == (50, 0)
     assert math.isnan(wrong["speedup"])
-
-
-def bench_of(target: Path, work_dir: Path, draft: Path | None = None) -> Bench:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 67, (8, 24), generator=rng).tolist()}
-    return Bench(target, texts, texts, 0.05, work_dir, draft)
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ def test_an_answer_that_a_kill_cut_short_is_not_there(tmp_path: Path) -> None:
 
 def test_a_further_window_goes_on_with_requests_that_nobody_has_sent() -> None:
     recipe = load_recipe("tiny")
-    assert recipe.demo is not None
     first, second, third = (demonstration.requests_until(window, recipe, recipe.demo) for window in (1, 2, 3))
     size = recipe.demo.num_requests
     assert [len(first), len(second), len(third)] == [size, 2 * size, 3 * size]
@@ -51,7 +50,6 @@ def test_vllms_own_endpoint_is_timed_once_on_the_prompts_that_the_service_was(
     recipe = load_recipe("tiny")
     extra = {"compilation_config": {"mode": 0}}  # it need not be fast here
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"extra": extra})})
-    assert recipe.demo is not None
     asked = demonstrated(recipe, recipe.demo.model_copy(update={"stock": True}), tiny_target, tmp_path)
     asked.time_stock()
     rows = answers_of(tmp_path, demonstration.STOCK)
@@ -64,7 +62,6 @@ def test_vllms_own_endpoint_is_timed_once_on_the_prompts_that_the_service_was(
 
 def test_where_a_recipe_wants_none_vllms_own_endpoint_is_not_started(tiny_target: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny")
-    assert recipe.demo is not None
     assert not recipe.demo.stock
     demonstrated(recipe, recipe.demo, tiny_target, tmp_path).time_stock()
     assert list(tmp_path.iterdir()) == []

@@ -45,8 +45,6 @@ def test_a_draft_that_returned_is_copied_with_its_line_and_without_whom_it_was_j
     assert served.originals == (1, 3)
     copies = open_registry(home)
     champion, target = copies.champion("draft"), copies.champion("target")
-    assert champion is not None
-    assert target is not None
     assert target.tags["made_by"] == '[{"target": {"name": "random"}}]'  # else no recipe is known to be its own
     assert [one.number for one in predecessors(copies, champion)] == [2, 1]
 
@@ -56,7 +54,6 @@ def test_a_copied_log_goes_on_where_the_original_stands_and_splits_alike(tmp_pat
     log = QueryLog(source.querylog)
     log.append([row(f"a{number}") for number in range(8)])
     window = log.windows.claim("refresh 1", max_rows=5)
-    assert window is not None
     log.windows.commit(window)
     copy_log(source, home)
     copy = QueryLog(home.querylog)

@@ -4,14 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.progress import Progress
 
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
 from models.targets import smollm2
 from tasks.measure import llamacpp
 from tasks.measure.llamacpp import SIDES, run_llamacpp, why_not
-from tasks.measure.run import Bar
 
 
 def test_it_is_said_what_is_missing(monkeypatch, tmp_path):
@@ -23,7 +21,7 @@ def test_it_is_said_what_is_missing(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_both_sides_answer_each_prompt_and_take_turns_at_being_the_first(tmp_path):
+def test_both_sides_answer_each_prompt_and_take_turns_at_being_the_first(tmp_path, bar):
     recipe = load_recipe("smollm2-cpu")
     if missing := why_not(recipe):
         pytest.skip(f"llama.cpp: {missing}")
@@ -32,9 +30,7 @@ def test_both_sides_answer_each_prompt_and_take_turns_at_being_the_first(tmp_pat
         Prompt(messages=(Message(role="user", content=text),), domain="chat", group=text)
         for text in ("What is the capital of France?", "Count from one to five, twice.")
     ]
-    with Progress() as progress:
-        bar = Bar(progress, progress.add_task("", total=len(SIDES) * len(prompts)))
-        found = run_llamacpp(recipe, tmp_path / "target", prompts, tmp_path, bar)
+    found = run_llamacpp(recipe, tmp_path / "target", prompts, tmp_path, bar)
     assert [side for side, _ in found] == [*SIDES, *SIDES[::-1]]
     for prompt in prompts:
         plain, looked_up = ({side: a for side, a in found if a.prompt_id == prompt.id}[side] for side in SIDES)

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
-from rich.progress import Progress
 
 from models.evaluation.golden import save_golden
-from models.layers.decoder import Decoder
 from models.sources import Message
-from tasks.measure.configurations import SERVED, Configuration, Target, read_configurations
+from tasks.measure.configurations import SERVED, Configuration, read_configurations
 from tasks.measure.questions import Question
 from tasks.measure.run import Bar
 from tasks.measure.specbench import ALL, PLAIN, Row, _answer, make_report
+from tests.tasks.measure.benches import open_target
 
 QUESTIONS = [
     Question(id="1", domain="mt", messages=tuple(Message(role="user", content=text) for text in ("a b c", "again"))),
@@ -22,13 +20,9 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_target: Path, tiny_draft: Path) -> list[Row]:
-    shared = {"dtype": "float32", "max_model_len": 160}
-    target = Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
-    with Progress(disable=True) as progress:
-        return _answer(
-            target, read_configurations(None, 3), QUESTIONS, 12, Bar(progress, progress.add_task("", total=1))
-        )
+def measured(tiny_target: Path, tiny_draft: Path, bar: Bar) -> list[Row]:
+    target = open_target(tiny_target, tiny_draft, max_model_len=160)
+    return _answer(target, read_configurations(None, 3), QUESTIONS, 12, bar)
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tasks.measure import lesson, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Row, adapters, families, load_comparison, losses, quantize, regimes, shrink
+from tests.tasks.measure.benches import random_texts
 
 DOCUMENTS = {"chat": [[number, 1, 2] for number in range(17)], "code": [[100, 1], [101, 1]]}
 
@@ -104,10 +104,7 @@ def test_every_table_of_which_a_row_names_a_rate_sweeps_it_and_has_it_in_a_colum
 def test_a_draft_is_judged_by_what_is_accepted_of_it_on_documents_that_are_set_aside(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    rng = torch.Generator().manual_seed(0)
-    texts = {
-        "chat": 3 * torch.randint(3, 259, (8, 24), generator=rng).tolist()
-    }  # a random target's say nothing of others
+    texts = {"chat": 3 * random_texts(8, 24)["chat"]}  # a random target's say nothing of others
     aside = sweep.set_aside(Bench(tiny_target, texts, {}, 0.1, tmp_path))
     row = next(row for row in losses.rows(0.1) if row.name == losses.BASELINE)
     longer = row._replace(settings={**row.settings, "num_epochs": 60})
@@ -132,8 +129,7 @@ def test_a_draft_is_judged_by_what_is_accepted_of_it_on_documents_that_are_set_a
     ],
 )
 def test_a_row_is_judged_by_what_it_learns_at_a_rate(comparison, name: str, tiny_target: Path, tmp_path: Path) -> None:
-    rng = torch.Generator().manual_seed(0)
-    texts = {domain: torch.randint(3, 120, (12, 40), generator=rng).tolist() for domain in ("chat", "code")}
+    texts = random_texts(12, 40, ("chat", "code"), end=120)
     aside = sweep.set_aside(Bench(tiny_target, texts, texts, 0.05, tmp_path))
     row = next(row for row in comparison.rows(0.05) if row.name == name)
     found = []

@@ -1,14 +1,11 @@
 """Imported answers that are unlike the target's: told before anything learns, and never what drafts are held to."""
 
 import logging
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from infra.artifacts import Artifact, publish, staged
-from infra.home import open_home
+from infra.artifacts import Artifact
 from infra.settings import load_settings
 from models.checkpoints.loading import load_model
 from models.evaluation import own_answers
@@ -22,13 +19,7 @@ RECIPE = load_recipe("tiny")
 TEXT = b"Paris is the capital of France."
 
 
-@pytest.fixture
-def target(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    open_home(load_settings())
-    with staged(tmp_path / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-    return publish(tmp_path / "target", "target")
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def written(number: int, name: str = "import-") -> list[Sample]:

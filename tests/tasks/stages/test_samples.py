@@ -15,26 +15,12 @@ from tasks.stages.samples import (
     usable,
     write_samples,
 )
+from tests.tasks.made import row_of
 
 
 def row(id: str, **values: object) -> QueryRow:
-    return QueryRow(
-        **{
-            "id": id,
-            "time_ms": 0,
-            "domain": "code",
-            "consent": "full",
-            "scrubber_revision": 1,
-            "target_version": 1,
-            "draft_version": None,
-            "prompt_ids": [1, 2],
-            "completion_ids": [3, 4, *id.encode()],
-            "sampling": {"temperature": 0.7},
-            "finish_reason": "stop",
-            "speculating": True,
-            **values,
-        }
-    )
+    content = {"prompt_ids": [1, 2], "completion_ids": [3, 4, *id.encode()], "sampling": {"temperature": 0.7}}
+    return row_of(id, **{"draft_version": None, **content, **values})
 
 
 def test_rows_that_cannot_be_trained_on_are_left_out_and_counted():

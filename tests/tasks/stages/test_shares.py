@@ -11,8 +11,7 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import now_ms
 from models.recipe import Refresh
-from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window
+from tasks.claim_window import advance_cursor, claim_window
 from tasks.stages.samples import usable
 from tasks.stages.shares import ForOthers, cap_per_key, rows_of_others
 from tests.infra.rows import erase, row
@@ -52,7 +51,6 @@ def test_while_others_may_ask_a_flood_waits_for_their_rows_and_is_then_within_it
     assert claim_window.fn(REFRESH) is None
     asked(log, now_ms(), other=20, nobody=20)
     window = claim_window.fn(REFRESH)
-    assert window is not None
     kept, of_flooder = kept_of(log.rows(window.first_seq, window.last_seq), "flooder")
     assert (kept, of_flooder) == (82, 41)
 
@@ -60,7 +58,6 @@ def test_while_others_may_ask_a_flood_waits_for_their_rows_and_is_then_within_it
 def test_whoever_asks_once_stops_nobody_for_longer_than_the_wait(log: QueryLog) -> None:
     asked(log, now_ms() - WAIT_MS, flooder=100, other=1)
     window = claim_window.fn(REFRESH)
-    assert window is not None
     assert kept_of(log.rows(window.first_seq, window.last_seq), "flooder") == [60, 59]
     advance_cursor.fn(window)
     asked(log, now_ms(), flooder=100, other=1)  # the next one waits anew
@@ -105,7 +102,6 @@ def test_it_waits_where_too_few_rows_are_within_the_share_and_two_keys_ask(
 def test_only_rows_that_wait_and_may_be_trained_on_count(log: QueryLog) -> None:
     asked(log, 5, flooder=70, other=70)
     window = log.windows.claim("a run", 200)
-    assert window is not None
     log.windows.commit(window)
     asked(log, 7, flooder=100)
     log.append([row("m6", "code", "metadata").model_copy(update={"key": KEYS["other"]})])

@@ -57,13 +57,9 @@ def grams(sample: Sample) -> set[tuple[int, ...]]:
 
 
 def told(window: Window, number: int, target: Path, by_prompt: bool) -> tuple[Estimate, float]:
-    """Return the gain that a log is told to have, and what a draft that learnt from the log has on fresh requests.
+    """Return the gain that a log is told to have, and what a draft that learnt from it has on fresh requests.
 
-    Args:
-        window: the log, and what comes after it.
-        number: of the home whose secret splits it.
-        target: whose tokenizer wrote the prompts.
-        by_prompt: split prompt by prompt, as if none were alike.
+    A log is split by the secret of home `number`, or prompt by prompt, as if none were alike.
     """
     rng, name = np.random.default_rng([7, number]), f"home {number}"
     if by_prompt:

@@ -12,7 +12,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.querylog import QueryLog
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, RunRequest, TriggerFile
+from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, TriggerFile
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.versions import Version
 from infra.waiting import Queue
@@ -93,6 +93,11 @@ class Home:
             self.now_ms += each * MINUTE_MS
             self.asker.look()
 
+    def asked_after(self, minutes: int, each: int = 1) -> int:
+        """Let minutes pass, and return how many runs were asked for so far."""
+        self.pass_minutes(minutes, each)
+        return len(self.runs)
+
     def refresh(self, end: tuple[Result, str]) -> None:
         """Do what flow `refresh` does."""
         with self.trigger.run(self.retry) as tell:
@@ -106,6 +111,14 @@ class Home:
     def asked(self) -> int:
         return len(self.runs)
 
+    @property
+    def domains(self) -> dict[str, object]:
+        return self.trigger.state().domains
+
+    @property
+    def look(self) -> LastLook | None:
+        return self.trigger.state().last_look
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
@@ -117,29 +130,22 @@ def home(tmp_path: Path) -> Iterator[Home]:
 @pytest.mark.slow
 def test_84_of_180_rows_wait_and_later_240_start_it(home: Home) -> None:
     home.serve(84)
-    home.pass_minutes(30, each=10)
-    assert home.asked == 0
+    assert home.asked_after(30, each=10) == 0
     home.serve(240 - 84)
-    home.pass_minutes(1)
-    assert home.asked == 1
-    home.pass_minutes(5)
-    assert home.asked == 1  # the same run, until it starts or ends
+    assert home.asked_after(1) == 1
+    assert home.asked_after(5) == 1  # the same run, until it starts or ends
     home.refresh(PROMOTED)
-    home.pass_minutes(60, each=10)
-    assert home.asked == 1
+    assert home.asked_after(60, each=10) == 1
 
 
 def test_a_flood_of_one_key_waits_for_rows_of_others_but_not_for_ever(home: Home) -> None:
     home.serve(1, key="b" * 64)
     home.serve(400, key="a" * 64)
     home.pass_minutes(50, each=10)
-    look = home.trigger.state().last_look
-    assert look is not None
+    look = home.look
     assert (home.asked, look.within_share, look.share_until_ms) == (0, 2, 1_700_000_000_000 + 60 * MINUTE_MS)
     home.pass_minutes(10, each=10)
-    look = home.trigger.state().last_look
-    assert look is not None
-    assert (home.asked, look.within_share) == (1, None)
+    assert (home.asked, home.look.within_share) == (1, None)
 
 
 def test_rows_of_others_end_the_wait_for_them(home: Home) -> None:
@@ -147,39 +153,32 @@ def test_rows_of_others_end_the_wait_for_them(home: Home) -> None:
     home.serve(400, key="a" * 64)
     home.pass_minutes(1)
     home.serve(99, key="b" * 64)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(home: Home) -> None:
     home.up = False
     home.serve(240)
     home.pass_minutes(90, each=10)
-    look = home.trigger.state().last_look
-    assert look is not None
-    assert (look.error, look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
+    assert (home.look.error, home.look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
     home.up = True
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 @pytest.mark.slow
 def test_f32_what_fell_while_a_refresh_runs_is_followed_by_another(home: Home) -> None:
     with home.trigger.run(home.retry) as end:
         home.serve(240)
-        home.pass_minutes(10)
-        assert home.asked == 0
+        assert home.asked_after(10) == 0
         end(*REFUSED)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_a_run_that_never_started_is_asked_for_anew(home: Home) -> None:
     """As the orchestrator cancels one while another is active."""
     home.loses_runs = True
     home.serve(240)
-    home.pass_minutes(3)
-    assert home.asked == 3
+    assert home.asked_after(3) == 3
 
 
 @pytest.mark.slow
@@ -206,24 +205,19 @@ def test_nothing_is_asked_for_once_acceptance_is_back(home: Home) -> None:
     home.pass_minutes(1)
     home.trigger.tell({"code": Recovered()})
     home.log.append([row(f"late-{one}", "code") for one in range(200)])
-    home.pass_minutes(10)
-    assert home.asked == 0
+    assert home.asked_after(10) == 0
 
 
 def test_progress_goes_on_with_the_next_rows_and_a_run_that_did_nothing_waits(home: Home) -> None:
     home.serve(240)
     home.pass_minutes(1)
     home.refresh(("progress", "undecided"))
-    home.pass_minutes(10)
-    assert home.asked == 1
+    assert home.asked_after(10) == 1
     home.serve(200)
-    home.pass_minutes(1)
-    assert home.asked == 2
+    assert home.asked_after(1) == 2
     home.refresh(NOTHING)
-    home.pass_minutes(4)
-    assert home.asked == 2
-    home.pass_minutes(1)
-    assert home.asked == 3
+    assert home.asked_after(4) == 2
+    assert home.asked_after(1) == 3
 
 
 def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home) -> None:
@@ -231,12 +225,9 @@ def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home)
     recipe = home.recipe.model_copy(update={"schedule": schedule})
     home.asker = home.ask_with(recipe)
     home.serve(240)
-    home.pass_minutes(1)
-    seen = home.trigger.state()
-    assert home.asked == 0
-    assert isinstance(seen.domains["code"], Due)
-    assert seen.last_look is not None
-    assert seen.last_look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
+    assert home.asked_after(1) == 0
+    assert isinstance(home.domains["code"], Due)
+    assert home.look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
 
 
 def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_room(home: Home) -> None:
@@ -246,33 +237,27 @@ def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_roo
     home.pass_minutes(30, each=10)
     seen = home.trigger.state()
     assert (home.asked, seen.waits_for_memory) == (0, True)
-    assert seen.last_look is not None
     assert seen.last_look.short_of_memory.endswith("wanted")
     home.trigger.note(Need(gib=0.01))
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
     home.refresh(PROMOTED)
-    home.pass_minutes(30, each=10)
-    assert home.asked == 1
+    assert home.asked_after(30, each=10) == 1
 
 
 def test_a_run_that_was_ended_for_memory_is_not_asked_for_at_once(home: Home) -> None:
     home.trigger.note(Need(gib=0.01))
     home.refresh(("deferred", WAITS_FOR_MEMORY))
-    home.pass_minutes(4)
-    assert home.asked == 0
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(4) == 0
+    assert home.asked_after(1) == 1
 
 
 def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(home: Home) -> None:
     home.serve(10)
     home.log.append([row(f"chat-{one}") for one in range(500)])
     home.pass_minutes(1)
-    assert isinstance(home.trigger.state().domains["code"], Fallen)
+    assert isinstance(home.domains["code"], Fallen)
     home.log.append([row(f"more-{one}") for one in range(1500)])
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> None:
@@ -283,10 +268,8 @@ def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> Non
         home.log.append(rows)
         home.trigger.tell({"code": Fell(draft=1, promised=1.72, served=1.05, now_ms=home.now_ms)})
         home.pass_minutes(1)
-        look = home.trigger.state().last_look
-        assert look is not None
         home.log.windows.commit(home.log.windows.claim(f"run {size}", 2000, 1))
-        return look.wanted["code"]
+        return home.look.wanted["code"]
 
     alone, of_eight = wanted_with(1), wanted_with(8)
     assert 5 * alone < of_eight < 9 * alone
@@ -305,16 +288,13 @@ def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
     home.refresh(REFUSED)
     home.now_ms -= 10**10  # four months back
     home.serve(240)
-    home.pass_minutes(6)
-    assert home.asked == 2
+    assert home.asked_after(6) == 2
 
 
 def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: Home) -> None:
     def wanted() -> int:
         home.pass_minutes(1)
-        look = home.trigger.state().last_look
-        assert look is not None
-        return look.wanted["code"]
+        return home.look.wanted["code"]
 
     home.serve(10)
     fresh = wanted()
@@ -335,8 +315,7 @@ def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
 
     home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, unknown, home.champion)
     home.serve(240)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None:
@@ -365,29 +344,26 @@ def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None
 def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -> None:
     home.log_rows(home.recipe.refresh.min_rows - 1, "sql")
     home.pass_minutes(30, each=10)
-    assert (home.asked, home.trigger.state().domains) == (0, {})
+    assert (home.asked, home.domains) == (0, {})
     home.log_rows(1, "sql")
-    home.pass_minutes(1)
-    assert home.asked == 1
-    state = home.trigger.state().domains["sql"]
-    assert isinstance(state, Due)
-    assert state.fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
+    assert home.asked_after(1) == 1
+    assert isinstance(home.domains["sql"], Due)
+    assert home.domains["sql"].fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
     home.draft, home.promised = 2, {**home.promised, "sql": 1.5}
     home.refresh(PROMOTED)
     for _ in range(20):
         home.log_rows(200, "sql")
         home.pass_minutes(10, each=5)
-    assert (home.asked, home.trigger.state().domains) == (1, {})
+    assert (home.asked, home.domains) == (1, {})
 
 
 def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: Home) -> None:
     home.promised |= {"sql": 1.3, "math": 1.5}
     home.log_rows(200, "math")
-    home.pass_minutes(1)
-    assert home.asked == 0
+    assert home.asked_after(1) == 0
     home.log_rows(200, "sql")
     home.pass_minutes(1)
-    assert isinstance(home.trigger.state().domains["sql"], Due)
+    assert isinstance(home.domains["sql"], Due)
     assert home.asked == 1
 
 
@@ -418,11 +394,11 @@ def test_a_client_that_makes_up_names_starts_no_more_refreshes_than_with_one(hom
     print(f"refreshes in two days: {home.asked}, minutes: {home.minutes}")
     assert home.asked <= 15
     assert home.minutes[-1] - home.minutes[-2] >= 360
-    assert len(home.trigger.state().domains) <= 15
+    assert len(home.domains) <= 15
     home.pass_minutes(60 * 6, each=60)
     home.refresh(REFUSED)
     home.pass_minutes(60 * 7, each=60)
-    assert home.trigger.state().domains == {}  # they are forgotten with their rows
+    assert home.domains == {}  # they are forgotten with their rows
 
 
 def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_not_help(home: Home) -> None:
@@ -434,23 +410,18 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
         home.log_rows(5, "math")
         home.pass_minutes(1)
         tell(*REFUSED)
-    home.pass_minutes(4)
-    assert home.asked == 1
-    home.pass_minutes(2)
-    assert home.asked == 2
-    state = home.trigger.state().domains["math"]
-    assert isinstance(state, Due)
-    assert state.fall.attempts == 1
+    assert home.asked_after(4) == 1
+    assert home.asked_after(2) == 2
+    assert isinstance(home.domains["math"], Due)
+    assert home.domains["math"].fall.attempts == 1
 
 
 def test_rows_of_one_key_make_no_domain_due_before_rows_of_others_come(home: Home) -> None:
     home.log_rows(1, "chat", key="b" * 64)
     home.log_rows(400, "sql", key="a" * 64)
-    home.pass_minutes(50, each=10)
-    assert home.asked == 0
+    assert home.asked_after(50, each=10) == 0
     home.log_rows(90, "chat", key="b" * 64)
-    home.pass_minutes(1)
-    assert home.asked == 1
+    assert home.asked_after(1) == 1
 
 
 def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_asked_for(home: Home) -> None:
@@ -460,8 +431,7 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
     home.log_rows(240, "sql")
     home.pass_minutes(1)
-    assert home.trigger.state().domains == {}
+    assert home.domains == {}
     home.serve(240)
-    home.pass_minutes(1)
-    assert home.asked == 1
-    assert "sql" not in home.trigger.state().domains
+    assert home.asked_after(1) == 1
+    assert "sql" not in home.domains

@@ -44,11 +44,7 @@ class Planned:
     """
 
     def __init__(self, runner: Any, library: NgramIndex) -> None:
-        """Put this in place.
-
-        Raises:
-            ValueError: vLLM's proposer has another layout than the one this was written for.
-        """
+        """Put this in place; ValueError if vLLM's proposer has another layout than the one this was written for."""
         drafter: Any = runner.drafter
         if not isinstance(runner.drafter, SpecDecodeBaseProposer):
             raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")

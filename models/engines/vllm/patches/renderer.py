@@ -43,11 +43,7 @@ def _refuse_ids(own: Callable[..., Any], request: Any, *args: Any) -> Any:
 
 
 def require_guarded(renderer: BaseRenderer[Any]) -> None:
-    """Return if all chats of a renderer are encoded here.
-
-    Raises:
-        ValueError: some are not.
-    """
+    """Return if all chats of a renderer are encoded here; ValueError if some are not."""
     model_type = renderer.model_config.hf_config.model_type
     if not isinstance(renderer, hf.HfRenderer) or model_type == "gpt_oss":
         raise ValueError(

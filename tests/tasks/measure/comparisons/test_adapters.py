@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 
 from tasks.measure.comparisons import Bench, Row, adapters
+from tests.tasks.measure.benches import counting
 
 pytestmark = pytest.mark.slow
 
 
-def counting(step: int, count: int) -> list[list[int]]:
-    return [[3 + (start + step * place) % 60 for place in range(24)] for start in range(count)]
-
-
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:
-    domains = {"fives": counting(5, 12), "threes": counting(3, 12)}
+    domains = {"fives": counting(5, 12, 24), "threes": counting(3, 12, 24)}
     return Bench(tiny_target, domains, domains, budget=0.5, work_dir=tmp_path)
 
 

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import catalog
 from models.checkpoints import compressed
 from tasks.measure.comparisons import Bench
 from tasks.measure.comparisons import all as comparison
+from tests.tasks.measure.benches import random_texts
 
 ROWS = {row.name: row for row in comparison.rows(0.1)}
 
@@ -26,8 +26,7 @@ def test_every_word_that_can_be_asked_for_bounds_a_column() -> None:
 
 @pytest.mark.engine
 def test_a_quantized_row_is_answered_by_the_engine_from_a_smaller_file(tiny_target: Path, tmp_path: Path) -> None:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 256, (16, 100), generator=rng).tolist()}
+    texts = random_texts(16, 100, end=256)
     bench = Bench(tiny_target, texts, texts, 0.1, tmp_path)
     figures = comparison.measure(bench, ROWS["int8_static, down_proj dynamic"], seed=0)
     assert figures.keys() == comparison.COLUMNS.keys()

@@ -8,13 +8,14 @@ import pytest
 from models import catalog
 from tasks.measure.comparisons import Bench, Row
 from tasks.measure.comparisons.arithmetic import BASELINE, COLUMNS, _float32, measure, rows
+from tests.tasks.measure.benches import counting
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:
-    documents = [[3 + (start + 3 * place) % 60 for place in range(40)] for start in range(40)]
+    documents = counting(3, 40, 40)
     texts = {"even": documents[::2], "odd": documents[1::2]}
     held_out = {domain: some[:3] for domain, some in texts.items()}
     return Bench(tiny_target, texts, held_out, budget=0.02, work_dir=tmp_path)

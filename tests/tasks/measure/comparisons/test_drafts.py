@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.drafting.draft_families import family_named
 from tasks.measure import lesson
-from tasks.measure.comparisons import Bench, Row, drafts
+from tasks.measure.comparisons import Row, drafts
+from tests.tasks.measure.benches import bench_of
 
 SMALLER = {"lm": {"num_layers": 1}}  # than the two layers of the target
 
@@ -22,12 +22,10 @@ def test_every_trained_family_has_a_row() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", drafts.rows(0.05), ids=lambda row: row.name)
 def test_a_row_has_all_columns(row: Row, tiny_target: Path, tmp_path: Path) -> None:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 259, (8, 24), generator=rng).tolist()}
     draft = {**row.settings["draft"], **SMALLER.get(row.name, {})}
     training = {**row.settings["training"], "num_epochs": 1}
     row = row._replace(settings={**row.settings, "draft": draft, "training": training})
-    found = drafts.measure(Bench(tiny_target, texts, texts, 0.05, tmp_path), row, seed=3)
+    found = drafts.measure(bench_of(tiny_target, tmp_path, end=259), row, seed=3)
     assert found.keys() == drafts.COLUMNS.keys()
     assert found["parameters_m"] > 0
     assert all(1 <= float(found[name]) <= 1 + lesson.NUM_DRAFT_TOKENS for name in ("tau", "tau_sampled"))

@@ -6,7 +6,7 @@ import pytest
 
 from models import catalog
 from tasks.measure.comparisons import Row, lengths
-from tests.tasks.measure.test_decoding import bench_of
+from tests.tasks.measure.benches import bench_of
 
 
 def test_every_policy_has_a_row_and_fixed_lengths_have_more() -> None:

@@ -3,17 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import catalog
 from tasks.measure import lesson
-from tasks.measure.comparisons import Bench, Row, losses
-
-
-def bench_of(target: Path, work_dir: Path, budget: float = 0.05) -> Bench:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 259, (8, 24), generator=rng).tolist()}
-    return Bench(target, texts, texts, budget, work_dir)
+from tasks.measure.comparisons import Row, losses
+from tests.tasks.measure.benches import bench_of
 
 
 def test_every_loss_has_a_row() -> None:
@@ -24,7 +18,7 @@ def test_every_loss_has_a_row() -> None:
 @pytest.mark.slow
 def test_a_row_has_all_columns_and_the_same_seed_gives_the_same(tiny_target: Path, tmp_path: Path) -> None:
     [row] = [row for row in losses.rows(0.05) if row.name == "lk_hybrid"]
-    found = [losses.measure(bench_of(tiny_target, tmp_path / str(number)), row, seed=3) for number in (1, 2)]
+    found = [losses.measure(bench_of(tiny_target, tmp_path / str(number), end=259), row, seed=3) for number in (1, 2)]
     for name in ("tau", "tau_sampled"):
         assert float(found[0][name]) == float(found[1][name]), name
         assert 1 <= float(found[0][name]) <= 1 + lesson.NUM_DRAFT_TOKENS
@@ -33,7 +27,7 @@ def test_a_row_has_all_columns_and_the_same_seed_gives_the_same(tiny_target: Pat
 
 @pytest.mark.slow
 def test_what_is_learnt_is_accepted(tiny_target: Path, tmp_path: Path) -> None:
-    bench = bench_of(tiny_target, tmp_path / "long")
+    bench = bench_of(tiny_target, tmp_path / "long", end=259)
     longer = Row("forward_kl", {"loss": {"name": "forward_kl"}, **lesson.TRAINING, "num_epochs": 60})
     shorter = Row("forward_kl", {**longer.settings, "num_epochs": 1})
     after = losses.measure(bench, longer, seed=0)["tau"]

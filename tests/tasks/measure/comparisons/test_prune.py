@@ -3,18 +3,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from models import catalog
 from models.drafts import lm
 from tasks.measure.comparisons import Bench, prune
+from tests.tasks.measure.benches import Texts, random_texts
 
 pytestmark = pytest.mark.slow
 
 
-def texts(count: int, seed: int) -> dict[str, list[list[int]]]:
-    rng = torch.Generator().manual_seed(seed)
-    return {domain: torch.randint(3, 259, (count, 40), generator=rng).tolist() for domain in ("chat", "code")}
+def texts(count: int, seed: int) -> Texts:
+    return random_texts(count, 40, ("chat", "code"), seed=seed)
 
 
 def test_every_row_has_all_columns_and_the_sparsity_that_was_asked_for(tiny_target: Path, tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ import pytest
 
 from models import catalog
 from tasks.measure.comparisons import Bench, regimes
+from tests.tasks.measure.benches import counting
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:
-    text = {
-        domain: [[3 + (start + step * place) % 60 for place in range(40)] for start in range(12)]
-        for domain, step in (("thirds", 3), ("fifths", 5))
-    }
+    text = {"thirds": counting(3, 12, 40), "fifths": counting(5, 12, 40)}
     return Bench(tiny_target, text, text, 0.001, tmp_path)
 
 

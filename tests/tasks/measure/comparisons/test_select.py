@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from tasks.measure.comparisons import Bench, Row, select
+from tests.tasks.measure.benches import counting
 
 pytestmark = pytest.mark.slow
 
 
-def counting(step: int, count: int) -> list[list[int]]:
-    return [[3 + (start + step * place) % 60 for place in range(16)] for start in range(count)]
-
-
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:
-    domains = {"fives": counting(5, 40), "threes": counting(3, 40)}
+    domains = {"fives": counting(5, 40, 16), "threes": counting(3, 40, 16)}
     return Bench(tiny_target, domains, domains, budget=0.25, work_dir=tmp_path)
 
 

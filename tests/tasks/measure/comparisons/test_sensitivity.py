@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import together
 from models.checkpoints import mixed
 from models.quantize import int8_static
 from tasks.measure.comparisons import Bench, sensitivity
+from tests.tasks.measure.benches import random_texts
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,7 @@ LAYERS = [*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name
 
 
 def test_parts_add_up_to_all_layers_and_exceptions_take_their_own(tiny_target: Path, tmp_path: Path) -> None:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 259, (12, 40), generator=rng).tolist()}
+    texts = random_texts(12, 40)
     bench = Bench(tiny_target, texts, texts, 0.05, tmp_path)
     found = {row.name: sensitivity.measure(bench, row, seed=0) for row in sensitivity.rows(0.05)}
     assert all(figures.keys() == sensitivity.COLUMNS.keys() for figures in found.values())

@@ -4,21 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from models import catalog
 from models.learning import training
 from models.shrink import sheared
 from tasks.measure.comparisons import Bench, Row, shrink
+from tests.tasks.measure.benches import random_texts
 
 pytestmark = pytest.mark.slow
 
 ROWS = {row.name: row for row in shrink.rows(0.05)}
 
 
-def texts(count: int, seed: int) -> dict[str, list[list[int]]]:
-    rng = torch.Generator().manual_seed(seed)
-    return {domain: torch.randint(3, 120, (count, 40), generator=rng).tolist() for domain in ("chat", "code")}
+@pytest.fixture
+def bench(tiny_target: Path, tmp_path: Path) -> Bench:
+    train, held_out = (random_texts(number, 40, ("chat", "code"), 120, seed) for seed, number in enumerate((12, 4)))
+    return Bench(tiny_target, train, held_out, 0.05, tmp_path)
 
 
 def test_every_method_has_a_row() -> None:
@@ -27,8 +28,7 @@ def test_every_method_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_row_has_all_columns_and_is_no_larger_than_the_target(tiny_target: Path, tmp_path: Path, row: Row) -> None:
-    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+def test_a_row_has_all_columns_and_is_no_larger_than_the_target(bench: Bench, row: Row) -> None:
     figures = shrink.measure(bench, row, seed=0)
     assert figures.keys() == shrink.COLUMNS.keys()
     # Million: 259 · 128 of the embedding, two blocks of 147,712, and the last norm's 128.
@@ -40,18 +40,14 @@ def test_a_row_has_all_columns_and_is_no_larger_than_the_target(tiny_target: Pat
 
 
 @pytest.mark.parametrize("name", ["depth", "width"])
-def test_the_control_keeps_exactly_as_much_as_its_partner_and_draws_what(
-    name: str, tiny_target: Path, tmp_path: Path
-) -> None:
-    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+def test_the_control_keeps_exactly_as_much_as_its_partner_and_draws_what(name: str, bench: Bench) -> None:
     chosen = shrink.measure(_own(bench), ROWS[name], seed=0)
     drawn = [shrink.measure(_own(bench), ROWS[f"{name}, by lot"], seed=seed) for seed in range(4)]
     assert {figures["parameters_m"] for figures in drawn} == {chosen["parameters_m"]}
     assert len({figures["error"] for figures in drawn}) > 1
 
 
-def test_chains_keep_what_their_first_stage_made(tiny_target: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+def test_chains_keep_what_their_first_stage_made(bench: Bench) -> None:
     chained = {name: shrink.measure(_own(bench), ROWS[name], seed=0) for name in shrink.CHAINS}
     assert chained["low_rank 0.8, then lora"]["promised"] == 14  # layers, all of which have a rank
     low_rank, depth = (shrink.measure(_own(bench), ROWS[name], seed=0) for name in ("low_rank 0.8", "depth"))
@@ -60,10 +56,7 @@ def test_chains_keep_what_their_first_stage_made(tiny_target: Path, tmp_path: Pa
     assert math.isnan(chained["depth, then qat"]["promised"]) and chained["depth, then qat"]["rate"] == 3e-4
 
 
-def test_what_trains_as_sheared_does_learns_from_as_many_tokens(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+def test_what_trains_as_sheared_does_learns_from_as_many_tokens(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = []
     real = training.train
 

@@ -12,14 +12,14 @@ from models.learning.batches import hidden_states
 from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row, sources
+from tests.tasks.measure.benches import random_texts
 
 ROWS = {row.name: row for row in sources.rows(0.05)}
 
 
 @pytest.fixture(scope="module")
 def bench_at(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Bench]:
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 259, (16, 24), generator=rng).tolist()}
+    texts = random_texts(16, 24)
     return lambda: Bench(tiny_target, texts, texts, 0.05, tmp_path_factory.mktemp("cell"))
 
 

@@ -12,7 +12,7 @@ from models import catalog
 from models.targets import random
 from tasks.measure.comparisons import systems
 from tasks.measure.comparisons.systems import DEVICES, _decoder, part_times
-from tests.tasks.measure.test_decoding import bench_of
+from tests.tasks.measure.benches import bench_of
 
 EMPTY = Report(figures={}, grids=[])
 

@@ -6,7 +6,7 @@ import pytest
 
 from models import catalog
 from tasks.measure.comparisons import Row, trees
-from tests.tasks.measure.test_decoding import bench_of
+from tests.tasks.measure.benches import bench_of
 
 
 def test_every_tree_has_a_row_of_each_size() -> None:

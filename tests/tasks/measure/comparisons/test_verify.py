@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import catalog
 from tasks.measure.comparisons import Bench, verify
+from tests.tasks.measure.benches import random_texts
 
 
 @pytest.fixture(scope="module")
 def found(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Measure all rows of up to two drafts at one temperature."""
-    rng = torch.Generator().manual_seed(0)
-    texts = {"chat": torch.randint(3, 259, (6, 24), generator=rng).tolist()}
+    texts = random_texts(6, 24)
     bench = Bench(tiny_target, texts, texts, 0.1, tmp_path_factory.mktemp("bench"))
     rows = [row for row in verify.rows(0.1) if row.settings["drafts"] < 4 and row.settings["temperature"] == 1]
     return {row.name: verify.measure(bench, row, seed=0) for row in rows}

@@ -1,0 +1,117 @@
+"""Make another target of a target: trained on text, of a smaller shape, with zeroes, finetuned, or in fewer bits.
+
+A change works on a loaded target, see `tasks.stages.change_target`. What is finetuned is merged, because what is served
+is a plain target; the small file by itself is kept with the run in MLflow. A pruned target's zeroes and a low rank are
+put back after merging, because an adapter fills them.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from infra.artifacts import Artifact
+from models import adapters, catalog, prune, quantize
+from models.checkpoints import invariants, mixed
+from models.learning import training
+from models.learning.second_task import SecondTask
+from models.params import BaseParams
+from models.shrink import num_stored
+from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink
+from tasks.stages.change_target import Changed, Start, change_target, training_metrics
+from tasks.stages.task import task
+
+
+@task
+def pretrain_model(table: Pretrain, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Train all of the target's weights on text, as the recipe's regimes say; an artifact of kind "target"."""
+    return change_target("pretrain", table, seed, target, text, (training,), _pretrained)
+
+
+@task
+def shrink_model(table: Shrink, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Give the target a smaller shape; an artifact of kind "target"."""
+    return change_target("shrink", table, seed, target, text, (num_stored,), _shrunk)
+
+
+@task
+def prune_model(table: Prune, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Zero weights of the decoder blocks' linear layers; an artifact of kind "target"."""
+    return change_target("prune", table, seed, target, text, (prune,), _pruned)
+
+
+@task
+def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Train few parameters of the target on one domain, and merge them; an artifact of kind "target"."""
+    return change_target("finetune", table, seed, target, text, (training, SecondTask), _finetuned)
+
+
+@task
+def quantize_target(table: Quantize, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Store the target in fewer bits, in a format that the engine serves; an artifact of kind "target"."""
+    return change_target("quantize", table, seed, target, text, (mixed, quantize), _quantized)
+
+
+def _pretrained(table: Pretrain, seed: int, start: Start) -> Changed:
+    trained = training.train_by_name(
+        start.model, start.documents, table.training, table.regimes, seed, start.work, start.on_progress
+    )
+    return Changed(start.model, training_metrics(trained), trained.losses)
+
+
+def _shrunk(table: Shrink, seed: int, start: Start) -> Changed:
+    before = num_stored(start.model)
+    shrunk = catalog.load("shrink", table.method.name).shrink(
+        start.model, start.documents, table.method, table.training, seed, start.work, start.on_progress
+    )
+    invariants.keep_zeroes(start.model, shrunk)
+    return Changed(shrunk, {"parameters": num_stored(shrunk), "share_kept": num_stored(shrunk) / before})
+
+
+def _pruned(table: Prune, seed: int, start: Start) -> Changed:
+    calibrated = catalog.load("prune", table.method.name).CALIBRATED
+    documents = start.calibration(table.num_documents, table.max_length) if calibrated else []
+    zeros = prune.prune_model(start.model, documents, table.method, table.pattern)
+    return Changed(start.model, {"zeros": sum(zeros.values()) / len(zeros)})
+
+
+def _finetuned(table: Finetune, seed: int, start: Start) -> Changed:
+    held, second = invariants.PreservedStructure(start.model), table.second
+    adapted = adapters.attach(start.model, table.method, torch.Generator().manual_seed(seed))
+    share = adapted.trained_share
+    more = [] if second is None else [SecondTask(start.train[second.domain], second.weight, table.training, seed)]
+    documents, settings = start.train[table.domain], table.training
+    trained = training.train_by_name(
+        adapted.model, documents, settings, table.regimes, seed, start.work, start.on_progress, more
+    )
+    adapters.save(adapted, start.work / "adapter")
+    merged = adapters.merge(adapted)
+    held.put_back(merged)
+    metrics = {**training_metrics(trained), "trained_share": share}
+    return Changed(merged, metrics, trained.losses, files=sorted((start.work / "adapter").iterdir()))
+
+
+def _quantized(table: Quantize, seed: int, start: Start) -> Changed:
+    with mixed.but(start.model, table.exceptions):
+        trained = quantize.train_for(
+            table.method, start.model, start.documents, table.training, seed, start.work, start.on_progress
+        )
+    methods = [table.method, *(form for form in table.exceptions.values() if isinstance(form, BaseParams))]
+    calibrated = any(catalog.load("quantize", method.name).CALIBRATED for method in methods)
+    documents = start.calibration(table.num_documents, table.max_length) if calibrated else []
+    quantized = mixed.quantize(start.model, documents, table.method, table.exceptions)
+    learnt = {} if trained is None else training_metrics(trained)
+    metrics = {**learnt, **quantized.figures, "bytes": float(quantized.num_bytes)}
+    losses = () if trained is None else trained.losses
+    return Changed(quantized.model, metrics, losses, save=partial(quantize.save, quantized))
+
+
+# In the order of the build.
+CHANGES: Mapping[str, Callable[[Any, int, Start], Changed]] = {
+    "pretrain": _pretrained,
+    "shrink": _shrunk,
+    "prune": _pruned,
+    "finetune": _finetuned,
+    "quantize": _quantized,
+}

@@ -1,0 +1,31 @@
+"""Homes of their own for tests of tasks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import Artifact
+from infra.registry import Registry, open_registry
+from tests.tasks.made import target_files
+
+
+@pytest.fixture
+def home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with an empty registry, which settings find."""
+    made = tmp_path / "home"
+    made.mkdir()
+    shutil.copy(store, made)
+    monkeypatch.setenv("REDRAFT_HOME", str(made))
+    return made
+
+
+@pytest.fixture
+def registry(home: Path) -> Registry:
+    return open_registry()
+
+
+@pytest.fixture
+def target(tiny_target: Path, tmp_path: Path) -> Artifact:
+    """The tiny target as tasks hand it on."""
+    return target_files(tiny_target, tmp_path / "target")
