@@ -173,7 +173,7 @@ def test_what_is_simulated_needs_no_home(capsys, monkeypatch):
         script.main()
         found |= _last_object(capsys.readouterr().out)
     assert found["cases"]["20% better"]["median_window"] == 1
-    assert found["falls"]["chat: 90% lost"]["rule"]["told"] == 1
+    assert found["falls"]["chat: 90% lost"]["told"] == 1
     assert found["taken_back"]["worse by 20%"]["within"] == 1
 
 
