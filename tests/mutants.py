@@ -1,11 +1,10 @@
-"""Plant faults on the way from a request to the draft that it trains, one at a time, and see that the tests catch them.
+"""Plant faults on the way from a request to the draft that it trains, one at a time, and see that tests catch them.
 
     python -m tests.mutants [--module services/swap ...] [--num 60] [--seed 0]
 
-A mutant is a module with one small change inside a function. They are drawn by seed, in turn of each module and, of a
-module's, in turn of each kind of change. Each is tried in a copy of the last commit with the module's tests, of which
-none starts an engine; what only engines reach is left out. A mutant survives where all of these tests pass. Results are
-kept by commit, so that a run that was stopped goes on.
+A mutant is a module with one small change inside a function, in a copy of the last commit. It survives where all tests
+of the module pass, of which none starts an engine; modules that only engines reach are left out. A run that was stopped
+goes on.
 """
 
 import argparse
@@ -35,12 +34,12 @@ from tests.imports import ROOT
 
 RESULTS = ROOT / "build" / "mutants.jsonl"  # commit, what was tried, outcome
 TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
-# Modules that the file of the same name at the same place below tests/ tests.
+# Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
     "infra": "artifacts captured consent events keys lineage lines logwriter probes querylog registry status store "
     "triggerfile triggers watches",
-    "tasks": "claim_window distill_draft find_past gate_draft promote regenerate register watch_draft",
+    "tasks": "claim_window distill_draft promote regenerate register watch_draft",
     "tasks/stages": "imported samples shares split",
     "tasks/trigger": "acknowledge ask",
     "models/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
@@ -49,20 +48,20 @@ MIRRORED = {
     "models/throughput": "cost running speeds",
 }
 ENGINE = "models/engines/vllm"
-OTHERS = {  # with their tests
+OTHERS = {
     "services/request_middleware": "services/test_request_middleware_alone services/test_reverse_proxy",
     "services/drafts services/swap": "services/test_swap services/test_reconciler",
     "infra/scrub/keys infra/scrub/numbers": "infra/test_scrub",
     "infra/versions": "infra/test_registry infra/test_waiting tasks/test_promote",
-    "infra/erasures infra/logfile infra/windows": "infra/test_querylog tasks/test_claim_window",
+    "infra/erasures infra/logfile infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
-    f"{ENGINE}/capture {ENGINE}/tap": "models/engines/test_vllm_capture models/engines/test_vllm_tap",
-    f"{ENGINE}/fields {ENGINE}/measuring {ENGINE}/planning {ENGINE}/scheduler models/throughput/options": " ".join(
-        f"models/engines/test_vllm_{name}" for name in ("planning", "mode", "turns", "judging", "arguments")
+    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/throughput/options": " ".join(
+        f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "turns", "judging", "tap")
     ),
     "models/learning/hidden models/learning/loop models/learning/resume": (
-        "models/learning/test_captured models/learning/test_training models/learning/test_distill"
+        "models/learning/test_captured models/learning/test_training models/learning/test_distill "
+        "tasks/test_distill_draft"
     ),
     "models/throughput/curves": "models/throughput/test_cost models/throughput/test_expected",
 }
@@ -129,6 +128,8 @@ def _nodes(node: ast.AST, scope: str = "", inside: bool = False) -> Iterator[tup
         case ast.Assert() | ast.Raise() | ast.JoinedStr():
             return
         case ast.Expr(ast.Call(ast.Attribute(attr="debug" | "info" | "warning" | "error" | "exception"))):
+            return
+        case ast.Expr(ast.Call(ast.Name("table"))):  # of a run, in Prefect's pages
             return
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             scope, inside = f"{scope}.{node.name}".lstrip("."), not isinstance(node, ast.ClassDef)
@@ -201,13 +202,12 @@ def run_tests(tests: Iterable[str], root: Path) -> str:
     return "killed" if code else "survived"
 
 
-def try_all(drawn: Sequence[Mutant], root: Path) -> Iterator[tuple[Mutant, str]]:
+def try_all(drawn: Sequence[Mutant], root: Path, commit: str) -> Iterator[tuple[Mutant, str]]:
     """Yield what becomes of each mutant; what RESULTS has of the commit is not tried again.
 
     Raises:
         RuntimeError: a test fails without a mutant.
     """
-    commit = _git("rev-parse", "HEAD").decode().strip()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with RESULTS.open("a+", encoding="utf-8") as lines:
         lines.seek(0)
@@ -224,10 +224,6 @@ def try_all(drawn: Sequence[Mutant], root: Path) -> Iterator[tuple[Mutant, str]]
             yield mutant, known[what]
 
 
-def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what becomes of each mutant; return 1 if one survives that should not."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Do the tests catch planted faults?")
@@ -238,10 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, found = Console(highlight=False, soft_wrap=True), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="m") as folder:  # short, for the sockets of tests
         root = Path(folder) / "r"
-        with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as commit:
-            commit.extractall(root, filter="data")
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
+            tree.extractall(root, filter="data")
+            commit = tree.pax_headers["comment"]
         drawn = draw(arguments.module or TESTS, arguments.num, arguments.seed, root)
-        for mutant, outcome in track(try_all(drawn, root), "mutants", len(drawn), console=console):
+        for mutant, outcome in track(try_all(drawn, root, commit), "mutants", len(drawn), console=console):
             outcome = "equivalent" if outcome == "survived" and mutant.name in EQUIVALENT else outcome
             found[outcome] += 1
             console.print(f"{outcome:10} {mutant.line:4} {mutant.name}", markup=False)

@@ -52,6 +52,7 @@ def test_only_its_owner_can_read_the_folder_and_nothing_half_written_is_left(wat
 
 def test_what_a_look_needs_is_gone_with_it_also_when_it_was_killed(watches: Watches) -> None:
     with pytest.raises(KeyError), watches.workspace() as work:
+        assert {folder.stat().st_mode & 0o777 for folder in (watches.folder, work)} == {0o700}
         (work / "states.bin").write_text("text")
         raise KeyError
     assert not (watches.folder / WORK).exists()
