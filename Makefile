@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench baselines references docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak mutants test-bench baselines references docs tutorial clean
 
 install: $(STAMP)
 
@@ -88,6 +88,10 @@ test-front: install
 
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Whether the tests catch planted faults; NUM= says how many, SEED= draws others.
+mutants: install
+	$(BIN)/python -m tests.mutants $(if $(NUM),--num $(NUM)) $(if $(SEED),--seed $(SEED))
 
 test-bench: install
 	$(BIN)/python -m pytest tests/benchmarks

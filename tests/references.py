@@ -56,94 +56,57 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "flag", Path: "path
 def recipe_reference() -> str:
     """Return every key of a recipe, those of each method included."""
     plain = [name for name in Recipe.model_fields if not _is_table(Recipe, name)]
-    lines = [
-        "# Recipe keys",
-        "",
-        f"{WRITTEN} {RECIPES}",
-        "",
-        *_keys(Recipe, plain),
-    ]
+    blocks = ["# Recipe keys", f"{WRITTEN} {RECIPES}", _keys(Recipe, plain)]
     for name, field in Recipe.model_fields.items():
         if name not in plain:
-            lines += _table(name, Recipe, field)
-    lines += ["", "## The training loop", "", "In every table of a stage that trains.", ""]
-    lines += _keys(TrainingParams, list(TrainingParams.model_fields))
+            blocks += _table(name, Recipe, field)
+    blocks += ["## The training loop", "In every table of a stage that trains."]
+    blocks.append(_keys(TrainingParams, list(TrainingParams.model_fields)))
     for family in families():
-        lines += _family(family)
-    return "\n".join(lines) + "\n"
+        blocks += _family(family)
+    return _page(*blocks)
 
 
 def cli_reference() -> str:
     """Return every command of `redraft` as its help says it."""
-    lines = [
-        "# Commands",
-        "",
-        f"{WRITTEN} {CODES}",
-    ]
-    panel = ""
+    blocks, panel = ["# Commands", f"{WRITTEN} {CODES}"], ""
     for path, command in commands():
-        heading = command.rich_help_panel or cli.MEASURE
+        heading, named = command.rich_help_panel or cli.MEASURE, f"redraft {' '.join(path)}"
         if heading != panel:
-            lines, panel = [*lines, "", f"## {heading}"], heading
+            blocks, panel = [*blocks, f"## {heading}"], heading
         said, _, example = (inspect.getdoc(command.callback) or "").partition("Example: ")
-        context = command.context_class(command, info_name=f"redraft {' '.join(path)}")
-        usage = " ".join(command.collect_usage_pieces(context))
-        lines += ["", f"### redraft {' '.join(path)}", "", said.strip(), ""]
-        lines += ["```", f"redraft {' '.join(path)} {usage}", f"{example.strip()}   # example", "```"]
+        usage = " ".join(command.collect_usage_pieces(command.context_class(command, info_name=named)))
+        blocks += [f"### {named}", said.strip(), f"```\n{named} {usage}\n{example.strip()}   # example\n```"]
         if rows := _options(command):
-            lines += ["", *_grid(("option", "type", "default", "meaning"), rows)]
-    return "\n".join(lines) + "\n"
+            blocks.append(_grid(("option", "type", "default", "meaning"), rows))
+    return _page(*blocks)
 
 
 def api_reference() -> str:
     """Return the service's routes, headers and errors."""
     routes = [route for route in app.routes(None).routes if isinstance(route, APIRoute)]
-    return "\n".join(
-        [
-            "# HTTP API",
-            "",
-            f"{WRITTEN} How to call it with the `openai` client is in [operations](../operations.md#call-the-service).",
-            "",
-            *_grid(
-                ("route", "answers"),
-                [
-                    (
-                        f"`{' '.join(sorted(route.methods))} {route.path}`",
-                        inspect.cleandoc(route.endpoint.__doc__ or ""),
-                    )
-                    for route in routes
-                ],
-            ),
-            "",
-            "## Status",
-            "",
-            "Of one replica, since its start.",
-            "",
-            *_grid(("field", "type", "meaning"), list(_fields(ServiceStatus))),
-            "",
-            "## What an answer says of speculation",
-            "",
-            "In `usage.redraft`; of a stream, in the chunk with the usage (`stream_options.include_usage`).",
-            "",
-            *_grid(("field", "type", "meaning"), list(_fields(recorder.Speculated))),
-            "",
-            "## Request headers",
-            "",
-            "No other header of a request reaches the service.",
-            "",
-            *_grid(("header", "meaning"), [(f"`{name}`", said) for name, said in access.REQUEST_HEADERS.items()]),
-            "",
-            "## Response headers",
-            "",
-            *_grid(("header", "meaning"), [(f"`{name}`", said) for name, said in access.RESPONSE_HEADERS.items()]),
-            "",
-            "## Errors",
-            "",
-            f"{ERRORS} What vLLM itself refuses is a 400 or 404 with its message.",
-            "",
-            *_grid(("status", "code", "message"), sorted(set(_refusals()))),
-            "",
-        ]
+    told = [
+        (f"`{' '.join(sorted(route.methods))} {route.path}`", inspect.cleandoc(route.endpoint.__doc__ or ""))
+        for route in routes
+    ]
+    return _page(
+        "# HTTP API",
+        f"{WRITTEN} How to call it with the `openai` client is in [operations](../operations.md#call-the-service).",
+        _grid(("route", "answers"), told),
+        "## Status",
+        "Of one replica, since its start.",
+        _grid(("field", "type", "meaning"), list(_fields(ServiceStatus))),
+        "## What an answer says of speculation",
+        "In `usage.redraft`; of a stream, in the chunk with the usage (`stream_options.include_usage`).",
+        _grid(("field", "type", "meaning"), list(_fields(recorder.Speculated))),
+        "## Request headers",
+        "No other header of a request reaches the service.",
+        _grid(("header", "meaning"), [(f"`{name}`", said) for name, said in access.REQUEST_HEADERS.items()]),
+        "## Response headers",
+        _grid(("header", "meaning"), [(f"`{name}`", said) for name, said in access.RESPONSE_HEADERS.items()]),
+        "## Errors",
+        f"{ERRORS} What vLLM itself refuses is a 400 or 404 with its message.",
+        _grid(("status", "code", "message"), sorted(set(_refusals()))),
     )
 
 
@@ -154,15 +117,10 @@ def metrics_reference() -> str:
         sample = metric.samples[0]
         labels = ", ".join(f"`{label}`" for label in sample.labels)
         rows.append((f"`{sample.name}`", metric.type, labels or "–", metric.documentation))
-    return "\n".join(
-        [
-            "# Metrics",
-            "",
-            f"{WRITTEN} `GET /metrics` answers in Prometheus' text format; vLLM's own metrics (`vllm:…`) follow these.",
-            "",
-            *_grid(("metric", "type", "labels", "meaning"), rows),
-            "",
-        ]
+    return _page(
+        "# Metrics",
+        f"{WRITTEN} `GET /metrics` answers in Prometheus' text format; vLLM's own metrics (`vllm:…`) follow these.",
+        _grid(("metric", "type", "labels", "meaning"), rows),
     )
 
 
@@ -266,12 +224,8 @@ def _is_table(model: type[BaseModel], name: str) -> bool:
 def _table(path: str, owner: type[BaseModel], field: FieldInfo) -> list[str]:
     family = _family_of(field) if owner is Recipe else None
     if family is not None:
-        return [
-            "",
-            f"## [{path}]",
-            "",
-            f"One of the [{family}](#methods-{family}), by its `name`, with that method's keys. Required.",
-        ]
+        said = f"One of the [{family}](#methods-{family}), by its `name`, with that method's keys. Required."
+        return [f"## [{path}]", said]
     model = LAZY.get(path) or _model_in(field.annotation)
     assert model is not None
     path += ".DOMAIN" if str(field.annotation).startswith("dict") else ""
@@ -280,36 +234,33 @@ def _table(path: str, owner: type[BaseModel], field: FieldInfo) -> list[str]:
     needed = "" if not field.is_required() else " Required."
     optional = " Optional: without it the stage is off." if field.default is None and not needed else ""
     tables = [key for key in model.model_fields if _is_table(model, key)]
-    lines = ["", f"## {heading}", "", f"{said.strip()}{needed}{optional}", ""]
     shared = [] if not issubclass(model, TrainingParams) else list(TrainingParams.model_fields)
-    lines += _keys(model, [key for key in model.model_fields if key not in {*tables, *shared, "name"}])
+    own = [key for key in model.model_fields if key not in {*tables, *shared, "name"}]
+    blocks = [f"## {heading}", f"{said.strip()}{needed}{optional}", _keys(model, own)]
     if shared:
-        lines += ["", "And the keys of [the training loop](#the-training-loop)."]
+        blocks.append("And the keys of [the training loop](#the-training-loop).")
     for key in tables:
-        lines += _table(f"{path}.{key}", model, model.model_fields[key])
-    return lines
+        blocks += _table(f"{path}.{key}", model, model.model_fields[key])
+    return blocks
 
 
 def _family(family: str) -> list[str]:
     package = import_module(f"models.{family}")
-    lines = ["", f"## Methods: {family}", "", _summary(package)]  # a table of a recipe may have the family's name
+    blocks = [f"## Methods: {family}", _summary(package)]  # a table of a recipe may have the family's name
     for module in _methods(family):
         name = module.__name__.rpartition(".")[2]
         keys = [key for key in module.Params.model_fields if key != "name"]
-        lines += ["", f"### {family}: {name}", "", f"{_summary(module)}{_paper(module)}"]
-        lines += ["", *(_keys(module.Params, keys) if keys else ["No keys but `name`."])]
-    return lines
-
-
-def _paper(module: ModuleType) -> str:
-    return f" ({module.PAPER})" if getattr(module, "PAPER", "") else ""
+        paper = f" ({module.PAPER})" if getattr(module, "PAPER", "") else ""
+        blocks += [f"### {family}: {name}", f"{_summary(module)}{paper}"]
+        blocks.append(_keys(module.Params, keys) if keys else "No keys but `name`.")
+    return blocks
 
 
 def _summary(module: ModuleType) -> str:
     return inspect.cleandoc(module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
-def _keys(model: type[BaseModel], names: list[str]) -> list[str]:
+def _keys(model: type[BaseModel], names: list[str]) -> str:
     rows = []
     for name in names:
         field, schema = model.model_fields[name], _schema(model, name)
@@ -333,16 +284,10 @@ def _kind(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
         return " or ".join(_kind(one) for one in schema["anyOf"] if one.get("type") != "null")
-    bounds = ", ".join(f"{sign} {_number(schema[bound])}" for bound, sign in BOUNDS.items() if bound in schema)
-    name = {"array": "list", "object": "table", "number": "number", None: "any"}.get(
-        schema.get("type"), schema.get("type")
-    )
+    bounds = ", ".join(f"{sign} {schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema)
+    name = {"array": "list", "object": "table", None: "any"}.get(schema.get("type"), schema.get("type"))
     inner = f" of {_kind(schema['items'])}" if schema.get("items") else ""
     return " ".join(filter(None, (f"{name}{inner}", bounds)))
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -366,14 +311,10 @@ def _options(command: Any) -> list[tuple[str, str, str, str]]:
         bounds = [f"{sign} {bound}" for sign, bound in (("≥", info.min), ("≤", info.max)) if bound is not None]
         names = [parameter.metavar or parameter.name.upper()] if isinstance(info, ArgumentInfo) else parameter.opts
         default = stated.default
-        rows.append(
-            (
-                ", ".join(f"`{name}`" for name in names),
-                " ".join([f"{kinds[0]}s" if isinstance(kind, GenericAlias) else kinds[0], ", ".join(bounds)]).strip(),
-                "required" if default is inspect.Parameter.empty else _code(default) if default else "–",
-                str(info.help),
-            )
-        )
+        named = ", ".join(f"`{name}`" for name in names)
+        typed = f"{kinds[0]}{'s' * isinstance(kind, GenericAlias)} {', '.join(bounds)}".strip()
+        preset = "required" if default is inspect.Parameter.empty else _code(default) if default else "–"
+        rows.append((named, typed, preset, str(info.help)))
     return rows
 
 
@@ -411,9 +352,13 @@ def _text(node: ast.expr) -> str:
     return ""
 
 
-def _grid(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _page(*blocks: str) -> str:
+    return "\n\n".join(blocks) + "\n"
+
+
+def _grid(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return [*head, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]
+    return "\n".join([*head, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
 
 
 def _cell(text: str) -> str:

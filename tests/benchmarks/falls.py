@@ -12,24 +12,21 @@ What conversations give, and how far they differ, is the demonstration's: of its
 
 import argparse
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from models.evaluation.drift_detector import LATELY, Doubt, Params, doubt, has_fallen, is_doubted, share_alone
+from models.evaluation.drift_detector import Doubt, Params, doubt, has_fallen, is_doubted, share_alone
 from models.recipe import DEFAULT_RECIPE, load_recipe
-from tests.benchmarks.scripts import show
+from tests.benchmarks.scripts import cells, show, summary
 
 NUM_PLACES = 3  # K
 WEEK = 7 * 24 * 3600  # requests of a domain, one a second
 FALLS_AT, MOST = 4000, 100_000
 RHO = 0.3
 WITHIN = 6000
-# The rule before this one: the last requests, from so many on.
-FORMER_LEAST = 16
 
 Floats = NDArray[np.float64]
 
@@ -86,20 +83,8 @@ CASES = {
 }
 
 
-class Told(NamedTuple):
-    """[R] each: requests after which a fall is told, infinite where it never is.
-
-    Attributes:
-        after: by the rule that is served.
-        former: by the one before it: over the last requests, more than `fall` is lost.
-    """
-
-    after: Floats
-    former: Floats
-
-
-def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: np.random.Generator) -> Told:
-    """Return when a fall is told, in requests since it began, or of the week.
+def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: np.random.Generator) -> Floats:
+    """Return [R] requests after which a fall is told, since it began or of the week; infinite where it never is.
 
     Args:
         traffic: what conversations give.
@@ -114,11 +99,10 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
     lost_there = case.lost * sample[1].sum() / (sample[1] * of_sample).sum()
     promised = gain * (1 + traffic.error * rng.standard_normal(num_runs)) if case.promised else gain
     begins, ends = (case.begins, case.begins + MOST) if case.lost else (0, WEEK)
-    after, former = np.full((2, num_runs), np.inf)
+    after = np.full(num_runs, np.inf)
     seen, asked = Doubt(*np.zeros((5, num_runs))), np.zeros(num_runs)
-    last, cluster, shared = np.zeros((LATELY, 2, num_runs)), np.full(num_runs, -1.0), np.zeros(num_runs)
-    phase, count = rng.random(num_runs), 0
-    while (asked < ends).any() and not (np.isfinite(after).all() and np.isfinite(former).all()):
+    cluster, shared, phase = np.full(num_runs, -1.0), np.zeros(num_runs), rng.random(num_runs)
+    while (asked < ends).any() and not np.isfinite(after).all():
         asked += rng.geometric(share_alone(asked + 1, is_doubted(seen, params)))
         anew, cluster = asked // case.cluster_size != cluster, asked // case.cluster_size
         shared = np.where(anew, rng.standard_normal(num_runs), shared)
@@ -132,16 +116,9 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
         )
         accepted = accepted * (1 - lost + case.sways * np.sin(2 * np.pi * (asked / 5000 + phase)))
         seen = doubt(seen, steps, accepted, promised, params)
-        last[count % LATELY] = steps, accepted
-        count += 1
-        sums = last.sum(axis=0)
-        for when, is_told in (
-            (after, has_fallen(seen, params)),
-            (former, (1 - sums[1] / sums[0] / promised > params.fall) & (count >= FORMER_LEAST)),
-        ):
-            late = is_told & np.isinf(when) & (asked >= begins) & (asked < ends)
-            when[late] = asked[late] - begins
-    return Told(after, former)
+        late = has_fallen(seen, params) & np.isinf(after) & (asked >= begins) & (asked < ends)
+        after[late] = asked[late] - begins
+    return after
 
 
 def _requests(traffic: Traffic, z: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
@@ -175,23 +152,12 @@ def main() -> None:
     for number, (name, case) in enumerate(tqdm(CASES.items())):
         for place, (domain, traffic) in enumerate(TRAFFIC.items()):
             rng = np.random.default_rng([recipe.seed, number, place])
-            rule, former = map(_summary, simulate(traffic, case, params, given.runs, rng))
-            found[f"{domain}: {name}"] = {"rule": rule, "former": former}
-            rows.append([name, domain, *_texts(rule), *_texts(former)])
+            after = simulate(traffic, case, params, given.runs, rng)
+            found[f"{domain}: {name}"] = summary(after, WITHIN)
+            rows.append([name, domain, *cells(found[f"{domain}: {name}"])])
     columns = ["planted", "traffic", "told", f"within {WITHIN:,}", "median requests"]
-    title = f"falls after {FALLS_AT:,} requests; the former rule: {params.fall:.0%} lost over the last {LATELY}"
     figures = {"recipe": recipe.name, "runs": given.runs, "drift_detector": params.model_dump(), "falls": found}
-    show(figures, title, [*columns, *(f"former: {name}" for name in columns[2:])], rows)
-
-
-def _summary(after: Floats) -> dict[str, Any]:
-    told, median = float(np.isfinite(after).mean()), float(np.median(after))
-    soon = float((after <= WITHIN).mean())
-    return {"told": told, "soon": soon, "median": median if math.isfinite(median) else None}
-
-
-def _texts(one: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f"{one['told']:.1%}", f"{one['soon']:.1%}", "–" if one["median"] is None else f"{one['median']:,.0f}"
+    show(figures, f"falls after {FALLS_AT:,} requests", columns, rows)
 
 
 if __name__ == "__main__":

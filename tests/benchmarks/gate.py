@@ -124,39 +124,7 @@ def simulate(
     return promoted
 
 
-def simulate_former(
-    case: Case,
-    num_runs: int,
-    num_windows: int,
-    bound: int,
-    alpha_total: float,
-    rng: np.random.Generator,
-    on_window: Callable[[], object] = lambda: None,
-) -> list[int]:
-    """Do the same by the test of version 0.1.0: each window's conversations alone, at the k-th test's alpha.
-
-    Conversations count as independent, and each window's challenger as a new one.
-    """
-    promoted: list[int] = []
-    running = num_runs
-    for window in range(1, num_windows + 1):
-        differences, weights, _ = draw(case, running, bound, rng, spread_out=True)
-        count = weights.sum(axis=1)
-        mean = (differences * weights).sum(axis=1) / np.maximum(1, count)
-        squares = (weights * (differences - mean[:, None]) ** 2).sum(axis=1) / np.maximum(1, count - 1)
-        wanted = t.ppf(1 - min(1 - 0.95, allowed_error(window, alpha_total)), np.maximum(1, count - 1))
-        passed = int(((count > 1) & (mean > wanted * np.sqrt(squares / np.maximum(1, count)))).sum())
-        promoted += [window] * passed
-        running -= passed
-        on_window()
-        if not running:
-            break
-    return promoted
-
-
-def draw(
-    case: Case, num_runs: int, bound: int, rng: np.random.Generator, spread_out: bool = False
-) -> tuple[Floats, Floats, Floats]:
+def draw(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
     """Draw the held-out differences of one window.
 
     Args:
@@ -164,7 +132,6 @@ def draw(
         num_runs: R.
         bound: K.
         rng: drawn from.
-        spread_out: each conversation apart, and not each cluster's mean.
 
     Returns:
         [R, N] differences in [−K, K], [R, N] weights: 0 for what was not held out, else 1, and [R, N] requests that
@@ -183,11 +150,8 @@ def draw(
     own = _standard(case, rng, shape)
     noise = math.sqrt(RHO) * shared + math.sqrt(1 - RHO) * own if size > 1 else own
     differences = np.clip(case.gain * TAU + SIGMA * noise, -bound, bound)
-    weights = np.broadcast_to(held_out[:, :, None], shape)
-    if spread_out:
-        weights = weights.reshape(num_runs, -1)
-        return differences.reshape(num_runs, -1), weights, weights
-    return differences.mean(axis=2), weights[:, :, 0], weights[:, :, 0] * stands_for(size, CONVERSATIONS)
+    weights = np.broadcast_to(held_out, shape[:2])
+    return differences.mean(axis=2), weights, weights * stands_for(size, CONVERSATIONS)
 
 
 def _draw_groups(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
@@ -218,11 +182,6 @@ def choose(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> N
 
 def _allowed(challengers: Floats, alpha_total: float) -> Floats:
     return np.array([allowed_error(int(number), alpha_total) for number in challengers])
-
-
-def _had_before(case: Case) -> bool:
-    """Whether the former test was held to it."""
-    return not case.rare and not case.pool and not case.largest
 
 
 def _standard(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -271,7 +230,7 @@ def summary(windows: Sequence[int], num_runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Simulate each case, and for contrast the test of version 0.1.0."""
+    """Simulate each case."""
     parser = argparse.ArgumentParser(description="Simulate the gate.")
     parser.add_argument("--recipe", default=DEFAULT_RECIPE)
     parser.add_argument("--runs", type=int, default=500, help="champions of each kind of challenger")
@@ -279,21 +238,18 @@ def main() -> None:
     given = parser.parse_args()
     recipe = load_recipe(given.recipe)
     bound, alpha = recipe.num_draft_tokens, recipe.gate.alpha_total
-    tests = {"cases": simulate, "former": simulate_former}
-    found: dict[str, dict[str, Any]] = {name: {} for name in tests}
-    for test, simulated in tests.items():
-        for number, (name, case) in enumerate(CASES.items()):
-            if test == "cases" or _had_before(case):
-                rng = np.random.default_rng([recipe.seed, number])
-                with tqdm(total=given.windows, desc=f"{test}: {name}") as bar:
-                    windows = simulated(case, given.runs, given.windows, bound, alpha, rng, bar.update)
-                found[test][name] = summary(windows, given.runs)
+    found: dict[str, Any] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        rng = np.random.default_rng([recipe.seed, number])
+        with tqdm(total=given.windows, desc=name) as bar:
+            windows = simulate(case, given.runs, given.windows, bound, alpha, rng, bar.update)
+        found[name] = summary(windows, given.runs)
     covered = coverage(SPLITS, np.random.default_rng([recipe.seed, 99]))
-    rows = [[test, name, *_cells(one)] for test, of_test in found.items() for name, one in of_test.items()]
-    columns = ["test", "challengers", "ever promoted (95%)", "half of the runs by window"]
+    rows = [[name, *_cells(one)] for name, one in found.items()]
+    columns = ["challengers", "ever promoted (95%)", "half of the runs by window"]
     title = f"{given.runs} champions, {given.windows} windows of {CONVERSATIONS} conversations, a quarter held out"
     figures = {"recipe": recipe.name, "runs": given.runs, "windows": given.windows, "sigma": SIGMA, "tau": TAU}
-    show({**figures, **found, "coverage": covered}, title, columns, rows)
+    show({**figures, "cases": found, "coverage": covered}, title, columns, rows)
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, str]:

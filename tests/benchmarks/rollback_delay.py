@@ -19,7 +19,7 @@ from tqdm import tqdm
 from models.evaluation.betting import BETS, log_wealth
 from models.evaluation.post_promotion_test import allowed_errors, bound_of
 from models.recipe import DEFAULT_RECIPE, load_recipe
-from tests.benchmarks.scripts import show
+from tests.benchmarks.scripts import cells, show, summary
 
 BETWEEN_REQUESTS, BETWEEN_DRAFTS = 0.5, 0.3  # standard deviations of τ
 SHARES = {"chat": 0.5, "code": 0.3, "math": 0.2}
@@ -104,16 +104,8 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, (truth, num_looks) in tqdm(truths.items()):
         after = requests_until_rolled_back(truth, rules, num_looks, given.runs, np.random.default_rng(recipe.seed))
-        median = float(np.median(after))
-        found[name] = {
-            "ever": float(np.isfinite(after).mean()),
-            "within": float((after <= WITHIN).mean()),
-            "median": median if math.isfinite(median) else None,
-        }
-    rows = [
-        [name, f"{one['ever']:.1%}", f"{one['within']:.1%}", f"{one['median']:.0f}" if one["median"] else "–"]
-        for name, one in found.items()
-    ]
+        found[name] = summary(after, WITHIN)
+    rows = [[name, *cells(one)] for name, one in found.items()]
     columns = ["planted", "ever", f"within {WITHIN} requests", "median requests"]
     show({"recipe": recipe.name, "runs": given.runs, "taken_back": found}, "drafts taken back", columns, rows)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -59,6 +61,18 @@ def show(figures: Mapping[str, Any], title: str, columns: Sequence[str], rows: S
         table.add_row(*row)
     Console().print(table)
     print(json.dumps({"commit": git_commit(), "device": describe_machine(), **figures}, allow_nan=False))
+
+
+def summary(after: NDArray[np.float64], within: int) -> dict[str, float | None]:
+    """Return of requests after which something was told, infinite for never: how often, how often soon, the median."""
+    median = float(np.median(after))
+    told, soon = float(np.isfinite(after).mean()), float((after <= within).mean())
+    return {"told": told, "within": soon, "median": median if np.isfinite(median) else None}
+
+
+def cells(one: Mapping[str, float | None]) -> tuple[str, str, str]:
+    """Return what a table shows of a summary."""
+    return f"{one['told']:.1%}", f"{one['within']:.1%}", "–" if one["median"] is None else f"{one['median']:,.0f}"
 
 
 def require_equal(verdicts: Mapping[str, int]) -> dict[str, int]:

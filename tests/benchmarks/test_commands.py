@@ -173,7 +173,7 @@ def test_what_is_simulated_needs_no_home(capsys, monkeypatch):
         script.main()
         found |= _last_object(capsys.readouterr().out)
     assert found["cases"]["20% better"]["median_window"] == 1
-    assert found["falls"]["chat: 90% lost"]["rule"]["told"] == 1
+    assert found["falls"]["chat: 90% lost"]["told"] == 1
     assert found["taken_back"]["worse by 20%"]["within"] == 1
 
 
@@ -188,6 +188,14 @@ def served(built, rows, tmp_path) -> Cli:
     return Cli(home)
 
 
+@pytest.fixture
+def sums(tmp_path) -> str:
+    """Return a file of questions, as an option names it."""
+    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    return f"sums={tmp_path / 'sums.jsonl'}"
+
+
 def test_the_gains_interval_is_held_to_fresh_requests(served, tmp_path):
     found = run_script(served, "coverage", tmp_path / "coverage", "--splits", "5", "--prompts", "30")
     assert found["num_logged"] == 120
@@ -197,10 +205,8 @@ def test_the_gains_interval_is_held_to_fresh_requests(served, tmp_path):
         assert 12 <= side["conversations"] < 120
 
 
-def test_refreshes_go_on_where_the_log_stands_and_take_both_keys_and_a_further_domain(served, tmp_path):
-    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    options = ("--refreshes", "1", "--requests", "12", "--prompts", "6", "--data", f"sums={tmp_path / 'sums.jsonl'}")
+def test_refreshes_go_on_where_the_log_stands_and_take_both_keys_and_a_further_domain(served, sums, tmp_path):
+    options = ("--refreshes", "1", "--requests", "12", "--prompts", "6", "--data", sums)
     found = run_script(served, "refreshes", tmp_path / "refreshes", *options)
     assert found["domains"].keys() == {"chat", "code", "sums"}
     assert found["refreshes"][0]["gate"]["test"]["rows"] == [1, 120 + 3 * 12]
@@ -208,9 +214,7 @@ def test_refreshes_go_on_where_the_log_stands_and_take_both_keys_and_a_further_d
     assert len({row.key for row in rows}) == 2
 
 
-def test_drafts_learn_from_more_and_more_requests_of_a_domain_and_of_a_file(built, tmp_path):
-    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+def test_drafts_learn_from_more_and_more_requests_of_a_domain_and_of_a_file(built, sums, tmp_path):
     options = ("--size", "4", "16", "--first", "8", "--seeds", "2", "--prompts", "6")
     found = run_script(built[0], "learning", tmp_path / "learning", *options)
     assert found["domains"] == {"refresh": "code", "first draft": "chat"}
@@ -218,25 +222,12 @@ def test_drafts_learn_from_more_and_more_requests_of_a_domain_and_of_a_file(buil
     for row in [*found["curves"]["refresh"], *found["curves"]["first draft"]]:
         assert row["train_s"] > 0
         assert len(row["acceptance"]["5"]["per_position"]) == 5
-    options = (
-        "--size",
-        "4",
-        "--first",
-        "0",
-        "--seeds",
-        "1",
-        "--prompts",
-        "6",
-        "--data",
-        f"sums={tmp_path / 'sums.jsonl'}",
-    )
+    options = ("--size", "4", "--first", "0", "--seeds", "1", "--prompts", "6", "--data", sums)
     assert run_script(built[0], "learning", tmp_path / "file", *options)["domains"]["refresh"] == "sums"
 
 
-def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, tmp_path):
-    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    options = ("--requests", "16", "--windows", "2", "--prompts", "6", "--data", f"sums={tmp_path / 'sums.jsonl'}")
+def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, sums, tmp_path):
+    options = ("--requests", "16", "--windows", "2", "--prompts", "6", "--data", sums)
     found = run(served, "drift", tmp_path / "drift", *options)
     assert (found["shifted"], found["known"]) == ("sums", "code")
     assert found["ways"].keys() == set(WAYS)

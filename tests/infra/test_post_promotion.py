@@ -50,6 +50,7 @@ def test_only_its_owner_can_read_the_folder_and_nothing_half_written_is_left(tes
 
 def test_what_a_look_needs_is_gone_with_it_also_when_it_was_killed(tests: PostPromotionTests) -> None:
     with pytest.raises(KeyError), tests.workspace() as work:
+        assert {folder.stat().st_mode & 0o777 for folder in (tests.folder, work)} == {0o700}
         (work / "states.bin").write_text("text")
         raise KeyError
     assert not (tests.folder / WORK).exists()

@@ -40,7 +40,7 @@ def test_a_service_is_told_how_to_serve_by_the_table_of_its_recipe(tmp_path: Pat
 
 
 def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> None:
-    for num_draft_tokens, follow, wanted in ((3, True, True), (0, True, False), (3, False, False)):
+    for num_draft_tokens, follow, wanted in ((1, True, True), (0, True, False), (1, False, False)):
         engine = {"name": "vllm", "num_draft_tokens": num_draft_tokens}
         assert read_config(write(tmp_path, engine=engine, follow_drafts=follow)).follows is wanted
 

@@ -140,6 +140,8 @@ def test_several_generations_of_one_request_are_rows_and_one_usage(recorder: Rec
     assert recorder.usage(ID) == counts
     steps = {"drafted_per_step": [3, 3, 0] * 2, "accepted_per_step": [2, 0, 0] * 2}
     assert recorder.usage(ID, by_step=True) == counts | steps
+    recorder.forget(ID)
+    assert (recorder.usage(ID), recorder.origin_of(f"cmpl-{ID}-2")) == (None, None)
     recorder.close()
     assert len(querylog.rows(1, 9)) == 2
 

@@ -26,12 +26,14 @@ async def frames(*texts: str, error: Exception | None = None) -> AsyncGenerator[
         raise error
 
 
-def collect(source: AsyncGenerator[str, None], take: int | None = None) -> tuple[list[str], int]:
+def collect(
+    source: AsyncGenerator[str, None], take: int | None = None, usage: dict[str, Any] | None = USAGE
+) -> tuple[list[str], int]:
     """Return the frames that came out (at most `take`, then the client leaves) and how often the end was told."""
     ends: list[None] = []
 
     async def run() -> list[str]:
-        stream = await opened(source, refuse, lambda: USAGE, lambda: ends.append(None))
+        stream = await opened(source, refuse, lambda: usage, lambda: ends.append(None))
         got = []
         async for text in stream:
             got.append(text)
@@ -52,6 +54,14 @@ def test_only_the_usage_chunk_is_changed() -> None:
     assert json.loads(got[1].removeprefix("data: "))["usage"] == {"total_tokens": 3, "redraft": USAGE}
     assert got[2] == "data: [DONE]\n\n"
     assert ends == 1
+
+
+@pytest.mark.parametrize(
+    ("chunk", "usage"), [({"choices": [], "usage": {"total_tokens": 3}}, None), ({"choices": []}, USAGE)]
+)
+def test_a_chunk_stays_as_it_is_without_a_usage_or_what_to_add(chunk: dict[str, Any], usage: Any) -> None:
+    sent = [frame({"choices": [1]}), frame(chunk), "data: [DONE]\n\n"]
+    assert collect(frames(*sent), usage=usage)[0] == sent
 
 
 def test_an_error_before_the_first_chunk_is_a_status() -> None:

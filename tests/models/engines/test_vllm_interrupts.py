@@ -18,6 +18,7 @@ import pytest
 
 from models.engines.vllm.fields import WithParent
 from models.engines.vllm.launch import interruptible
+from tests.infra.rows import run_python
 
 STARTS = """
 import asyncio, signal, sys
@@ -35,6 +36,23 @@ async def start():
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
     asyncio.run(start())
+"""
+
+ARRIVES = """
+import ctypes, os, sys
+from models.engines.vllm.fields import _arrive
+
+def told():
+    signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(signal))  # PR_GET_PDEATHSIG
+    return signal.value
+
+_arrive(1)
+print(told())
+_arrive(os.getppid())
+print(told(), flush=True)
+_arrive(int(sys.argv[1]))
+print("alive")
 """
 
 
@@ -132,3 +150,10 @@ def test_the_process_that_sends_the_guard_is_left_alone_and_copies_stay_where_th
     guard = WithParent()
     assert copy.deepcopy(guard) is guard
     assert isinstance(pickle.loads(pickle.dumps(guard)), WithParent)  # noqa: S301 - which is what arrives by pickle
+
+
+def test_who_gets_the_guard_ends_with_its_parent_at_once_if_that_is_gone_and_not_with_a_stranger() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    arrived = run_python(ARRIVES, gone.pid)
+    assert (arrived.stdout, arrived.returncode) == ("0\n9\n", -signal.SIGKILL)

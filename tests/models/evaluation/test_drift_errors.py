@@ -2,31 +2,30 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from models.evaluation.acceptance import AcceptanceCount
 from models.evaluation.drift_detector import DriftDetector, Params
-from tests.benchmarks.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, simulate
+from tests.benchmarks.falls import CASES, TRAFFIC, WITHIN, _share_behind, simulate
 
 PARAMS = Params()
 
 
-def told(name: str, domain: str, num_runs: int = 50) -> Told:
-    return simulate(TRAFFIC[domain], CASES[name], PARAMS, num_runs, np.random.default_rng(0))
+def told(name: str, domain: str) -> NDArray[np.float64]:
+    return simulate(TRAFFIC[domain], CASES[name], PARAMS, 50, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("domain", TRAFFIC)
 def test_a_fall_of_30_percent_is_told_within_6000_requests_and_a_new_domains_within_hundreds(domain: str) -> None:
-    after = told("30% lost", domain).after
+    after = told("30% lost", domain)
     print(f"{domain}: median {np.median(after):.0f}, within {WITHIN}: {(after <= WITHIN).mean():.0%}")
     assert (after <= WITHIN).mean() >= 0.9
-    assert (told("90% lost from the first request, as in a new domain", domain).after <= 300).mean() >= 0.9
+    assert (told("90% lost from the first request, as in a new domain", domain) <= 300).mean() >= 0.9
 
 
 @pytest.mark.parametrize("domain", TRAFFIC)
 def test_a_fall_at_the_later_places_alone_is_told_as_soon_as_one_at_all_that_costs_as_much(domain: str) -> None:
-    everywhere, later = (
-        told(name, domain).after for name in ("30% lost", "30% lost, all of it behind the first place")
-    )
+    everywhere, later = (told(name, domain) for name in ("30% lost", "30% lost, all of it behind the first place"))
     print(f"{domain}: median {np.median(everywhere):.0f} and {np.median(later):.0f}")
     assert (later <= WITHIN).mean() >= 0.9
     assert np.median(later) == pytest.approx(np.median(everywhere), rel=0.3)
@@ -40,11 +39,8 @@ def test_what_places_give_follows_from_the_gain() -> None:
 
 
 @pytest.mark.slow
-def test_in_a_week_without_a_change_no_fall_is_told_where_the_rule_before_told_one_in_many() -> None:
-    found = told("a week without a change", "chat")
-    print(f"told {np.isfinite(found.after).mean():.0%}, by the rule before {np.isfinite(found.former).mean():.0%}")
-    assert not np.isfinite(found.after).any()
-    assert np.isfinite(found.former).mean() > 0.2
+def test_in_a_week_without_a_change_no_fall_is_told() -> None:
+    assert not np.isfinite(told("a week without a change", "chat")).any()
 
 
 def test_the_service_tells_a_fall_where_the_simulation_does() -> None:

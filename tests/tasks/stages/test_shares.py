@@ -83,6 +83,7 @@ def test_a_window_that_was_opened_goes_on_whatever_becomes_of_its_keys(log: Quer
         ({"flooder": 100}, None),
         ({"nobody": 100}, None),
         ({"flooder": 50, "other": 9}, None),  # too few, whoever asked
+        ({"flooder": 50, "other": 10}, 20),
         ({"flooder": 100, "other": 30}, None),
         ({"flooder": 30, "other": 30, "third": 30}, None),
     ],
