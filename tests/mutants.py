@@ -36,8 +36,8 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
-    "infra": "artifacts captured consent events keys lineage lines logwriter post_promotion querylog registry regression_sets status store "
-    "triggerfile triggers",
+    "infra": "artifacts captured consent events keys lineage lines logwriter post_promotion querylog registry "
+    "regression_sets status store triggerfile triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples shares split",
     "tasks/trigger": "acknowledge ask",
