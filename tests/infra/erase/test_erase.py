@@ -111,7 +111,7 @@ def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings
 def test_the_command_says_what_was_done(settings: Settings) -> None:
     said = redraft(settings, "erase", "--subject", WHO)
     assert "erased 4 rows, 1 of them in regression sets; 2 snapshots written again" in said
-    assert "draft 3 saw 1 as held_out, 1 as probe, 1 as replay, 1 as train" in said
+    assert "draft 3 saw 1 as held_out, 1 as regression, 1 as replay, 1 as train" in said
     assert "trained on from these: 5" in said
     check_erased(settings)
     assert redraft(settings, "erase") == "no erasure was interrupted\n"

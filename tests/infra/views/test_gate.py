@@ -42,7 +42,8 @@ def test_a_domain_that_pays_is_named_with_its_bound_and_the_floor() -> None:
     assert learning.reasons[1:] == code.refusals
     assert f"in code ({code.change.low:+.1%})" in explain(learning)
     page = markdown(learning)
-    assert f"| code | 120 | 1.499 | 1.299 | 1.499 | {code.change.value:+.1%} | {code.change.low:+.1%} | -5.0% |" in page
+    change = f"{code.change.value:+.1%} | {code.change.low:+.1%}"
+    assert f"| code | 120 | 1.499 | 1.299 | 1.499 | – | {change} | -5.0% |" in page
     assert f"- {code.refusals[0]}" in page
     assert "rows 5 to 90" in page
 
@@ -61,7 +62,7 @@ def test_a_challenger_without_gain_is_undecided_and_few_conversations_block_noth
     assert said.endswith("So it learns on, and draft 3 stays.")
     page = markdown(undecided)
     assert "says too little to block |" in page
-    assert "Without a conversation to judge: sql" in page
+    assert "Without a conversation to score: sql" in page
     assert "this was challenger 2 of its champion" in page
 
 

@@ -166,13 +166,14 @@ def test_a_service_whose_steps_are_not_planned_says_why() -> None:
 
 
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
-    assert shown(service=SERVICE)[-6:] == [
+    assert shown(service=SERVICE)[-7:] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
         "  engine compiled: compiled steps are faster",
         "  chat: 75.0 tokens/s of one request, 1.50× (1.40 to 1.60) the 50.0 without a draft",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
         "  chat: τ 1.75 over the last 9 requests that it drafted alone",
+        "  chat: the draft's vocabulary has 87.5% of the tokens of the last answers",
     ]
 
 
