@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from models.checkpoints.checkpoint import output_embedding, read_tensor, tensor_names
 from models.drafting import draft_format
 from models.drafting.draft_files import fused, require_llama_layout, require_vocab_size
-from models.drafting.draft_format import WEIGHTS
+from models.drafting.draft_format import WEIGHTS as WEIGHTS
 from models.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.drafts import EngineWeights, require_width
 from models.layers.vocabulary import choose_vocabulary

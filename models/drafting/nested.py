@@ -42,7 +42,8 @@ class NestedReader(Reader):
         self.sure = sure
 
     def decoder(self) -> Decoder:
-        return self.draft.decoder()
+        decoder: Decoder = self.draft.decoder()
+        return decoder
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """See the base; the whole draft says what follows."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.drafting import draft_format
 from models.drafting.draft_files import check_config, read_config, read_params, write_config
 from models.drafting.proposal import Proposal
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled
+from models.drafts import Draft, Drafter, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
@@ -75,7 +75,7 @@ class TextDraft(Weightless):
                 running = running[keep(step, running, logits)]
         return drafted
 
-    def drafter(self, max_len: int) -> "TextDrafter":
+    def drafter(self, max_len: int) -> Drafter:
         return TextDrafter(self)
 
 

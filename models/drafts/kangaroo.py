@@ -117,8 +117,8 @@ class Kangaroo(TargetPart, LayeredDraft):
         `keys` and `values` [T, kv heads, width], their own too, are seen as `seen` [n, T] says; None for all.
         """
         queries = self.rotated(self.self_attn["q_proj"](self.input_layernorm(states)), self.num_heads, places)
-        heads = (one.transpose(0, 1)[None] for one in (queries, keys, values))
-        attended = functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)[0]
+        query, key, value = (one.transpose(0, 1)[None] for one in (queries, keys, values))
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)[0]
         adapted: Tensor = self.norm(states + self.self_attn["o_proj"](attended.transpose(0, 1).flatten(1)))
         return adapted
 

@@ -178,9 +178,7 @@ def text(tensors: Any) -> str:
 def by_loss(method: ModuleType, params: Any, target: Path) -> str:
     known = columns()
     rows = known["token"] >= 0
-    return text(
-        method.loss(Drafted(1, known["draft_logits"], **{key: known[key] for key in method.NEEDS}), params)[rows]
-    )
+    return text(method.loss(Drafted(known["draft_logits"], **{key: known[key] for key in method.NEEDS}), params)[rows])
 
 
 def by_rule(method: ModuleType, params: Any, target: Path) -> str:

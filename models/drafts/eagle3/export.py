@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.drafting.draft_files import read_json
-from models.drafting.eagle3_heads import WEIGHTS
+from models.drafting.draft_format import WEIGHTS
 from models.drafts.eagle3.layouts import LAYER_NAMES, TAPS
 
 # What the layout keeps outside of the layer's settings, or not at all.
