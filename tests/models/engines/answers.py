@@ -1,4 +1,4 @@
-"""Answers of an engine, and what they are held to: those without a draft, scores, and the target's hidden states."""
+"""Answers of an engine, and what they are held to: those without a draft, and scores."""
 
 import asyncio
 from collections import Counter
@@ -7,13 +7,9 @@ from pathlib import Path
 
 from models.drafts import Draft
 from models.engines import Completion, Engine, Sampling
-from models.engines.vllm import Params
-from models.engines.vllm.capture import Claim
-from models.engines.vllm.engine import VllmEngine
 from models.evaluation import scoring
 from models.evaluation.golden import Golden, equal_output
-from models.learning.captured import read
-from models.learning.hidden import HiddenStates, Sample
+from models.learning.hidden import Sample
 
 
 async def answer_all(
@@ -27,17 +23,6 @@ async def answer_all(
             return await engine.generate(prompt, sampling, f"{tag}-{number}")
 
     return list(await asyncio.gather(*(answer(number, prompt) for number, prompt in enumerate(asked))))
-
-
-async def answers_of(
-    target: Path, draft: Path | None, params: Params, asked: Sequence[list[int]], sampling: Sampling
-) -> list[Completion]:
-    """Start an engine, ask it one prompt after the other, and end it."""
-    engine = await VllmEngine.start(target, draft, params)
-    try:
-        return await answer_all(engine, asked, sampling, 1, "alone")
-    finally:
-        await engine.close()
 
 
 def golden_of(answers: Sequence[Completion]) -> list[Golden]:
@@ -61,25 +46,3 @@ def num_scored_alike(draft: Draft, target: Path, answers: Sequence[Completion], 
     scores = scoring.score(draft, target, samples_of(answers), 3, folder)
     counts = [(len(one.drafted), sum(one.accepted)) for one in answers]
     return sum((one.steps, one.accepted) == count for one, count in zip(scores, counts, strict=True))
-
-
-async def captured(engine: VllmEngine, done: Sequence[Completion], folder: Path, num_written: int) -> dict[str, int]:
-    """Claim the states of answers, and return what became of them once so many are in the folder."""
-    claims = [Claim(c.request_id, str(folder / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
-    await engine.settle_states(claims)
-    while (counts := await engine.settle_states([])).get("written", 0) < num_written:
-        await asyncio.sleep(0.01)
-    return counts
-
-
-def require_states(target: Path, answers: Sequence[Completion], layers: Sequence[int], folder: Path) -> set[int]:
-    """Fail where captured states are others than the target computes; return the positions that they begin at."""
-    samples, firsts = samples_of(answers), set()
-    states = HiddenStates(folder / "hidden", samples, tuple(layers), 128)
-    states.extract(target)
-    for sample in samples:
-        found = read(folder / sample.id, "t", tuple(layers), sample.token_ids)
-        firsts.add(found.first)
-        wanted = states.read(sample)[0][found.first : -1].float()
-        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
-    return firsts

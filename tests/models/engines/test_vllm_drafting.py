@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from operator import eq
 from pathlib import Path
@@ -16,12 +17,15 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
+from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import OPTIONS, DraftOptions
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
+from models.evaluation.golden import Golden, equal_output
+from models.learning.captured import read
+from models.learning.hidden import HiddenStates, Sample
 from models.lengths import fixed
-from tests.models.engines.answers import answer_all, captured, golden_of, require_none_different, require_states
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +35,7 @@ THRESHOLD = 0.05
 LOOKED_UP = 6
 SHORT = 160  # positions of the draft's context; the target's has 256
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
-LAYERS = (1, 2)  # of the tiny target, which the head reads
+LAYERS, HIDDEN = (1, 2), 128  # of the tiny target, which the head reads
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,17 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
 
 def answer(loop: Loop, engine: VllmEngine, way: Way, tag: str, concurrency: int = 4, seed: int = 1) -> list[Completion]:
     sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2, drafting=way)
-    return loop.run_until_complete(answer_all(engine, prompts(12, seed), sampling, concurrency, f"{tag}-{way}"))
+
+    async def run() -> list[Completion]:
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(number: int, prompt: list[int]) -> Completion:
+            async with gate:
+                return await engine.generate(prompt, sampling, f"{tag}-{way}-{number}")
+
+        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(12, seed)))))
+
+    return loop.run_until_complete(run())
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -72,7 +86,9 @@ def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(
 ) -> None:
     auto = answer(loop, planned, "auto", f"auto{concurrency}", concurrency, seed=concurrency)
     off = answer(loop, planned, "off", f"plain{concurrency}", 1, seed=concurrency)
-    require_none_different(golden_of(off), auto, THRESHOLD)
+    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in off]
+    verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, auto, strict=True))
+    assert verdicts["different"] == 0, verdicts
     assert all(set(one.drafted) == {0} and set(one.matches) == {UNDRAFTED} for one in off)
     looked_up = [
         step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0] > 0
@@ -92,27 +108,36 @@ def test_a_request_that_is_drafted_by_the_head_alone_looks_nothing_up(planned: V
         assert one.drafting == "head"
 
 
-async def test_requests_of_every_way_share_a_batch(planned: VllmEngine) -> None:
-    ways: list[Way] = ["auto", "head", "off"] * 4
-    asked = (
-        planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
-        for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
-    )
-    answers = await asyncio.gather(*asked)
-    auto, head, off = (answers[place::3] for place in range(3))
+def test_requests_of_every_way_share_a_batch(planned: VllmEngine, loop: Loop) -> None:
+    async def run() -> list[Completion]:
+        ways: list[Way] = ["auto", "head", "off"] * 4
+        return list(
+            await asyncio.gather(
+                *(
+                    planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
+                    for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
+                )
+            )
+        )
+
+    auto, head, off = (loop.run_until_complete(run())[place::3] for place in range(3))
     assert any(max(one.matches) > 0 for one in auto)
     assert all(max(one.drafted) == 2 and not any(one.matches) for one in head)
     assert all(set(one.drafted) == {0} for one in off)
 
 
-async def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_draft_lowers_no_length(
-    planned: VllmEngine,
+def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_draft_lowers_no_length(
+    planned: VllmEngine, loop: Loop
 ) -> None:
     sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="head")
     short, long = prompts(2, seed=3)
-    alone = await planned.generate(short, sampling, "alone")
-    asked = [(short, "short"), ((3 * long)[: SHORT - 16], "long"), (4 * short, "longer")]
-    one, leaves, beyond = await asyncio.gather(*(planned.generate(ids, sampling, name) for ids, name in asked))
+
+    async def run() -> list[Completion]:
+        asked = [(short, "short"), ((3 * long)[: SHORT - 16], "long"), (4 * short, "longer")]
+        return list(await asyncio.gather(*(planned.generate(ids, sampling, name) for ids, name in asked)))
+
+    alone = loop.run_until_complete(planned.generate(short, sampling, "alone"))
+    one, leaves, beyond = loop.run_until_complete(run())
     assert set(one.drafted[:-1]) == {2}
     assert mean_accepted_length([one.trace("")]) == pytest.approx(mean_accepted_length([alone.trace("")]), abs=0.1)
     assert UNDRAFTED not in one.matches and set(beyond.matches) == {UNDRAFTED}
@@ -120,24 +145,68 @@ async def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_ca
     assert set(leaves.trace("").drafted) == {2} and leaves.drafted.count(0) == leaves.matches.count(UNDRAFTED)
 
 
-async def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
-    planned: VllmEngine,
+@pytest.mark.parametrize(
+    ("kind", "merged", "way"),
+    [
+        (RequestOutputKind.FINAL_ONLY, 1, "head"),
+        (RequestOutputKind.CUMULATIVE, 1, "auto"),
+        (RequestOutputKind.DELTA, 1, "auto"),
+        (RequestOutputKind.DELTA, 3, "head"),
+    ],
+)
+def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_up_to_there(
+    planned: VllmEngine, loop: Loop, kind: RequestOutputKind, merged: int, way: Way
+) -> None:
+    prompt, told = prompts(1, seed=5)[0], f"{kind}-{merged}"
+
+    def ask(tag: str, **further: Any) -> tuple[str, Completion]:
+        async def run() -> tuple[str, Completion]:
+            wanted = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, output_kind=kind, **further)
+            wanted.stream_interval, text = merged, ""
+            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, DraftOptions(way)):
+                assert output.kv_transfer_params is None  # it would go out to the client
+                text = (text if kind == RequestOutputKind.DELTA else "") + output.outputs[0].text
+                last: Any = output
+            return text, last.completion
+
+        return loop.run_until_complete(run())
+
+    text, whole = ask(f"whole-{told}")
+    for end in range(8, 20, 2):
+        _, stopped = ask(f"stop-{told}-{end}", stop=[text[:end]])
+        num = len(stopped.token_ids)
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[:num])
+        position, steps = 1, []
+        for ids, accepted in zip(whole.drafted_ids, whole.accepted, strict=True):
+            if position < num:
+                steps.append((ids, min(accepted, num - position)))
+            position += accepted + 1
+        assert [*zip(stopped.drafted_ids, stopped.accepted, strict=True)] == steps
+
+
+def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
+    planned: VllmEngine, loop: Loop
 ) -> None:
     form = StructuredOutputsParams(regex="[a-f]{30,40}")
-    wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
-    asked = {"prompt_token_ids": prompts(1)[0]}
-    async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
-        last: Any = output
-    one, domain = last.completion, wanted.extra_args[OPTIONS].domain
+
+    async def run() -> tuple[Completion, str]:
+        wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
+        asked = {"prompt_token_ids": prompts(1)[0]}
+        async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
+            last: Any = output
+        assert wanted.extra_args is not None
+        return last.completion, wanted.extra_args[OPTIONS].domain
+
+    one, domain = loop.run_until_complete(run())
     assert (one.structured, domain) == (True, "chat/structured")
     assert len(one.token_ids) == 24
     assert UNDRAFTED not in one.matches  # of what was drafted the grammar may allow nothing
 
 
-async def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine) -> None:
+def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine, loop: Loop) -> None:
     told: list[Completion] = []
-    planned.llm.on_finish = lambda completion, _: told.append(completion)
-    try:
+
+    async def run() -> None:
         wanted = SamplingParams(max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         answers = planned.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, "leaves", DraftOptions("head"))
         num = 0
@@ -146,6 +215,10 @@ async def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_
             if num >= 12:
                 break
         await answers.aclose()
+
+    planned.llm.on_finish = lambda completion, _: told.append(completion)
+    try:
+        loop.run_until_complete(run())
     finally:
         planned.llm.on_finish = None
     (one,) = told
@@ -184,6 +257,8 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
         planned.llm.options_of = lambda *_: DraftOptions("auto", "chat", key)
 
         async def run() -> Completion:
+            from vllm import SamplingParams
+
             wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
             async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag):
                 last = output
@@ -201,10 +276,12 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     assert other.matches == first.matches
 
 
-async def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tokens(
-    planned: VllmEngine, tiny_target: Path, tmp_path: Path
+def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tokens(
+    planned: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
 ) -> None:
     """Whatever drafts, with prompts that the prefix cache has in part, and of no request that does not want it."""
+    from vllm import SamplingParams
+
     done: list[Completion] = []
     ways = {"0": "auto", "1": "head", "2": "off"}
 
@@ -212,24 +289,43 @@ async def test_captured_states_are_those_that_the_target_computes_for_the_accept
         number = name.split("-")[1]
         return DraftOptions(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
 
+    async def run() -> dict[str, int]:
+        await planned.capture_states(1 << 24)
+        before = await planned.settle_states([])
+        planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
+        for turn in range(2):  # the second time the cache has the prompts' whole blocks
+            await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
+        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
+        await planned.settle_states(claims)
+        while (counts := await planned.settle_states([])).get("written", 0) - before.get("written", 0) < 8:
+            await asyncio.sleep(0.01)
+        return counts
+
     async def one(number: int, prompt: list[int], turn: int) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
         async for _ in planned.llm.generate({"prompt_token_ids": prompt}, sampled, f"capture-{number}-{turn}"):
             pass
 
     try:
-        await planned.capture_states(1 << 24)
-        before = await planned.settle_states([])
-        planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
-        for turn in range(2):  # the second time the cache has the prompts' whole blocks
-            await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
-        counts = await captured(planned, done, tmp_path, before.get("written", 0) + 8)
+        counts = loop.run_until_complete(run())
     finally:
         planned.llm.options_of = planned.llm.on_finish = None
     assert counts == {"written": 8, "gone": 2}
+    samples = [
+        Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids))
+        for one in done
+        if "-3-" not in one.request_id
+    ]
     assert any(max(one.matches) > 0 for one in done) and any(sum(one.accepted) for one in done)
-    kept = [one for one in done if "-3-" not in one.request_id]
-    assert require_states(tiny_target, kept, LAYERS, tmp_path) == {0, 32}
+    states = HiddenStates(tmp_path / "hidden", samples, LAYERS, HIDDEN)
+    states.extract(tiny_target)
+    firsts = set()
+    for sample in samples:
+        found = read(tmp_path / sample.id, "t", LAYERS, sample.token_ids)
+        firsts.add(found.first)
+        wanted = states.read(sample)[0][found.first : -1].float()
+        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
+    assert firsts == {0, 32}
 
 
 def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of_them(
@@ -256,9 +352,12 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     engine, answer = loop.run_until_complete(start_and_measure())
     assert len(answer.token_ids) == 64
     plain_ms = engine.times.plain_ms(engine.mode.eager)
+    assert plain_ms is not None
     assert 0 < plain_ms < 1000
-    assert engine.llm.throughput.why != "unmeasured"
-    assert engine.llm.throughput.plain_tokens_per_s > 0
+    assert engine.llm.pace is not None
+    assert engine.llm.pace.why != "unmeasured"
+    assert engine.llm.pace.plain_tokens_per_s > 0
+    assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
         assert {curve.num_sequences: curve.rows for curve in kept.curves} == {
             1: (1, 2, 3, 4, 5, 9),
@@ -272,7 +371,9 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     assert speed.low < speed.tokens_per_s / speed.plain_tokens_per_s < speed.high
 
 
-async def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(planned: VllmEngine) -> None:
+def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
+    planned: VllmEngine, loop: Loop
+) -> None:
     prompt, piece = prompts(1, seed=9)[0] * 4, 16  # 192 tokens
 
     async def steps_beside(wanted: Sampling, tag: str) -> tuple[int, Completion]:
@@ -294,10 +395,14 @@ async def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between
         await beside
         return counts[0] - before, answered
 
-    plain = Sampling(max_tokens=8, ignore_eos=True, num_logprobs=2, drafting="off")
-    await planned.llm.reset_prefix_cache()
-    at_once, whole = await steps_beside(plain, "whole")
-    await planned.llm.reset_prefix_cache()
-    between, read = await steps_beside(plain.model_copy(update={"piece": piece}), "pieces")
+    async def run() -> list[tuple[int, Completion]]:
+        plain = Sampling(max_tokens=8, ignore_eos=True, num_logprobs=2, drafting="off")
+        await planned.llm.reset_prefix_cache()
+        whole = await steps_beside(plain, "whole")
+        await planned.llm.reset_prefix_cache()
+        return [whole, await steps_beside(plain.model_copy(update={"piece": piece}), "pieces")]
+
+    (at_once, whole), (between, read) = loop.run_until_complete(run())
     assert at_once < len(prompt) // piece - 2 <= between
-    require_none_different(golden_of([whole]), [read], THRESHOLD)
+    golden = Golden(prompt_ids=whole.prompt_ids, token_ids=whole.token_ids, gaps=whole.gaps)
+    assert equal_output(golden, read.token_ids, THRESHOLD) != "different"

@@ -20,9 +20,9 @@ from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.patches.dflash import norm_by_layer
 from models.evaluation.acceptance import UNDRAFTED
+from models.evaluation.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
-from tests.models.engines import answers
 
 pytestmark = pytest.mark.engine
 
@@ -57,19 +57,28 @@ def running(
 
 
 async def answer_all(engine: Engine, tag: str) -> list[Completion]:
-    return await answers.answer_all(engine, prompts(), GREEDY, NUM_PROMPTS, tag)
+    asked = enumerate(prompts())
+    return list(await asyncio.gather(*(engine.generate(prompt, GREEDY, f"{tag}-{number}") for number, prompt in asked)))
 
 
-async def test_output_is_equal_with_and_without_and_drafts_are_the_reference_engines(running: Running) -> None:
+def test_output_is_equal_with_and_without_and_drafts_are_the_reference_engines(
+    running: Running, loop: asyncio.AbstractEventLoop
+) -> None:
     engine, target, draft = running
-    on = await answer_all(engine, "on")
-    await engine.set_speculation(False)
-    off = await answer_all(engine, "off")
-    await engine.set_speculation(True)
-    other = await reference.TorchEngine.start(target, draft, reference.Params(dtype="float32"))
-    again, torchs = await answer_all(engine, "again"), await answer_all(other, "torch")
-    for outputs in (on, again, torchs):
-        answers.require_none_different(answers.golden_of(off), outputs, 0.02)
+
+    async def run() -> list[list[Completion]]:
+        on = await answer_all(engine, "on")
+        await engine.set_speculation(False)
+        off = await answer_all(engine, "off")
+        await engine.set_speculation(True)
+        other = await reference.TorchEngine.start(target, draft, reference.Params(dtype="float32"))
+        return [on, off, await answer_all(engine, "again"), await answer_all(other, "torch")]
+
+    on, off, again, torchs = loop.run_until_complete(run())
+    for answers in (on, again, torchs):
+        for one, plain in zip(answers, off, strict=True):
+            golden = Golden(prompt_ids=plain.prompt_ids, token_ids=plain.token_ids, gaps=plain.gaps)
+            assert equal_output(golden, one.token_ids, 0.02) != "different"
     assert sum(sum(one.drafted) for one in off) == 0
     assert sum(sum(one.accepted) for one in on) > 0
     same = [(mine, theirs) for mine, theirs in zip(torchs, on, strict=True) if mine.drafted_ids == theirs.drafted_ids]
@@ -77,37 +86,52 @@ async def test_output_is_equal_with_and_without_and_drafts_are_the_reference_eng
     assert all(mine.accepted == theirs.accepted for mine, theirs in same)
 
 
-async def test_weights_are_swapped_proved_and_told_apart(running: Running, tmp_path: Path) -> None:
+def test_weights_are_swapped_proved_and_told_apart(
+    running: Running, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
     engine, target, draft = running
     other = save_tiny(family_of(draft), target, tmp_path, seed=5, scale=NOISE, served=True)
-    before = await answer_all(engine, "before")
-    assert await engine.check_draft(draft) < 0.05
-    await engine.swap_draft(other, "2")
-    assert engine.draft_version == "2"
-    assert await engine.check_draft(other) < 0.05
-    if not family_of(draft).TRAINED:
+
+    async def run() -> list[list[Completion]]:
+        before = await answer_all(engine, "before")
+        assert await engine.check_draft(draft) < 0.05
+        await engine.swap_draft(other, "2")
+        assert engine.draft_version == "2"
+        assert await engine.check_draft(other) < 0.05
+        if not family_of(draft).TRAINED:
+            return [before]
+        with pytest.raises(ValueError, match="of the loaded draft is off by"):
+            await engine.check_draft(draft)
+        after = await answer_all(engine, "after")
+        alone = await reference.TorchEngine.start(target, other, reference.Params(dtype="float32"))
+        return [before, after, await answer_all(alone, "alone")]
+
+    before, *rest = loop.run_until_complete(run())
+    if not rest:
         return
-    with pytest.raises(ValueError, match="of the loaded draft is off by"):
-        await engine.check_draft(draft)
-    after = await answer_all(engine, "after")
-    alone = await answer_all(
-        await reference.TorchEngine.start(target, other, reference.Params(dtype="float32")), "alone"
-    )
+    after, alone = rest
     assert [one.drafted_ids for one in before] != [one.drafted_ids for one in after]
     assert sum(a.drafted_ids == b.drafted_ids for a, b in zip(after, alone, strict=True)) >= NUM_SAME
 
 
-async def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_drafting_of_others(
-    running: Running,
+def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_drafting_of_others(
+    running: Running, loop: asyncio.AbstractEventLoop
 ) -> None:
     engine, _, draft = running
     full = (prompts()[0] * 3)[: 256 - 12]
-    asked = [(full, "head", 12), (prompts()[1], "off", 32), (prompts()[2], "head", 32), (full[::-1], "head", 12)]
-    answering = (
-        engine.generate(prompt, GREEDY.model_copy(update={"drafting": way, "max_tokens": most}), f"at-{at}")
-        for at, (prompt, way, most) in enumerate(asked)
-    )
-    at_end, off, other, again_at_end = await asyncio.gather(*answering)
+
+    async def run() -> list[Completion]:
+        asked = [(full, "head", 12), (prompts()[1], "off", 32), (prompts()[2], "head", 32), (full[::-1], "head", 12)]
+        return list(
+            await asyncio.gather(
+                *(
+                    engine.generate(prompt, GREEDY.model_copy(update={"drafting": way, "max_tokens": most}), f"at-{at}")
+                    for at, (prompt, way, most) in enumerate(asked)
+                )
+            )
+        )
+
+    at_end, off, other, again_at_end = loop.run_until_complete(run())
     finds = all if family_of(draft).TRAINED else any  # a text may hold nothing that goes on from where it is looked up
     assert finds(step > 0 for step in other.drafted[:-1]), other.drafted  # its length may cut the last one
     assert not any(off.drafted)

@@ -13,12 +13,14 @@ from infra.manifest import write_manifest
 from models.drafts import eagle3
 from models.engines import Completion
 from models.engines.vllm import Params
+from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.worker import DraftWorker
+from models.learning.captured import read
+from models.learning.hidden import HiddenStates, Sample
 from tests.conftest import shake
-from tests.models.engines.answers import captured, require_states
-from tests.models.engines.test_vllm_drafting import prompts
+from tests.models.engines.test_vllm_drafting import HIDDEN, prompts
 
 pytestmark = pytest.mark.engine
 
@@ -40,26 +42,42 @@ def engine(tiny_target: Path, loop: Loop, tmp_path_factory: pytest.TempPathFacto
     loop.run_until_complete(engine.close())
 
 
-async def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
-    engine: VllmEngine, tiny_target: Path, tmp_path: Path
+def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
+    engine: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
 ) -> None:
     done: list[Completion] = []
+
+    async def run() -> dict[str, int]:
+        assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * HIDDEN
+        engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
+        engine.llm.on_finish = lambda completion, _: done.append(completion)
+        await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
+        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
+        await engine.settle_states(claims)
+        while (counts := await engine.settle_states([])).get("written", 0) < len(done):
+            await asyncio.sleep(0.01)
+        return counts
 
     async def one(number: int, prompt: list[int]) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
         async for _ in engine.llm.generate({"prompt_token_ids": prompt}, sampled, f"last-{number}"):
             pass
 
-    assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * 128
-    engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
-    engine.llm.on_finish = lambda completion, _: done.append(completion)
-    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
-    assert await captured(engine, done, tmp_path, len(done)) == {"written": 4}
+    assert loop.run_until_complete(run()) == {"written": 4}
     assert all(sum(one.drafted) for one in done)
-    assert require_states(tiny_target, done, (*TAPS, LAST), tmp_path) == {0}
+    samples = [Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids)) for one in done]
+    layers = (*TAPS, LAST)
+    states = HiddenStates(tmp_path / "hidden", samples, layers, HIDDEN)
+    states.extract(tiny_target)
+    for sample in samples:
+        found = read(tmp_path / sample.id, "t", layers, sample.token_ids)
+        assert found.first == 0
+        wanted = states.read(sample)[0][:-1].float()
+        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
 
 
 def test_the_head_gets_its_own_layers_alone_and_can_be_swapped(engine: VllmEngine, loop: Loop) -> None:
+    assert engine.draft is not None
     assert loop.run_until_complete(engine.check_draft(engine.draft)) < 0.05
     assert loop.run_until_complete(engine.swap_draft(engine.draft, "again")) > 0
 

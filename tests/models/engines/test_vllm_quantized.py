@@ -15,9 +15,9 @@ from models import quantize
 from models.checkpoints import mixed
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
+from models.engines.vllm.engine import VllmEngine
 from models.stages import Quantize
 from models.targets import describe
-from tests.models.engines.answers import answers_of
 
 pytestmark = pytest.mark.engine
 
@@ -49,6 +49,15 @@ def store(table: dict[str, object], target: Path, directory: Path) -> PreTrained
     return quantized.model
 
 
+async def answer_and_close(target: Path, dtype: Literal["float32", "bfloat16"]) -> list[Completion]:
+    params = Params(dtype=dtype, max_model_len=128, max_num_seqs=8)
+    engine = await VllmEngine.start(target, None, params)
+    try:
+        return [await engine.generate(prompt, GREEDY, f"{n}") for n, prompt in enumerate(prompts(8, 16))]
+    finally:
+        await engine.close()
+
+
 def gaps(model: PreTrainedModel, answers: Sequence[Completion]) -> np.ndarray:
     """How far the engine's token is ahead of the best other one in `model`, [answers, tokens]; negative if behind."""
     ids = torch.tensor([answer.prompt_ids + answer.token_ids for answer in answers])
@@ -68,8 +77,7 @@ def test_the_engine_says_what_the_simulation_says(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     simulation = store(table, tiny_target, tmp_path / "quantized")
-    params = Params(dtype=dtype, max_model_len=128, max_num_seqs=8)
-    answers = loop.run_until_complete(answers_of(tmp_path / "quantized", None, params, prompts(8, 16), GREEDY))
+    answers = loop.run_until_complete(answer_and_close(tmp_path / "quantized", dtype))
     served = np.array([answer.gaps for answer in answers])
     assert served.shape == (8, GREEDY.max_tokens)
     float_model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)

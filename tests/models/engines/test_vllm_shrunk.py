@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.engines import Sampling
 from models.engines.vllm import Params
+from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.patches import linear_kernels
-from models.evaluation.golden import equal_output
+from models.evaluation.golden import Golden, equal_output
 from models.params import TrainingParams
 from models.shrink import depth, width
 from models.targets import random
-from tests.models.engines.answers import answers_of, golden_of
 
 pytestmark = pytest.mark.engine
 
@@ -35,9 +35,16 @@ def test_a_shrunk_model_is_served(loop: asyncio.AbstractEventLoop, tmp_path: Pat
     assert all(linear_kernels.fits_half(weight) for weight in model.state_dict().values() if weight.ndim == 2)
     AutoTokenizer.from_pretrained(target).save_pretrained(directory)
 
-    params = Params(num_draft_tokens=0, dtype="float32", max_model_len=128)
+    async def answers() -> list[Golden]:
+        engine = await VllmEngine.start(directory, None, Params(num_draft_tokens=0, dtype="float32", max_model_len=128))
+        try:
+            outputs = [await engine.generate(prompt, GREEDY, str(n)) for n, prompt in enumerate(prompts)]
+        finally:
+            await engine.close()
+        return [Golden(prompt_ids=o.prompt_ids, token_ids=o.token_ids, gaps=o.gaps) for o in outputs]
+
     prompts = [list(range(start, start + 9)) for start in range(3, 123, 15)]
-    for golden in golden_of(loop.run_until_complete(answers_of(directory, None, params, prompts, GREEDY))):
+    for golden in loop.run_until_complete(answers()):
         ids = torch.tensor([golden.prompt_ids])
         with torch.inference_mode():
             mine = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
