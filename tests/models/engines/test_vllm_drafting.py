@@ -354,9 +354,9 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     plain_ms = engine.times.plain_ms(engine.mode.eager)
     assert plain_ms is not None
     assert 0 < plain_ms < 1000
-    assert engine.llm.pace is not None
-    assert engine.llm.pace.why != "unmeasured"
-    assert engine.llm.pace.plain_tokens_per_s > 0
+    assert engine.llm.throughput is not None
+    assert engine.llm.throughput.why != "unmeasured"
+    assert engine.llm.throughput.plain_tokens_per_s > 0
     assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
         assert {curve.num_sequences: curve.rows for curve in kept.curves} == {

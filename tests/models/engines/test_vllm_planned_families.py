@@ -131,8 +131,8 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
     plain = ask(loop, engine, DraftOptions("off", "plain"), asked, FEW, concurrency=1)
     for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 2.2, 1, K), ("all", 3.95, K, K)):
         answers = ask(loop, engine, DraftOptions("auto", domain, "key", promised), asked, FEW, concurrency=1)
-        assert engine.llm.pace is not None
-        assert least <= engine.llm.pace.num_draft_tokens <= most
+        assert engine.llm.throughput is not None
+        assert least <= engine.llm.throughput.num_draft_tokens <= most
         planned = [max(one.drafted) for one in answers]
         assert least <= min(planned) <= max(planned) <= most
         assert not any(match > 0 for one in answers for match in one.matches)
