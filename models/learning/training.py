@@ -136,7 +136,7 @@ def _train_by_name(
             trained: Trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
             return trained
     hooks = [
-        module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
+        module.Hooks(method, torch.Generator().manual_seed(1000 * seed + number))
         for number, (module, method) in enumerate(modules)
     ]
     label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
