@@ -30,11 +30,7 @@ def families() -> list[str]:
 
 @cache
 def names(family: str) -> list[str]:
-    """Return the names of a family's methods, sorted.
-
-    Raises:
-        ValueError: there is no such family.
-    """
+    """Return the names of a family's methods, sorted; ValueError if there is no such family."""
     if family not in families():
         raise ValueError(f'no family "{family}"{did_you_mean(family, families())}')
     modules = iter_modules([str(_ROOT / family)])
@@ -42,11 +38,7 @@ def names(family: str) -> list[str]:
 
 
 def load(family: str, name: str) -> ModuleType:
-    """Import one method's module.
-
-    Raises:
-        ValueError: there is no such family, or no such method in it.
-    """
+    """Import one method's module; ValueError if there is no such family, or no such method in it."""
     choices = names(family)
     if name not in choices:
         raise ValueError(f'no method "{name}" in {family}{did_you_mean(name, choices)}')
@@ -55,10 +47,6 @@ def load(family: str, name: str) -> ModuleType:
 
 def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
     """Build the `Params` of the method that `table["name"]` names.
-
-    Args:
-        family: the method's folder.
-        table: one table of a recipe.
 
     Raises:
         ValueError: `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.

@@ -40,11 +40,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a Hugging Face tokenizer of the `tokenizers` library.
-
-        Raises:
-            ValueError: it is another, or its added tokens can't be renamed.
-        """
+        """Take a Hugging Face tokenizer of the `tokenizers` library; ValueError as `Markers`."""
         self._tokenizer = tokenizer
         directory = Path(tokenizer.name_or_path)
         ends = stop_ids(directory) if (directory / "config.json").is_file() else frozenset()
@@ -66,11 +62,10 @@ class ChatEncoder:
         chat_template: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Encode a chat as the service does.
+        """Encode a chat as the service does; messages and tools are as OpenAI's API takes them.
 
         Args:
-            messages: as OpenAI's API takes them; `arguments` of tool calls may be JSON text or a mapping.
-            tools: as OpenAI's API takes them.
+            messages: `arguments` of tool calls may be JSON text or a mapping.
             add_generation_prompt: whether the assistant is to answer.
             continue_final_message: whether it is to go on with the last message instead.
             chat_template: instead of the tokenizer's own.
@@ -97,14 +92,10 @@ class ChatEncoder:
         arguments: Mapping[str, Any],
         max_chars: int | None = None,
     ) -> list[int]:
-        """Encode a chat that was read already, as by vLLM.
+        """Encode messages as vLLM reads them, and tools as the template is to see them.
 
-        Args:
-            conversation: messages as vLLM reads them.
-            tools: as the template is to see them.
-            template: its text.
-            arguments: what else it is given, `add_generation_prompt` and `continue_final_message` among them.
-            max_chars: letters that the text may have, None for any number.
+        `arguments` hold `add_generation_prompt` and `continue_final_message`; the text may have `max_chars` letters,
+        None for any number.
 
         Raises:
             ValueError: there are no messages, they are too long, or the template refuses them.
@@ -140,17 +131,11 @@ class ChatEncoder:
         """Encode what the assistant wrote: tokens that are special or end an answer are plain, others its own."""
         return self._markers.encode_own(text)
 
-    def encode_document(self, content: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Encode something to train on: a text and the end-of-text token, or a whole chat as the template writes it.
-
-        Raises:
-            ValueError: as `encode`, or the tokenizer has no end-of-text token.
-        """
-        if not isinstance(content, str):
-            return self.encode(content, add_generation_prompt=False)
+    def encode_document(self, text: str) -> list[int]:
+        """Encode a text to train on and the end-of-text token; ValueError if the tokenizer has none."""
         if self._tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token, so a text could not end")
-        return [*self.encode_text(content), self._tokenizer.eos_token_id]
+        return [*self.encode_text(text), self._tokenizer.eos_token_id]
 
     def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
         """Change the text of a token sequence in the stretches between markers.

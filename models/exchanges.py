@@ -25,9 +25,7 @@ def body_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def paired(rows: Iterable[tuple[str, Row]], on_fault: Callable[[str, Unusable], None]) -> Iterator[tuple[str, Row]]:
     """Join each line of a Batch API's input with the line of its output, by `custom_id`, in whatever order they come.
 
-    Args:
-        rows: place and row; others pass.
-        on_fault: told of lines whose `custom_id` two requests bear.
+    Other rows pass, with their places. `on_fault` is told of lines whose `custom_id` two requests bear.
     """
     waiting: dict[str, dict[str, tuple[str, Row]]] = {}
     ambiguous: set[str] = set()

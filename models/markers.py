@@ -31,11 +31,7 @@ class Markers:
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
-        """Rename the markers in a copy.
-
-        Args:
-            tokenizer: a Hugging Face tokenizer.
-            ends: ids that end an answer.
+        """Rename the markers of a Hugging Face tokenizer in a copy; `ends` are ids that end an answer.
 
         Raises:
             ValueError: it is not one of the `tokenizers` library, the copy has other ids, or a special token is one
@@ -60,12 +56,8 @@ class Markers:
     def broken(self, value: Any, named: Collection[str], own: bool = False) -> Any:
         """Return a value of JSON whose texts and keys hold no marker, and can't become a part of one.
 
-        `encode` takes the breaks out again.
-
-        Args:
-            value: what somebody wrote.
-            named: texts that the template compares with; one of them is only broken from the start of a marker on.
-            own: whether the assistant wrote it: only what is special or ends an answer is broken.
+        `encode` takes the breaks out again. Texts that the template compares with, `named`, are only broken from the
+        start of a marker on; of the assistant's `own` only what is special or ends an answer is.
         """
         if isinstance(value, str):
             return (self._own if own else self._whole).broken(value, named)

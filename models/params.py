@@ -56,12 +56,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> ModelT:
-    """Build `model` from `values`.
-
-    Args:
-        model: the class to build.
-        values: its fields.
-        where: what the values describe, the start of each line of the error.
+    """Build `model` from `values`; `where` says what they describe, the start of each line of the error.
 
     Raises:
         ValueError: a key is unknown, missing or holds a wrong value; names each such key.
@@ -91,11 +86,7 @@ def without_defaults(value: Any) -> Any:
 
 
 def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str) -> None:
-    """Refuse keys that nothing would read.
-
-    Raises:
-        ValueError: one of `keys` is set to something else than its default; names it.
-    """
+    """Raise ValueError naming one of `keys`, which nothing would read, that is not set to its default."""
     for key in keys:
         if (value := getattr(params, key)) != type(params).model_fields[key].get_default(call_default_factory=True):
             raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')

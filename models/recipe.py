@@ -5,7 +5,6 @@ One that ships is read by its name, any other TOML file by its path. Tables of m
 that way.
 """
 
-import difflib
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -329,10 +328,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Read and parse a recipe.
-
-    Args:
-        name_or_path: the name of one that ships, or the path of a TOML file.
+    """Read and parse a recipe that ships, by its name, or a TOML file.
 
     Raises:
         ValueError: there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
@@ -340,9 +336,7 @@ def load_recipe(name_or_path: str) -> Recipe:
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
     if not path.is_file():
-        near = difflib.get_close_matches(name_or_path, shipped, n=1)
-        hint = f' (did you mean "{near[0]}"?)' if near else ""
-        raise ValueError(f'no recipe "{name_or_path}"{hint}; give a TOML file or one of: {", ".join(shipped)}')
+        raise ValueError(f'no TOML file and no recipe "{name_or_path}"{did_you_mean(name_or_path, shipped)}')
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
@@ -351,13 +345,9 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from a parsed TOML file.
+    """Build a recipe from the tables of a TOML file; `where` is the start of each error.
 
     Each table is parsed by itself first, so that an error names the table and the nearest key.
-
-    Args:
-        tables: the file's content.
-        where: what to call the file, the start of each error.
 
     Raises:
         ValueError: a table, key, method or value is wrong.

@@ -115,12 +115,9 @@ def _rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
 def usable(
     path: str, read: Callable[[OnFault], Iterable[tuple[str, RowT]]], make: Callable[[str, RowT], ItemT]
 ) -> Iterator[ItemT]:
-    """Yield what is made of rows, and log how many were left out for which reason, with the first place of each.
+    """Yield what is made of places and rows, and log how many were left out for which reason, with the first of each.
 
-    Args:
-        path: of the rows.
-        read: given what is told of each row that can't be read, returns places and rows.
-        make: of place and row.
+    `read` is given what is told of each row that can't be read.
 
     Raises:
         ValueError: there are no rows, or none can be used.

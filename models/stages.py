@@ -226,9 +226,7 @@ TABLES: dict[str, type[Frozen]] = {
 def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
     """Raise ValueError if a stage has no text to work on, wants more than there is, or loses what one before it made.
 
-    Args:
-        text: domain to its table.
-        tables: name to the stage's table, None for one that is switched off.
+    A table is None where the stage is switched off.
     """
     for name, table in tables.items():
         if table is not None and not text:

@@ -60,11 +60,7 @@ def declared(family: str, params: BaseParams, where: str) -> Declared:
 
 
 def require_kept(methods: Iterable[Declared]) -> None:
-    """Raise ValueError naming two methods of which the later changes what the earlier keeps.
-
-    Args:
-        methods: in the order in which they are run.
-    """
+    """Raise ValueError naming two methods, in the order they run, of which the later changes what the earlier keeps."""
     for earlier, later in combinations(methods, 2):
         for what in LOST:
             if what in earlier.keeps and what in later.changes:
@@ -89,7 +85,7 @@ def require_exceptions(method: BaseParams, exceptions: Mapping[str, Any]) -> Non
     stored = catalog.load("quantize", method.name).STORED
     for pattern, other in exceptions.items():
         module = None if other == FLOAT else catalog.load("quantize", other.name)
-        if module is not None and (stored != module.STORED or hasattr(module, "regime")):
+        if module is not None and (stored != module.STORED or hasattr(module, "Hooks")):
             raise ValueError(
                 f'exception "{pattern}": "{other.name}" can\'t stand beside "{method.name}"; '
                 f"choose one that is stored as {stored} too and trains nothing, or {FLOAT!r}"

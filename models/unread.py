@@ -31,7 +31,7 @@ def _require_read_stages(recipe: Any) -> None:
             continue
         others = [form for form in getattr(table, "exceptions", {}).values() if isinstance(form, BaseParams)]
         own, *further = [catalog.load(family, method.name) for method in (table.method, *others)]
-        trains = hasattr(own, "regime") or getattr(own, "TRAINS", False)
+        trains = hasattr(own, "Hooks") or getattr(own, "TRAINS", False)
         calibrates = isinstance(table, Shrink) and getattr(table.method, "measures", True)
         calibrates = calibrates or any(getattr(module, "CALIBRATED", False) for module in (own, *further))
         reads = reads or trains or calibrates

@@ -88,12 +88,8 @@ def require_source(
 ) -> None:
     """Raise ValueError if a draft can't learn from such answers.
 
-    Args:
-        answers: method of this family.
-        loss: what the draft is trained with.
-        is_trained: whether it has weights to learn.
-        of_log: whether the answers come from the query log.
-        domains: that a first draft is trained on; later ones keep answers of theirs.
+    `of_log` says whether they come from the query log, and `domains` are those that a first draft is trained on;
+    later drafts keep answers of theirs.
     """
     source = catalog.load("answers", answers.name)
     if (source.WRITES or hasattr(source, "weigh")) and not is_trained:

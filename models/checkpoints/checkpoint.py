@@ -17,11 +17,7 @@ from models.layers import factors
 
 
 def read_tensor(directory: Path, name: str) -> Tensor:
-    """Read one tensor of a model directory, single-file or sharded.
-
-    Raises:
-        ValueError: no file holds it.
-    """
+    """Read one tensor of a model directory, single-file or sharded; ValueError if no file holds it."""
     layer = name.rpartition(".")[0]
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):

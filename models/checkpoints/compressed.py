@@ -50,11 +50,9 @@ def packed_scheme(bits: int, group_size: int, symmetric: bool) -> dict[str, Any]
 
 
 def plain_scheme(form: str, dynamic: bool) -> dict[str, Any]:
-    """Return `quantization_config` for 8-bit weights with a scale a row.
+    """Return `quantization_config` for 8-bit weights with a scale a row, whose form is INTEGER or FLOAT.
 
-    Args:
-        form: INTEGER or FLOAT.
-        dynamic: whether inputs get a scale a token on the fly; else each layer has a fixed one.
+    If `dynamic`, inputs get a scale a token on the fly; else each layer has a fixed one.
     """
     shared = {"num_bits": 8, "type": "int" if form == INTEGER else "float", "symmetric": True}
     inputs = {**shared, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
@@ -74,17 +72,10 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 
 
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Put float32 weights in place of quantized ones.
-
-    Args:
-        tensors: of a checkpoint that `packed_scheme` or `plain_scheme` describes.
-        quantization: its `quantization_config`.
-
-    Returns:
-        Tensors by the names of a plain checkpoint; scales of inputs are left out.
+    """Put float32 weights in place of quantized ones; scales of inputs are left out.
 
     Raises:
-        ValueError: the checkpoint is quantized in another way.
+        ValueError: the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
     """
     bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
@@ -103,9 +94,7 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
 def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put layers that round their inputs, as engines do, in place of linear ones that are stored so.
 
-    Args:
-        model: changed in place; layers of packed weights round no inputs and stay.
-        tensors: of a checkpoint that `packed_scheme` or `plain_scheme` describes.
+    Layers of packed weights round no inputs and stay.
 
     Raises:
         ValueError: a layer that is stored so is no `nn.Linear`; names it.

@@ -63,12 +63,7 @@ def _load_plain(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_reported(source: str | Path, **settings: Any) -> tuple[PreTrainedModel, list[str]]:
-    """Return a causal language model, and which of its tensors `source` lacks: the library draws those at random.
-
-    Args:
-        source: a directory, or a name on the hub.
-        settings: of `from_pretrained`.
-    """
+    """Return a causal language model, and which of its tensors `source` lacks: the library draws those at random."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **settings)
     model, report = loaded  # which is annotated as the model alone
     return model, sorted(report["missing_keys"])
@@ -86,13 +81,9 @@ def _require_all(missing: Collection[str], directory: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: Path, like: Path) -> None:
-    """Write a model that was made of the target `like` into `directory`, in the same number format.
+    """Write a model that was made of the target `like` into `directory`, in its number format and with all else of it.
 
-    Args:
-        model: of another shape or other weights; its own format is changed. Layers of low rank are written as factors
-            where the config notes that.
-        directory: gets config and weights, and all else from `like`.
-        like: a target's directory.
+    Layers of low rank are written as factors where the config notes that.
     """
     config = json.loads((like / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))

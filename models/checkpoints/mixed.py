@@ -39,13 +39,9 @@ def quantize(
     method: BaseParams,
     exceptions: Mapping[str, Any],
 ) -> Quantized:
-    """Quantize a model by `method` but for some layers.
+    """Quantize a model by `method` but for some layers; see `models.quantize`.
 
-    Args:
-        model: in float32; used up.
-        documents: token ids to calibrate on.
-        method: settings of a method.
-        exceptions: pattern to settings of another method, or "float".
+    `exceptions` are of a pattern to settings of another method, or "float".
 
     Raises:
         ValueError: a pattern fits no layer, or as the methods.

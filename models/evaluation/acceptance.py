@@ -52,11 +52,6 @@ class Trace(Frozen):
             raise ValueError("accepted must be from 0 to drafted in each step")
         return self
 
-    @property
-    def accepted_per_position(self) -> tuple[int, ...]:
-        """In how many steps the token at each drafted place was accepted."""
-        return tuple(sum(a > i for a in self.accepted) for i in range(max(self.drafted, default=0)))
-
 
 class AcceptanceCount(NamedTuple):
     """What speculation did for one request, in sums; `number` grows with the time at which requests ended."""
@@ -90,22 +85,13 @@ class Summary(Frozen):
 def counted(
     drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return drafted and accepted tokens of the steps that count.
-
-    Args:
-        drafted, accepted: tokens of each step.
-        matches: of each step, `UNDRAFTED` where it does not count; empty where all do.
-    """
+    """Return drafted and accepted tokens of the steps that count: of matches, where there are any, not `UNDRAFTED`."""
     kept = [place for place in range(len(drafted)) if not matches or matches[place] != UNDRAFTED]
     return tuple(drafted[place] for place in kept), tuple(accepted[place] for place in kept)
 
 
 def acceptance_rate(traces: Sequence[Trace]) -> float:
-    """Return accepted / drafted tokens.
-
-    Raises:
-        ValueError: nothing was drafted.
-    """
+    """Return accepted / drafted tokens; ValueError if nothing was drafted."""
     drafted, accepted, _ = _counts(traces).sum(axis=0)
     if not drafted:
         raise ValueError(f"{len(traces)} traces drafted nothing, so they have no acceptance rate")
@@ -113,11 +99,7 @@ def acceptance_rate(traces: Sequence[Trace]) -> float:
 
 
 def mean_accepted_length(traces: Sequence[Trace]) -> float:
-    """Return τ = 1 + accepted tokens / verification steps.
-
-    Raises:
-        ValueError: there was no verification step.
-    """
+    """Return τ = 1 + accepted tokens / verification steps; ValueError if there was no verification step."""
     _, accepted, steps = _counts(traces).sum(axis=0)
     if not steps:
         raise ValueError(f"{len(traces)} traces have no verification step, so they have no accepted length")
@@ -144,7 +126,7 @@ def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000)
         tau=tau,
         rate_without_loops=rate_without_loops,
         tau_without_loops=tau_without_loops,
-        per_position=tuple(_estimate(_ratio(sums[:, i], sums[:, num_positions + i])) for i in range(num_positions)),
+        per_position=tuple(estimate(_ratio(sums[:, i], sums[:, num_positions + i])) for i in range(num_positions)),
     )
 
 
@@ -168,7 +150,7 @@ def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, n
     else:
         sums = np.hstack([resample_sums(_counts(traces), rng, num_resamples) for traces in (before, after)])
     gains = _ratio(sums[:, 4], sums[:, 5]) - _ratio(sums[:, 1], sums[:, 2])
-    return _estimate(np.concatenate([[value], gains]))
+    return estimate(np.array([value, *gains]))
 
 
 def is_looping(token_ids: Sequence[int]) -> bool:
@@ -184,16 +166,7 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 
 
 def resample_sums(rows: Floats, rng: np.random.Generator, num_resamples: int) -> Floats:
-    """Sum over rows drawn with replacement.
-
-    Args:
-        rows: [N, C].
-        rng: drawn from num_resamples × N times.
-        num_resamples: R.
-
-    Returns:
-        [R, C], the column sums of each resample of N rows.
-    """
+    """Return [R, C], the column sums of R resamples of N rows [N, C], drawn with replacement."""
     num_rows = len(rows)
     if num_rows == 0:
         return np.zeros((num_resamples, rows.shape[1]))
@@ -217,10 +190,7 @@ def _check_ids(traces: Sequence[Trace]) -> None:
 def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
     """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
 
-    Args:
-        drafted, accepted: tokens of each step, as in `Trace`.
-        matches: of each step, not 0 where the draft did not draft; empty where it always did.
-        length: tokens of the completion.
+    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did.
 
     Raises:
         ValueError: the steps don't fit each other.
@@ -251,9 +221,8 @@ def _positions(traces: Sequence[Trace]) -> Floats:
 def _rate_and_tau(counts: Floats, seed: int, num_resamples: int) -> tuple[Estimate | None, Estimate | None]:
     resamples = resample_sums(counts, np.random.default_rng(seed), num_resamples)
     drafted, accepted, steps = np.vstack([counts.sum(axis=0), resamples]).T
-    rate = _estimate(_ratio(accepted, drafted)) if drafted[0] else None
-    tau = _estimate(1 + _ratio(accepted, steps)) if steps[0] else None
-    return rate, tau
+    rate = estimate(_ratio(accepted, drafted)) if drafted[0] else None
+    return rate, estimate(1 + _ratio(accepted, steps)) if steps[0] else None
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
@@ -261,7 +230,7 @@ def _ratio(numerator: Floats, denominator: Floats) -> Floats:
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
 
 
-def _estimate(values: Floats) -> Estimate:
-    """Make an estimate of [1 + R] values: the figure, then its resamples."""
+def estimate(values: Floats) -> Estimate:
+    """Make an estimate of [1 + R] values: the figure, then its resamples, NaN where one tells nothing."""
     low, high = np.nanquantile(values[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(value=float(values[0]), low=float(low), high=float(high))

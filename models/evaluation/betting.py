@@ -39,16 +39,9 @@ PARTS = np.array(
 
 
 def log_growth(values: Floats, weights: Floats, mean: float, bound: float) -> Floats:
-    """Return by how much the log of each bet's wealth grows.
+    """Return [..., B] by how much the log of each bet's wealth grows, against a mean above −bound.
 
-    Args:
-        values: [..., N], each in [−bound, bound].
-        weights: [..., N], each in [0, 1].
-        mean: what is bet against, above −bound.
-        bound: K.
-
-    Returns:
-        [..., B].
+    Values [..., N] are in [−bound, bound], weights [..., N] in [0, 1].
     """
     odds = (values - mean) / (mean + bound)
     return np.stack([(weights * np.log1p(bet * odds)).sum(axis=-1) for bet in BETS], axis=-1)
@@ -82,11 +75,9 @@ class MeanTest(Frozen):
         return counts
 
     def after(self, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
-        """Return the test with more values.
+        """Return the test with more values, each in [−bound, bound].
 
-        Args:
-            values: each in [−bound, bound].
-            weights: one each, in [0, 1] and chosen before the value was seen; by default 1.
+        Weights, by default 1, are in [0, 1] and chosen before the value was seen.
 
         Raises:
             ValueError: a value or weight is out of range.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from models.evaluation.acceptance import AcceptanceCount
@@ -65,21 +66,16 @@ class Answer(NamedTuple):
 
 
 def lost_on_canaries(reference: Sequence[Answer], answers: Sequence[Answer]) -> float | None:
-    """Return which share of the reference's gain is missing, negative if there is more.
+    """Return which share of the gain shown on probation is missing now on the same prompts, negative if there is more.
 
-    Args:
-        reference: what the draft showed on probation.
-        answers: of the same prompts, in their order, now.
-
-    Returns:
-        None where too little was drafted, or not as many tokens a step as then, to say.
+    None where too little was drafted, or not as many tokens a step as then, to say.
     """
-    before = after = (0, 0, 0)
+    sums = np.zeros((2, 3))
     for then, now in zip(reference, answers, strict=False):
         parts = first_difference(then.token_ids, now.token_ids)
         alike = len(then.token_ids) if parts is None else parts
-        before, after = _add(before, _steps(then, alike)), _add(after, _steps(now, alike))
-    (steps, accepted, drafted), (steps_now, accepted_now, drafted_now) = before, after
+        sums += [_steps(then, alike), _steps(now, alike)]
+    (steps, accepted, drafted), (steps_now, accepted_now, drafted_now) = sums.tolist()
     if min(steps, steps_now) < MIN_STEPS or not accepted:
         return None
     if drafted_now * steps < 0.9 * drafted * steps_now:
@@ -90,13 +86,8 @@ def lost_on_canaries(reference: Sequence[Answer], answers: Sequence[Answer]) -> 
 def lost_on_traffic(promised: Mapping[str, float], tallies: Sequence[AcceptanceCount], params: Params) -> float | None:
     """Return which share of the promised gain is missing on the last requests, negative if there is more.
 
-    Args:
-        promised: domain to τ at the gate; another domain is held against the best of these.
-        tallies: requests that began with the draft, the oldest first.
-        params: how many are needed and taken.
-
-    Returns:
-        None where there are too few, or nothing was promised.
+    A domain that τ at the gate, `promised`, does not name is held against the best of these. Requests began with
+    the draft, the oldest first; None where there are too few, or nothing was promised.
     """
     last = tallies[-params.num_requests :]
     most = max(promised.values(), default=1.0)
@@ -127,7 +118,3 @@ def _steps(answer: Answer, num_tokens: int) -> tuple[int, int, int]:
         position += accepted + 1
         steps, total_accepted, total_drafted = steps + 1, total_accepted + accepted, total_drafted + drafted
     return steps, total_accepted, total_drafted
-
-
-def _add(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]

@@ -48,12 +48,7 @@ class Sketch(NamedTuple):
 
 
 def sketch(turn_ids: Sequence[int], secret: bytes) -> Sketch:
-    """Hash a first turn.
-
-    Args:
-        turn_ids: its tokens, at least one.
-        secret: of the home, up to 64 bytes.
-    """
+    """Hash a first turn of at least one token by a secret of up to 64 bytes, the home's."""
     ids = np.asarray(turn_ids, dtype=np.uint32).tobytes()
     width = NGRAM * 4
     spans = {ids[start : start + width] for start in range(0, max(1, len(ids) - width + 4), 4)}
@@ -65,12 +60,9 @@ def sketch(turn_ids: Sequence[int], secret: bytes) -> Sketch:
 def join(sketches: Sequence[Sketch], domains: Sequence[str]) -> list[str]:
     """Return the name of each conversation's cluster: the keyed hash of its earliest member's first turn.
 
-    Clusters are what links connect, over any number of steps. A link is an equal first turn, or a resemblance of at
-    least a fifth, estimated: the n-grams that two turns share over those that either has.
-
-    Args:
-        sketches: in the order of time, [N].
-        domains: of the conversations, [N]; links cross them.
+    Clusters are what links connect, over any number of steps and domains [N]. A link is an equal first turn, or a
+    resemblance of at least a fifth, estimated: the n-grams that two turns share over those that either has.
+    Sketches [N] are in the order of time.
     """
     if not sketches:
         return []
@@ -85,10 +77,8 @@ def join(sketches: Sequence[Sketch], domains: Sequence[str]) -> list[str]:
 def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[str | None]) -> list[str]:
     """Return the name of each conversation's cluster where groups join what is alike: that of its earliest member.
 
-    Args:
-        alike: their clusters by wording, see `join`, in the order of time, [N].
-        domains: of the conversations, [N]; groups cross them.
-        groups: what each was said to belong to, [N]; None where nothing was said.
+    `alike` [N] are their clusters by wording, see `join`, in the order of time; `groups` [N] what each was said to
+    belong to, None where nothing was said, also across domains [N].
     """
     sizes, held = Counter(domains), Counter(zip(domains, groups, strict=True))
     first: dict[tuple[str, str], int] = {}
@@ -103,8 +93,7 @@ def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[s
 def num_tests(groups: Mapping[str | None, int]) -> int:
     """Return how many of a domain's conversations would count if all of them were held out: of a group, one.
 
-    Args:
-        groups: what they were said to belong to, None for nothing, to their number.
+    `groups` are of what they were said to belong to, None for nothing, to their number.
     """
     most = _most_of_group(sum(groups.values()))
     return sum(1 if group is not None and number <= most else number for group, number in groups.items())

@@ -121,13 +121,9 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
-    """Return what is known after one more request; it is tested by the spread of those before it.
+    """Return what is known after one more request of at least one step; it is judged by the spread of those before it.
 
-    Args:
-        before: what was known.
-        steps, accepted: of the request, at least one step.
-        gain: promised τ − 1, above 0.
-        params: what counts as a fall.
+    `gain` is the promised τ − 1, above 0.
     """
     mean_steps = np.where(before.requests > 0, before.steps / np.maximum(before.requests, 1), steps)
     own = np.where(before.requests > 0, before.accepted / np.maximum(before.steps, 1), gain)
@@ -219,15 +215,14 @@ def enough_rows(
 ) -> int:
     """Return how many of the waiting conversations must be of a fallen domain for the gate to show a gain there.
 
-    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per step
-    there and nothing elsewhere. It bets (models/evaluation/betting.py) on f n differences, of which a share s has the
-    mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha. Conversations are
-        taken as
-    independent: of those that are said to belong together, count one. Where many others are alike, the gate is
-    undecided and goes on with the next rows.
+    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per
+    step there and nothing elsewhere. It bets (models/evaluation/betting.py) on f n differences, of which a share s
+    has the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha.
+    Conversations are taken as independent: of those that are said to belong together, count one. Where many others
+    are alike, the gate is undecided and goes on with the next rows.
 
-    What the windows before this one said of a challenger that goes on learning counts: it shortens the way or, where it
-    speaks against the challenger, makes it longer.
+    What the windows before this one said of a challenger that goes on learning counts: it shortens the way or,
+    where it speaks against the challenger, makes it longer.
 
     Args:
         lost: promised minus served τ.

@@ -60,23 +60,15 @@ class Evidence(Frozen):
 
     @classmethod
     def start(cls, num_draft_tokens: int, challenger: int = 1) -> Self:
-        """Return what is known before the first window.
-
-        Args:
-            num_draft_tokens: K, the most tokens that a step accepts.
-            challenger: which one of its champion it is, from 1.
-        """
+        """Return what is known before the first window; steps accept K tokens at most, challengers count from 1."""
         return cls(challenger=challenger, test=MeanTest(bound=num_draft_tokens))
 
     def after(
         self, champion: Sequence[Score], challenger: Sequence[Score], shares: Mapping[str, float] | None = None
     ) -> Self:
-        """Return the evidence with one window more.
+        """Return the evidence with one window more, of scores of the same conversations that it held out, in any order.
 
-        Args:
-            champion: its scores of the conversations that the window held out.
-            challenger: its scores of the same conversations, in any order.
-            shares: domain to its share of current traffic; None if the conversations at hand are a fair sample of it.
+        `shares` are the domains' of current traffic; None if the conversations at hand are a fair sample of it.
 
         Raises:
             ValueError: the two don't score the same conversations, a domain has no share, or more tokens than K were
@@ -110,11 +102,7 @@ class Evidence(Frozen):
 
 
 def allowed_error(challenger: int, alpha_total: float) -> float:
-    """Return alpha of a champion's j-th challenger, j from 1.
-
-    Raises:
-        ValueError: `challenger` is below 1.
-    """
+    """Return alpha of a champion's j-th challenger, j from 1; ValueError if `challenger` is below 1."""
     if challenger < 1:
         raise ValueError(f"challengers count from 1, got {challenger}")
     return alpha_total * 6 / (math.pi * challenger) ** 2
@@ -125,14 +113,10 @@ def decide(
 ) -> GateReport:
     """Decide what becomes of the challenger that was scored last.
 
-    It passes if a gain is shown, the last window alone does not speak against it, and no domain may pay more than its
-    floor. One that is shown worse is refused. Any other is undecided and learns on; one that can't learn is refused.
-
-    Args:
-        evidence: of all its windows, this one included. Where nothing was held out it shows nothing.
-        floors: domain to what this checkpoint gains there.
-        params: what the challenger is held to.
-        learns: whether it may go on learning.
+    It passes if a gain is shown, the last window alone does not speak against it, and no domain may pay more than
+    its floor. One that is shown worse is refused. Any other is undecided and learns on; one that can't learn is
+    refused. Where nothing was held out the evidence, of all its windows, shows nothing. `floors` are what this
+    checkpoint pays in domains.
     """
     found, last = evidence.bounds(params), evidence.last
     blocking = [] if last is None else [reason for floor in floors.values() for reason in floor.refusals]
@@ -174,13 +158,7 @@ def decide(
 
 
 def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
-    """Hold a challenger against the best past draft of one domain, on the same conversations.
-
-    Args:
-        best: that draft's scores.
-        challenger: its own, in any order.
-        params: what it is held to.
-        seed: of the resampling.
+    """Hold a challenger against the best past draft of one domain, on the same conversations in any order.
 
     Raises:
         ValueError: the two don't score the same conversations.

@@ -68,18 +68,12 @@ def first_difference(reference: Sequence[int], token_ids: Sequence[int]) -> int 
 
 
 def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Answer]]) -> float:
-    """Fix the threshold from runs of the reference's prompts in other batches.
+    """Fix the threshold from runs of the reference's prompts in other batches, none of them speculated.
 
-    A token can flip where its gap is no larger than what a batch changes. Some thousand positions are looked at here,
-    and outputs are judged at a million; of so many normal changes the largest is 1.4 times as large.
-
-    Args:
-        golden: the reference.
-        reruns: of each run the outputs, in the order of `golden`; none of them speculated.
-
-    Returns:
-        `MARGIN` times the largest change of a gap, up to where a rerun parts from the reference; at least
-        `LEAST_THRESHOLD`.
+    A token can flip where its gap is no larger than what a batch changes. Some thousand positions are looked at
+    here, and outputs are judged at a million; of so many normal changes the largest is 1.4 times as large. So it is
+    `MARGIN` times the largest change of a gap, up to where a rerun parts from the reference, at least
+    `LEAST_THRESHOLD`.
     """
     changes = [
         change
@@ -109,11 +103,7 @@ def save_golden(directory: Path, golden: Sequence[Golden], threshold: float) -> 
 
 
 def load_golden(directory: Path) -> tuple[list[Golden], float]:
-    """Read golden.json.
-
-    Raises:
-        ValueError: the directory has none.
-    """
+    """Read golden.json; ValueError if the directory has none."""
     file = directory / FILE
     if not file.is_file():
         raise ValueError(f"target {directory} has no {FILE}; register it through flow build")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.evaluation.acceptance import CONFIDENCE, Floats, resample_sums
+from models.evaluation.acceptance import Floats, estimate, resample_sums
 from models.types import Estimate, Frozen
 
 NUM_RESAMPLES = 2000
@@ -61,23 +61,14 @@ def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
 
 
 def decoded(arrival_ms: Sequence[float]) -> Decoded | None:
-    """Return what the tokens after the first took; None if there was none after it.
-
-    Args:
-        arrival_ms: when each token came.
-    """
+    """Return what the tokens after the first took, by when each came; None if there was none after it."""
     if len(arrival_ms) < 2 or arrival_ms[-1] <= arrival_ms[0]:
         return None
     return Decoded(len(arrival_ms) - 1, (arrival_ms[-1] - arrival_ms[0]) / 1000)
 
 
 def inter_token_spans(sent_s: float, arrival_ms: Sequence[float]) -> list[Span]:
-    """Return the time between each two arrivals, as spans of the clock that `sent_s` is on.
-
-    Args:
-        sent_s: when the request was sent.
-        arrival_ms: when each token came, from then on; equal times are one arrival.
-    """
+    """Return the time between each two arrivals, on the clock that `sent_s` is on; equal times are one arrival."""
     times = [sent_s + ms / 1000 for ms in sorted(set(arrival_ms))]
     return list(pairwise(times))
 
@@ -96,20 +87,14 @@ def longest_silence(moments_s: Sequence[float], window: Span) -> Span:
 
 
 def compare_speed(of: Mapping[str, Decoded], to: Mapping[str, Decoded], seed: int = 0) -> Ratio | None:
-    """Compare tokens a second, paired by prompt; above 1 `of` is the faster side. None if no prompt is in both.
-
-    Args:
-        of: prompt to its decoding.
-        to: likewise.
-        seed: of the resampling.
-    """
+    """Compare tokens a second, paired by prompt; above 1 `of` is the faster side. None if no prompt is in both."""
     shared = sorted(of.keys() & to.keys())
     if not shared:
         return None
-    rows = np.array([(*of[prompt], *to[prompt]) for prompt in shared], dtype=np.float64)
+    rows, rng = np.array([(*of[prompt], *to[prompt]) for prompt in shared]), np.random.default_rng(seed)
     return Ratio(
         prompts=spread(_speed_ratio(rows).tolist()),
-        overall=_interval(float(_speed_ratio(rows.sum(axis=0))), _speed_ratio(_resampled(rows, seed))),
+        overall=estimate(_speed_ratio(np.vstack([rows.sum(axis=0), resample_sums(rows, rng, NUM_RESAMPLES)]))),
     )
 
 
@@ -117,10 +102,6 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     """Compare tokens a second of two ways that took turns; above 1 the first is the faster one.
 
     What slows a machine for a while slows whole blocks, so pairs of blocks are resampled, and within them requests.
-
-    Args:
-        pairs: of blocks, request to its decoding in either way.
-        seed: of the resampling.
 
     Raises:
         ValueError: there is no pair, or one without a request that is in both.
@@ -138,20 +119,15 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     for _ in blocks:  # one draw of a pair each
         drawn = np.stack([resample_sums(block, rng, NUM_RESAMPLES) for block in blocks])
         sums += drawn[rng.integers(len(blocks), size=NUM_RESAMPLES), np.arange(NUM_RESAMPLES)]
-    whole = sum(block.sum(axis=0) for block in blocks)
-    return _interval(float(_speed_ratio(np.asarray(whole))), _speed_ratio(sums))
+    return estimate(_speed_ratio(np.vstack([np.concatenate(blocks).sum(axis=0), sums])))
 
 
 def compare_percentiles(
     of: Sequence[Sequence[float]], to: Sequence[Sequence[float]], percent: float, seed: int = 0
 ) -> Estimate:
-    """Return a percentile of one pool of figures over the other's, with a 95% interval.
+    """Return a percentile of one pool of figures over the other's, with a 95% interval; 99 percent is the p99.
 
-    Args:
-        of: groups of figures; a window or a request is a group, because its figures are alike.
-        to: likewise.
-        percent: 99 for the p99.
-        seed: of the resampling, which draws groups.
+    A window or a request is a group, because its figures are alike, and groups are resampled.
 
     Raises:
         ValueError: a side has no figures.
@@ -166,20 +142,11 @@ def compare_percentiles(
         return float(np.percentile(np.concatenate([groups[index] for index in drawn]), percent))
 
     whole = [percentile(np.concatenate(side).tolist(), percent) for side in sides]
-    ratios = np.array([resampled(sides[0]) / resampled(sides[1]) for _ in range(NUM_RESAMPLES)])
-    return _interval(whole[0] / whole[1], ratios)
+    ratios = [resampled(sides[0]) / resampled(sides[1]) for _ in range(NUM_RESAMPLES)]
+    return estimate(np.array([whole[0] / whole[1], *ratios]))
 
 
 def _speed_ratio(rows: Floats) -> Floats:
     """[..., 4] tokens and seconds of two sides → [...]"""
     ratio: Floats = (rows[..., 0] / rows[..., 1]) / (rows[..., 2] / rows[..., 3])
     return ratio
-
-
-def _resampled(rows: Floats, seed: int) -> Floats:
-    return resample_sums(rows, np.random.default_rng(seed), NUM_RESAMPLES)
-
-
-def _interval(value: float, resamples: Floats) -> Estimate:
-    low, high = np.quantile(resamples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(value=float(value), low=float(low), high=float(high))

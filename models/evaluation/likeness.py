@@ -38,16 +38,7 @@ class Likeness(NamedTuple):
 def likeness(
     model: PreTrainedModel, target: PreTrainedModel, documents: Sequence[Sequence[int]], batch_size: int = 4
 ) -> list[Likeness]:
-    """Compare two models on text, document by document.
-
-    Args:
-        model: the changed one.
-        target: of the same vocabulary.
-        documents: token ids; each is read whole.
-        batch_size: documents whose logits are held at once.
-
-    Returns:
-        one for each document of two tokens or more, in the order given.
+    """Compare a changed model with its target on each document of two tokens or more, read whole, in the order given.
 
     Raises:
         ValueError: there is no document of two tokens, or the vocabularies differ in size.
@@ -96,16 +87,11 @@ def accepted(
 ) -> list[Score]:
     """Return how a draft, as it is, does on each of a model's own greedy answers; τ is 1 + accepted / steps.
 
-    Args:
-        draft: made for a target of which the model was made; it is moved to where the model is.
-        model: of a shape that the draft reads, see `fits`.
-        prompts: token ids, all of one length, so that nothing is padded.
-        num_draft_tokens: K.
-        num_tokens: of each answer, which goes on past its end.
-        work_dir: an empty folder for the model's hidden states.
+    Answers go on past their end, and the draft is moved to where the model is, which it can read, see `fits`. The
+    model's hidden states are kept in an empty folder.
 
     Raises:
-        ValueError: prompts differ in length, or there are none.
+        ValueError: prompts differ in length, which nothing pads, or there are none.
     """
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts must be of one length; got {sorted({len(prompt) for prompt in prompts})}")
@@ -126,13 +112,9 @@ def accepted(
 def answers(
     model: PreTrainedModel, token_ids: Tensor, num_tokens: int, rng: torch.Generator | None = None
 ) -> list[list[int]]:
-    """Return what a model goes on with, past the end of its answer too.
+    """Return what a model goes on with after prompts [B, T], past the end of its answer too.
 
-    Args:
-        model: any causal one.
-        token_ids: [B, T] prompts of one length.
-        num_tokens: of each answer.
-        rng: draws each token at temperature 1; None takes the likeliest.
+    `rng` draws each token at temperature 1; None takes the likeliest.
     """
     said, cache, read = [], None, token_ids
     for _ in range(num_tokens):

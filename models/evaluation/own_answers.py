@@ -29,12 +29,8 @@ BATCH = 16
 def difference(imported: Sequence[float], own: Sequence[float]) -> Estimate:
     """Return how much likelier imported answers are to the target than its own, by Student's t over prompts.
 
-    Args:
-        imported: [N] mean log-probability of a token of each answer that came from elsewhere.
-        own: [N] the same of the target's own answers to the same prompts.
-
-    Returns:
-        The mean difference in nats a token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known.
+    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats
+    a token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known.
 
     Raises:
         ValueError: there are no answers, or not as many of one kind as of the other.
@@ -62,14 +58,9 @@ def read_of(sample: Sample, stops: Collection[int]) -> int:
 def compare(
     model: PreTrainedModel, samples: Sequence[Sample], stops: frozenset[int], max_len: int, rng: torch.Generator
 ) -> Estimate:
-    """Return how much likelier answers from elsewhere are to a target than its own; see `difference`.
+    """Return how much likelier answers from elsewhere, one to a prompt, are to a target than its own; see `difference`.
 
-    Args:
-        model: the target.
-        samples: answers from elsewhere, one to a prompt.
-        stops: tokens that end an answer.
-        max_len: tokens of prompt and answer that the engine takes.
-        rng: on the model's device.
+    `stops` are tokens that end an answer, and `max_len` tokens of prompt and answer are what the engine takes.
     """
     lengths = [read_of(sample, stops) for sample in samples]
     cut = [one._replace(completion_ids=one.completion_ids[:num]) for one, num in zip(samples, lengths, strict=True)]

@@ -6,8 +6,7 @@ tokens per step, bounded by K, would need several times the requests.
 
 The test is the gate's (models/evaluation/betting.py), which may be looked at after every request. All requests together
 have half of the error, the domains the other half: the j-th one to appear gets 6 / (π² j²) of it. All together must
-    lose nothing;
-a domain may lose the gate's floor, as it might to be promoted.
+lose nothing; a domain may lose the gate's floor, as it might to be promoted.
 """
 
 import itertools
@@ -43,17 +42,11 @@ class Params(Frozen):
 def findings(
     domains: Sequence[str], costs: Floats, num_draft_tokens: int, floor: float, alpha: float
 ) -> dict[str, Finding]:
-    """Look at the requests compared so far.
+    """Return what the requests compared so far say of each domain and, under ALL, of all of them.
 
-    Args:
-        domains: of each request, in the order in which they were compared.
-        costs: [N, 2] steps per token with the promoted draft and with the one before it, from 1 / (K + 1) to 1.
-        num_draft_tokens: K.
-        floor: share of τ that a domain may lose.
-        alpha: chance that any of the findings is ever a loss by luck alone.
-
-    Returns:
-        the finding of each domain and, under ALL, of all requests.
+    Costs [N, 2] are steps per token with the promoted draft and with the one before it, from 1 / (K + 1) to 1, in
+    the order in which requests were compared. A domain may lose the share `floor` of τ; `alpha` is the chance that
+    any finding is ever a loss by luck alone.
 
     Raises:
         ValueError: no requests, or costs that are no N pairs in their range.

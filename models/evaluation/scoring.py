@@ -41,21 +41,11 @@ def score(
     rules: Rules = STANDARD,
     captured: Captures | None = None,
 ) -> list[Score]:
-    """Score a draft conversation by conversation.
+    """Score a draft conversation by conversation, but for answers of two tokens and less, which have no step to score.
 
-    Args:
-        draft: what is scored.
-        target_dir: the target that gave the answers.
-        samples: prompts with answers; those of two tokens and less have no verification step to score and are left out.
-        num_draft_tokens: K as served.
-        work_dir: keeps the target's hidden states for the next draft.
-        device: where target and draft run; the draft is moved there.
-        rules: the engine's.
-        captured: hidden states that need not be computed.
-
-    Returns:
-        a score for each sample with at least one step, in the order given. Of a greedy answer `steps` and `accepted`
-        are those of serving it; of a sampled one each token is taken as the start of a step.
+    Of a greedy answer `steps` and `accepted` are those of serving it by the engine's rules at K; of a sampled one
+    each token is taken as the start of a step. `work_dir` keeps the target's hidden states for the next draft;
+    those that were `captured` need not be computed. The draft is moved to the device.
     """
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     states = hidden_states(draft, target_dir, samples, work_dir, device=device, captured=captured)

@@ -28,11 +28,7 @@ class Mean(float):
     documents: tuple[float, ...]
 
     def __new__(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
-        """Take the mean.
-
-        Args:
-            values: one a document.
-            weights: what each counts for, such as its tokens; None counts all alike.
+        """Take the mean of one value a document, which count for their weights, such as tokens; without these alike.
 
         Raises:
             ValueError: there is no document, or there are not as many weights.
@@ -64,9 +60,7 @@ class Spread(NamedTuple):
     def reach(self, confidence: float, num_seeds: int | None = None) -> float:
         """Return what Student's interval reaches to either side of the mean, infinite where nothing tells.
 
-        Args:
-            confidence: of the interval.
-            num_seeds: as if there were so many; None takes those that there are.
+        `num_seeds` is as if there were so many; None takes those that there are.
         """
         count = num_seeds or self.num_seeds
         freedom = self.freedom * count or count - 1

@@ -10,7 +10,7 @@ A policy's module has
 - `estimate(logits, index, place, params) -> float`, only in policies with `go_on` that judge by themselves how likely
   the last drafted token is to be accepted: it stands in `confidences` in place of what the draft says of itself;
 - `fit(draft, target_dir, samples, num_draft_tokens, work_dir, params, seed) -> Params`, only in policies that learn:
-  make them for a draft, from greedy answers of its target;
+  make them for a draft, which stays as it is, from greedy answers of its target, best such as it was not trained on;
 - `plan(cost, acceptance, running, limit, before, params) -> Plan`, only in policies that can serve: asked before each
   step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
   policy remembers; `cost` (`models.throughput.cost`) and `acceptance` (`models.throughput.running`) are kept by who
@@ -63,6 +63,11 @@ class View:
         """Accepted / drafted tokens of the last 32 steps that drafted; None before the first."""
         recent = list(islice((step for step in reversed(self.steps) if step[0]), RECENT))
         return sum(accepted for _, accepted in recent) / sum(drafted for drafted, _ in recent) if recent else None
+
+
+def all_tokens(view: View, params: Any) -> int:
+    """Return the limit: nothing else decides before a step."""
+    return view.limit
 
 
 class SequenceState(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from models.lengths import Plan, SequenceState, View
+from models.lengths import Plan, SequenceState, all_tokens
 from models.params import BaseParams
 from models.throughput.cost import Cost
 from models.throughput.running import MATCHES, NUM_PLACES, Acceptance, Source
@@ -17,14 +17,7 @@ class Params(BaseParams):
     name: Literal["fixed"] = "fixed"
 
 
-def num_draft_tokens(view: View, params: Params) -> int:
-    """Return how many tokens to draft.
-
-    Args:
-        view: only its `limit` counts.
-        params: nothing to set.
-    """
-    return view.limit
+num_draft_tokens = all_tokens
 
 
 def plan(

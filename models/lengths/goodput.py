@@ -115,9 +115,8 @@ class _Try(NamedTuple):
 def num_draft_tokens(view: View, params: Params) -> int:
     """Return the number of tokens with the highest goodput, as if all running sequences drafted as this one does.
 
-    Args:
-        view: its last 32 steps that drafted are looked at; as long as the cost of a step is unknown, it is the limit.
-        params: `explore` sets how often a token is drafted where none pays; nothing is kept steady.
+    Its last 32 steps that drafted are looked at; as long as the cost of a step is unknown, it is the limit. `explore`
+    sets how often a token is drafted where none pays; nothing is kept steady.
     """
     num, cost = view.num_running, view.cost
     times = [cost.step_ms(num, num * view.num_rows(length), length) for length in range(view.limit + 1)]
@@ -145,15 +144,7 @@ def plan(
     before: Plan | None,
     params: Params,
 ) -> Plan:
-    """Choose how a step drafts.
-
-    Args:
-        cost: of steps; as long as it can't tell, the limit is drafted.
-        acceptance: of this draft.
-        running: the sequences of the batch, at least one.
-        limit: K, the most tokens that the head drafts for a sequence; a look-up is as long as it is worth.
-        before: the plan of the step before.
-        params: when to change.
+    """Choose how a step drafts; as long as the cost can't tell, the limit is. A look-up is as long as it is worth.
 
     Raises:
         ValueError: no sequence runs.
@@ -165,15 +156,15 @@ def plan(
     if line is None or line.pass_ms is None:
         return Plan(limit, settled=limit)
     groups = _groups(acceptance, running, limit)
-    first = before is None or before.memory is None
-    memory: _Memory = _Memory() if before is None or before.memory is None else before.memory
+    before = before or Plan(0)
+    memory: _Memory = before.memory or _Memory()
     options, price = options_of(line, groups, limit, memory.price)
     num_whole, lasting = sum(sequence.whole for sequence in running), options
     if 0 < num_whole < num:  # those that lack keys end, so the number of passes is chosen as if none did
         whole = [sequence._replace(whole=True) for sequence in running]
         lasting, _ = options_of(line, _groups(acceptance, whole, limit), limit, memory.price)
-    settled = _settle(lasting, 0 if first or before is None else before.settled, num, acceptance, memory, params)
-    memory = _later(memory, settled != (before.settled if before else 0), num, acceptance, options[settled].ms, params)
+    settled = _settle(lasting, before.settled if before.memory else 0, num, acceptance, memory, params)
+    memory = _later(memory, settled != before.settled, num, acceptance, options[settled].ms, params)
     kept_ms = 0.0 if settled else memory.kept_ms + line.passes_ms(1) + line.read_ms
     idle = kept_ms > params.rest_after * line.target_ms(num)
     memory = memory._replace(kept_ms=math.inf if idle else kept_ms)

@@ -31,12 +31,7 @@ class Params(BaseParams):
 
 
 def num_draft_tokens(view: View, params: Params) -> int:
-    """Return how many nodes are worth their rows and passes, or one of the sizes that were not timed yet.
-
-    Args:
-        view: its limit, its cost, and how many steps there were.
-        params: the tree.
-    """
+    """Return how many nodes are worth their rows and passes, or one of the sizes that were not timed yet."""
     sizes = [0, *takewhile(lambda size: size < view.limit, (1 << power for power in range(30))), view.limit]
     timed = {round(rows) for curve in view.cost.curves for rows in curve.rows}
     # A draft may propose less than it was asked for, so each sequence asks for a size once.

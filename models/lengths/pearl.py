@@ -13,7 +13,7 @@ of its tokens has none of the target's own, so τ counts its last token as that.
 
 from typing import Literal
 
-from models.lengths import View
+from models.lengths import all_tokens
 from models.params import BaseParams
 
 PAPER = "arXiv:2408.11850"
@@ -26,11 +26,4 @@ class Params(BaseParams):
     name: Literal["pearl"] = "pearl"
 
 
-def num_draft_tokens(view: View, params: Params) -> int:
-    """Return how many tokens to draft while the target reads.
-
-    Args:
-        view: only its `limit` counts.
-        params: nothing to set.
-    """
-    return view.limit
+num_draft_tokens = all_tokens

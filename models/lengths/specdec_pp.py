@@ -27,7 +27,7 @@ from models.drafts import Draft, Rows, confidence
 from models.learning import binary_head
 from models.learning.batches import hidden_states, pack
 from models.learning.hidden import Sample, length_buckets
-from models.lengths import View
+from models.lengths import View, all_tokens
 from models.params import BaseParams
 from models.types import MIN_COMPLETION
 
@@ -55,14 +55,7 @@ class Params(BaseParams):
     rejection_weight: float = Field(6.0, gt=0)
 
 
-def num_draft_tokens(view: View, params: Params) -> int:
-    """Return the limit: `go_on` ends a step.
-
-    Args:
-        view: only its `limit` counts.
-        params: not read.
-    """
-    return view.limit
+num_draft_tokens = all_tokens  # `go_on` ends a step
 
 
 def estimate(logits: Tensor, index: int, place: int, params: Params) -> float:
@@ -85,12 +78,7 @@ def estimate(logits: Tensor, index: int, place: int, params: Params) -> float:
 
 
 def go_on(view: View, params: Params) -> bool:
-    """Return whether it is likely enough that no token of the step is rejected.
-
-    Args:
-        view: with `estimate` of each of them.
-        params: the threshold.
-    """
+    """Return whether it is likely enough, by `estimate` of each of them, that no token of the step is rejected."""
     return 1 - math.prod(view.confidences) <= params.threshold
 
 
@@ -103,19 +91,7 @@ def fit(
     params: Params,
     seed: int,
 ) -> Params:
-    """Fit the head to what a draft is accepted for, as serving greedy answers would show.
-
-    Args:
-        draft: which stays as it is.
-        target_dir: its target.
-        samples: greedy answers, best such as the draft was not trained on.
-        num_draft_tokens: K, the most tokens of a step.
-        work_dir: for the target's states, and the head.
-        params: the head's shape and weight.
-        seed: of its first weights.
-
-    Returns:
-        the same with the head's file.
+    """Fit the head to what a draft is accepted for, as serving greedy answers would show; see `models.lengths`.
 
     Raises:
         ValueError: no answer has more than two tokens, or what the draft says does not follow from the text.

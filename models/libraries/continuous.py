@@ -55,8 +55,7 @@ def verify(
 
     Args:
         drafted: [B, K, W], each drawn from its q.
-        q: K laws of the draft, each after the drafted tokens before it.
-        p: K + 1 laws of the target, after the same tokens.
+        q, p: K laws of the draft, and K + 1 of the target, each after the drafted tokens before it.
         rng: on the device of `drafted`.
         most_tries: draws after which the last one is emitted as it is, because rounding may leave next to nothing of
             p − q. What is emitted is off by at most 1 / (e · most_tries) in total variation.

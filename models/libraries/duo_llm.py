@@ -61,13 +61,10 @@ class Duo(nn.Module):
 def insert(model: PreTrainedModel, small_width: int, rng: torch.Generator) -> list[Duo]:
     """Put a small module beside each feed-forward module, in place; only small ones need a gradient afterwards.
 
-    Args:
-        model: of Llama's layout; its logits stay.
-        small_width: of a small module's middle.
-        rng: draws first weights.
+    The model's logits stay.
 
     Raises:
-        ValueError: the width is none, or the model is of another layout or has such modules.
+        ValueError: the width is none, or the model is not of Llama's layout or has such modules.
     """
     if small_width < 1:
         raise ValueError(f"small_width must be from 1, got {small_width}")
@@ -124,14 +121,7 @@ class RandomRouting(Regime):
 
 @torch.no_grad()
 def losses(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int], ways: Tensor) -> Tensor:
-    """Return what each next token costs, [P, T − 1] nats.
-
-    Args:
-        model: with its modules.
-        duos: of all layers.
-        token_ids: T of them.
-        ways: [L, P, T − 1] bool, whether each token but the last takes the big module.
-    """
+    """Return what each next token costs, [P, T − 1] nats, by whether each token but the last takes the big module."""
     read = torch.tensor([list(token_ids)] * ways.shape[1], device=model.device)
     with routed(duos, fixed(ways.to(model.device))):
         logits = model(input_ids=read[:, :-1], use_cache=False).logits.float()
@@ -139,13 +129,9 @@ def losses(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int]
 
 
 def oracle(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int], num_big: int) -> Tensor:
-    """Return the ways [L, T − 1] that make each next token likeliest, token after token.
+    """Return the ways [L, T − 1] that make each next token likeliest, token after token, of `num_big` big ones at most.
 
-    Args:
-        model: with its modules.
-        duos: of all layers.
-        token_ids: T of them; 2 and more.
-        num_big: big modules that a token may take at most. Of ways that cost as much the one with fewest is taken.
+    Of ways that cost as much the one with fewest is taken.
 
     Raises:
         ValueError: there is nothing to predict, or no layer has so many modules.
@@ -180,17 +166,7 @@ def inputs(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int]
 
 
 def fit_routers(read: Tensor, ways: Tensor, num_layers: int = 0, seed: int = 0) -> list[BinaryHead]:
-    """Fit a router a layer.
-
-    Args:
-        read: [L, N, H] what modules read.
-        ways: [L, N] bool, what the oracle chose there.
-        num_layers: residual layers of a router; 0 is logistic regression.
-        seed: of first weights.
-
-    Raises:
-        ValueError: there is nothing to learn from.
-    """
+    """Fit a router a layer to what modules read [L, N, H] and the oracle chose there [L, N]; 0 layers are logistic."""
     return [
         binary_head.fit(features, chosen.float(), num_layers, 1.0, seed)
         for features, chosen in zip(read, ways, strict=True)

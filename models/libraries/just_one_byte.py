@@ -64,14 +64,7 @@ class Machine:
     def __init__(
         self, trained: Mapping[str, Tensor], loss: Loss, number: int, num_machines: int, learning: Learning
     ) -> None:
-        """Take what is trained.
-
-        Args:
-            trained: name to tensor, of the same values for all machines; changed in place.
-            loss: reads them.
-            number: from 0 to W − 1.
-            num_machines: W.
-            learning: the same for all.
+        """Take tensors to train, of the same values for all machines, changed in place, and the loss that reads them.
 
         Raises:
             ValueError: nothing is trained, or there is no such machine.
@@ -105,10 +98,7 @@ class Machine:
 
     @torch.no_grad()
     def hear(self, said: Sequence[int]) -> None:
-        """Step as all machines do.
-
-        Args:
-            said: the bytes of all machines, by their numbers.
+        """Step as all machines do, by their bytes in order of their numbers.
 
         Raises:
             ValueError: there is not one byte a machine; no weight was changed.
@@ -124,12 +114,7 @@ class Machine:
         self.step += 1
 
     def learn(self, num_steps: int, exchange: Exchange) -> None:
-        """Go so many steps with the others.
-
-        Args:
-            num_steps: how many.
-            exchange: waits for the others' bytes.
-        """
+        """Go so many steps with the others, whose bytes `exchange` waits for."""
         for _ in range(num_steps):
             self.hear(exchange(self.step, self.say()))
 

@@ -22,33 +22,17 @@ Layer = Callable[[Tensor], Tensor]  # [B, T, H] → [B, T, H]
 
 
 def probabilities(num_layers: int, most: float) -> list[float]:
-    """Return with which probability each layer shuffles.
-
-    Args:
-        num_layers: L.
-        most: P, that of the last.
-
-    Raises:
-        ValueError: P is no probability.
-    """
+    """Return with which probability each layer shuffles, the last one with P; ValueError if that is no probability."""
     if not 0 <= most <= 1:
         raise ValueError(f"most must be from 0 to 1, got {most}")
     return [most * number / num_layers for number in range(1, num_layers + 1)]
 
 
 def shuffled(layer: Layer, states: Tensor, order: Tensor) -> Tensor:
-    """Let a layer read tokens in another order, and put back what it says.
-
-    Args:
-        layer: what each token's state becomes, its residual included.
-        states: [B, T, H].
-        order: [T] int64, a permutation: which token is read at each place.
-
-    Returns:
-        [B, T, H].
+    """Let a layer, its residual included, read tokens of [B, T, H] in another order, and put back what it says.
 
     Raises:
-        ValueError: the order is not one of T tokens.
+        ValueError: the order is not a permutation of T tokens.
     """
     if sorted(order.tolist()) != list(range(states.shape[1])):
         raise ValueError(f"order must hold each of {states.shape[1]} places once, got {len(order)} numbers")
@@ -56,19 +40,10 @@ def shuffled(layer: Layer, states: Tensor, order: Tensor) -> Tensor:
 
 
 def forward(layers: Sequence[Layer], states: Tensor, most: float, rng: torch.Generator | None) -> Tensor:
-    """Run all layers, each in its coin's order.
+    """Run all layers on [B, T, H], each in its coin's order; ValueError if P is no probability.
 
-    Args:
-        layers: L of them.
-        states: [B, T, H].
-        most: P.
-        rng: draws coins and orders, one of each a layer for the whole batch; None shuffles nothing, as in use.
-
-    Returns:
-        [B, T, H].
-
-    Raises:
-        ValueError: P is no probability.
+    Coins and orders are drawn, one of each a layer for the whole batch; without `rng` nothing is shuffled, as in
+    use.
     """
     for layer, probability in zip(layers, probabilities(len(layers), most), strict=True):
         if rng is not None and float(torch.rand((), generator=rng)) < probability:

@@ -22,14 +22,7 @@ PAPER = "arXiv:2504.17789, section 3"
 
 
 def merge(states: Tensor, side: int) -> Tensor:
-    """Put the tokens of each window side by side along the channels.
-
-    Args:
-        states: [B, R, C, H].
-        side: s.
-
-    Returns:
-        [B, R/s, C/s, s²·H], of a window the tokens of its first row first.
+    """Put the tokens of each window side by side along the channels, [B, R, C, H] → [B, R/s, C/s, s²·H], by rows.
 
     Raises:
         ValueError: windows don't cover the image, or there is none.
@@ -43,13 +36,6 @@ def merge(states: Tensor, side: int) -> Tensor:
 
 def split(merged: Tensor, side: int) -> Tensor:
     """Take windows apart again: `split(merge(x, s), s)` is x, bit for bit.
-
-    Args:
-        merged: [B, R/s, C/s, s²·H].
-        side: s.
-
-    Returns:
-        [B, R, C, H].
 
     Raises:
         ValueError: the channels are not those of s² tokens.
@@ -119,13 +105,6 @@ def _narrowed(width: int, side: int) -> int:
 
 
 def shifted(merged: Tensor) -> Tensor:
-    """Return what is read where each window is said: the window before it, row by row; zeros for the first.
-
-    Args:
-        merged: [B, R/s, C/s, H].
-
-    Returns:
-        [B, R/s · C/s, H].
-    """
+    """Return [B, R/s · C/s, H], what is read where each window is said: the one before it; zeros for the first."""
     flat = merged.flatten(1, 2)
     return torch.cat([torch.zeros_like(flat[:, :1]), flat[:, :-1]], dim=1)

@@ -2,8 +2,9 @@
 
 Letters: O outputs and I inputs of a layer, N calibration tokens X [N, I].
 
-A method's module has `prune(weight [O, I], inputs, pattern, params) -> [O, I]`, `inputs` being XᵀX and N, and
-`CALIBRATED`: whether it reads `inputs`. `prune_model` walks over a model.
+A method's module has `prune(weight [O, I], inputs, pattern, params) -> [O, I]`, of the dtype of `weight`, which stays
+as it is, `inputs` being XᵀX and N, and `CALIBRATED`: whether it reads `inputs`. ValueError where these or the pattern
+don't fit the layer. `prune_model` walks over a model.
 
 Speed and size stay too: nothing here multiplies sparse matrices on a CPU, and a file holds the zeroes. GPUs from Ampere
 on multiply 2:4 matrices faster.
@@ -36,19 +37,10 @@ def require_inputs(weight: Tensor, inputs: Gram, num_tokens: int = 1) -> None:
 def prune_model(
     model: PreTrainedModel, documents: Sequence[Sequence[int]], params: BaseParams, pattern: Pattern
 ) -> dict[str, float]:
-    """Zero weights of all linear layers of the decoder blocks, in place.
+    """Zero weights of all linear layers of the decoder blocks, in place, and return the share of zeroes of each.
 
     Each block is pruned on the inputs that the pruned blocks before it give, and what was zero before stays so. The
     config notes each layer's pattern, so that what comes after keeps it (`models.checkpoints.invariants`).
-
-    Args:
-        model: of Llama's layout.
-        documents: token ids to calibrate on; not read by methods that are not calibrated.
-        params: of a method of this family.
-        pattern: for every layer.
-
-    Returns:
-        layer to the share of its weights that are zero.
 
     Raises:
         ValueError: a layer does not fit the pattern or can't be handled (names it), or calibration is too short. What

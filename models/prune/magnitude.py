@@ -23,18 +23,5 @@ class Params(BaseParams):
 
 
 def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
-    """Zero the smallest weights of one linear layer.
-
-    Args:
-        weight: [O, I], left unchanged.
-        inputs: not read.
-        pattern: all weights of the layer compete, or those of a group.
-        params: nothing to set.
-
-    Returns:
-        [O, I], dtype of `weight`.
-
-    Raises:
-        ValueError: `pattern` does not fit the layer.
-    """
+    """Zero the smallest weights of one linear layer; all of them compete, or those of a group; see `models.prune`."""
     return weight.masked_fill(~pattern.keep(weight.float().abs(), over="layer"), 0)

@@ -39,20 +39,10 @@ class Params(BaseParams):
 
 
 def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
-    """Zero weights of one linear layer and update the others.
-
-    Args:
-        weight: [O, I], left unchanged.
-        inputs: of calibration, of at least a block of tokens.
-        pattern: the weights of a block of columns compete, or those of a group.
-        params: the paper's settings.
-
-    Returns:
-        [O, I], dtype of `weight`.
+    """Zero weights of one linear layer and update the others; see `models.prune`.
 
     Raises:
-        ValueError: `inputs` don't fit `weight` or are fewer than a block, or `pattern` fits neither the layer nor the
-            block.
+        ValueError: also where inputs are fewer tokens than a block, or the pattern does not divide the block.
     """
     require_inputs(weight, inputs, min(params.block_size, weight.shape[1]))
     if pattern.group is not None and params.block_size % pattern.group:

@@ -23,20 +23,7 @@ class Params(BaseParams):
 
 
 def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
-    """Zero the low-scored weights of one linear layer.
-
-    Args:
-        weight: [O, I], left unchanged.
-        inputs: of calibration.
-        pattern: the weights of a row compete, or those of a group.
-        params: nothing to set.
-
-    Returns:
-        [O, I], dtype of `weight`.
-
-    Raises:
-        ValueError: `inputs` don't fit `weight`, or `pattern` does not fit the layer.
-    """
+    """Zero the low-scored weights of one linear layer; those of a row compete, or of a group; see `models.prune`."""
     require_inputs(weight, inputs)
     scores = weight.float().abs() * inputs.matrix.diagonal().sqrt()
     return weight.masked_fill(~pattern.keep(scores, over="row"), 0)

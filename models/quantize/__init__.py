@@ -8,9 +8,11 @@ A method's module has
 - `STORED`: the compressed-tensors format in which an engine serves its result, or None where none does; `ELSEWHERE`
   then says in a line why, and where its place is;
 - `quantize(model, documents, params) -> Quantized`, which uses up `model`, in float32: its linear layers inside of the
-  decoder blocks are quantized, the rest is rounded to bfloat16. Of what is stored, a weight of 0 stays 0;
-- where the model should have been trained for it, `regime(params, rng) -> models.regimes.Regime`: hooks of the
-  training loop under which the model computes as the quantized one will.
+  decoder blocks are quantized, the rest is rounded to bfloat16. Of what is stored, a weight of 0 stays 0. ValueError
+  where documents, token ids to calibrate on, are too little text, and of a layer that can't be handled or whose rows
+  groups don't fill; names it;
+- where the model should have been trained for it, with the same settings, `Hooks(params, rng)`, a
+  `models.regimes.Regime`: the training loop's, under which the model computes as the quantized one will.
 
 A `Quantized` holds the model that computes as the quantized one does and, by itself, all that a file of it has: sizes
 are counted, not claimed.
@@ -18,22 +20,71 @@ are counted, not claimed.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
+from models.checkpoints import compressed
+from models.layers import integers
+from models.layers.integers import Integers
 from models.layers.linears import linears
 from models.learning import training
 from models.params import BaseParams, TrainingParams
+from models.regimes import Plan, Regime
 
 CHANGES = ("low rank",)  # of every method
 # The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
 BLOCK = 128
+
+
+class Grid(BaseParams):
+    """Integers that share a scale by groups, stored in bfloat16 so that the file says what is computed with.
+
+    Attributes:
+        bits: of a weight; engines serve 4, and 8 on GPUs.
+        group_size: weights of a row that share a scale.
+        symmetric: whether 0 is the middle of the grid; else each group has a zero point.
+    """
+
+    bits: int = Field(4, ge=2, le=8)
+    group_size: Literal[32, 64, 128] = 128
+    symmetric: bool = True
+
+    def round(self, weight: Tensor) -> Integers:
+        """Round [O, I] to the nearest."""
+        return integers.quantize(weight, self.bits, self.group_size, self.symmetric, torch.bfloat16)
+
+    @property
+    def scheme(self) -> dict[str, Any] | None:
+        """See `Quantized`."""
+        return compressed.packed_scheme(self.bits, self.group_size, self.symmetric)
+
+
+class Rounding(Regime):
+    """Hooks under which linear layers compute by `forward`; they refuse what `check` does, and draw nothing."""
+
+    def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        """[..., I] → [..., O]."""
+        raise NotImplementedError
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        """See the base."""
+        check(model, getattr(self.params, "group_size", None))
+        for _, layer in linears(model):
+            layer.forward = partial(self.forward, layer)  # type: ignore[method-assign]  # until `finish`
+        return []
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """See the base."""
+        for _, layer in linears(model):
+            del layer.forward
 
 
 class Quantized(NamedTuple):
@@ -66,27 +117,15 @@ def train_for(
     work_dir: Path | None = None,
     on_progress: training.OnProgress | None = None,
 ) -> training.Trained | None:
-    """Train a model as its quantization wants it, before `quantize`.
+    """Train a model in place as its quantization wants it, before `quantize`; None where the method wants nothing.
 
-    Args:
-        method: settings of a method of this family.
-        model: trained in place.
-        documents: token ids to train on.
-        params: of the training loop.
-        seed: of the order of batches and of what the method draws.
-        work_dir: holds the checkpoint; None keeps none.
-        on_progress: see `models.learning.training.train`.
-
-    Returns:
-        What training was, or None where the method wants none.
-
-    Raises:
-        ValueError: as `models.learning.training.train`.
+    The seed is of the order of batches and of what the method draws; for all else see
+    `models.learning.training.train`.
     """
     module = catalog.load("quantize", method.name)
-    if not hasattr(module, "regime"):
+    if not hasattr(module, "Hooks"):
         return None
-    hooks = module.regime(method, torch.Generator().manual_seed(seed))
+    hooks = module.Hooks(method, torch.Generator().manual_seed(seed))
     return training.train(model, documents, params, [hooks], seed, work_dir, on_progress)
 
 
@@ -130,20 +169,26 @@ def check_documents(documents: Sequence[Sequence[int]]) -> None:
 def round_each(
     model: PreTrainedModel, code: Callable[[str, nn.Linear], tuple[Tensor, Mapping[str, Tensor]]]
 ) -> dict[str, Mapping[str, Tensor]]:
-    """Quantize weights in place, layer by layer, where nothing else of the layer changes.
+    """Quantize weights in place, layer by layer, where nothing else of a layer changes; return what is stored of it.
 
-    Args:
-        model: changed.
-        code: what stands for a layer's weight now, [O, I], and the tensors that are stored instead of it.
-
-    Returns:
-        Name of each layer to what is stored of it.
+    `code` says what stands for a layer's weight now, [O, I], and the tensors that are stored instead of it.
     """
     parts = {}
     for name, layer in linears(model):
         weight, parts[name] = code(name, layer)
         layer.weight.copy_(weight)
     return parts
+
+
+def round_to(model: PreTrainedModel, params: Grid) -> Quantized:
+    """Quantize weights to the nearest of a grid; ValueError as `check`."""
+    check(model, params.group_size)
+
+    def code(name: str, layer: nn.Linear) -> tuple[Tensor, dict[str, Tensor]]:
+        rounded = params.round(layer.weight)
+        return rounded.floats(), compressed.packed_parts(rounded, params.bits)
+
+    return assemble(model, round_each(model, code), params.scheme)
 
 
 @torch.no_grad()
@@ -153,13 +198,9 @@ def assemble(
     scheme: dict[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> Quantized:
-    """Round what is not quantized to bfloat16, and gather all that is stored.
+    """Round what is not quantized to bfloat16, and gather all that is stored; see `Quantized`.
 
-    Args:
-        model: with its quantized layers in place; changed.
-        parts: name of each quantized layer to the tensors that are stored instead of its weight.
-        scheme: see `Quantized`.
-        figures: see `Quantized`.
+    `parts` are of each quantized layer the tensors that are stored instead of its weight.
     """
     tensors = {f"{layer}.{part}": tensor for layer, stored in parts.items() for part, tensor in stored.items()}
     for name, parameter in model.named_parameters():  # a tied matrix comes once

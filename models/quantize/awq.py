@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.checkpoints import compressed
-from models.layers import integers
 from models.layers.integers import Integers
 from models.layers.layout import Block, blocks
 from models.layers.linears import Rows, calibrate, linears
-from models.params import BaseParams
-from models.quantize import Quantized, assemble, check, check_documents
+from models.quantize import Grid, Quantized, assemble, check, check_documents
 from models.targets import MODEL_TYPES
 
 PAPER = "arXiv:2306.00978, section 3"
@@ -41,20 +39,15 @@ FOLDS = (
 UNCLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
-class Params(BaseParams):
-    """Settings.
+class Params(Grid):
+    """The grid and the search.
 
     Attributes:
-        bits: of a weight; engines serve 4, and 8 on GPUs.
-        group_size: weights of a row that share a scale.
-        symmetric: whether 0 is the middle of the grid; else each group has a zero point.
         search_tokens: calibration tokens that errors are measured on, spread over the text.
         clip: whether ranges are clipped.
     """
 
     name: Literal["awq"] = "awq"
-    bits: int = Field(4, ge=2, le=8)
-    group_size: Literal[32, 64, 128] = 128
     symmetric: bool = False
     search_tokens: int = Field(128, ge=1)
     clip: bool = True
@@ -64,16 +57,7 @@ CORNERS = (Params(group_size=32, symmetric=True),)
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Scale and round the weights of the decoder blocks, block by block on the inputs that come through those before.
-
-    Args:
-        model: in float32; used up.
-        documents: token ids to calibrate on.
-        params: the grid and the search.
-
-    Raises:
-        ValueError: too little text, a block of another layout, or groups that don't fill a layer's rows; names it.
-    """
+    """Scale and round weights block by block on the inputs that come through those before; see `models.quantize`."""
     check(model, params.group_size)
     check_documents(documents)
     _require_layout(model)
@@ -89,7 +73,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
             caught.clear()
 
     calibrate(model, documents, Rows, visit)
-    return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
+    return assemble(model, parts, params.scheme)
 
 
 def _require_layout(model: PreTrainedModel) -> None:
@@ -130,7 +114,7 @@ def _block(block: Block, caught: Mapping[str, Rows], params: Params) -> dict[str
     for leaf, rows in inputs.items():
         weight = block.get_parameter(f"{leaf}.weight")
         clip = params.clip and leaf not in UNCLIPPED
-        rounded[leaf] = _clipped(weight, rows, params) if clip else _round(weight, params)
+        rounded[leaf] = _clipped(weight, rows, params) if clip else params.round(weight)
         weight.copy_(rounded[leaf].floats())
     return rounded
 
@@ -142,7 +126,7 @@ def _search(weights: Sequence[Tensor], rows: Tensor, magnitudes: Tensor, params:
         scale = magnitudes.clamp(min=1e-4) ** (step / STEPS)
         scale = scale / (scale.max() * scale.min()).sqrt()
         spread = _spread(scale, rows.shape[1])
-        errors = (_round(weight * spread, params).floats() / spread - weight for weight in weights)
+        errors = (params.round(weight * spread).floats() / spread - weight for weight in weights)
         error = sum(float((rows @ wrong.T).square().sum()) for wrong in errors)
         if error < least:
             best, least = scale, error
@@ -169,12 +153,8 @@ def _clipped(weight: Tensor, rows: Tensor, params: Params) -> Integers:
     for step in range(STEPS // 2):
         share = 1 - step / STEPS
         cut = groups.clamp(share * low, share * high)
-        wrong = _round(cut.flatten(1), params).floats().unflatten(1, (-1, size)) - groups
+        wrong = params.round(cut.flatten(1)).floats().unflatten(1, (-1, size)) - groups
         error = torch.einsum("ogi,gij,ogj->og", wrong, products, wrong)
         best = torch.where((error < least)[..., None], cut, best)
         least = torch.minimum(error, least)
-    return _round(best.flatten(1), params)
-
-
-def _round(weight: Tensor, params: Params) -> Integers:
-    return integers.quantize(weight, params.bits, params.group_size, params.symmetric, torch.bfloat16)
+    return params.round(best.flatten(1))

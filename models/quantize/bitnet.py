@@ -8,7 +8,7 @@ Both papers normalise a layer's inputs before rounding, b1.58 by an RMSNorm insi
 (`norm`), so that the checkpoint keeps Llama's names; the block's own norms stay too. Embedding, norms and output matrix
 are not quantized.
 
-The model is trained from scratch under `regime`: weights stay floats, the forward pass rounds them, and gradients pass
+The model is trained from scratch under `Hooks`: weights stay floats, the forward pass rounds them, and gradients pass
 straight through both roundings. `quantize` on a model that was not trained so gives one that says nothing of use.
 Five ternary weights share a byte (3⁵ = 243): 1.6 bits a weight; eight binary ones do.
 """
@@ -25,8 +25,7 @@ from models.layers.integer_linear import HIGH, token_scales
 from models.layers.integers import product
 from models.layers.linears import linears, replace
 from models.params import BaseParams
-from models.quantize import Quantized, assemble, check
-from models.regimes import Plan, Regime
+from models.quantize import Quantized, Rounding, assemble, check
 
 PAPER = "arXiv:2402.17764, section 2; arXiv:2310.11453, section 2.1"
 CALIBRATED = False
@@ -49,16 +48,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Put layers of few-valued weights in place of the linear ones of the decoder blocks.
-
-    Args:
-        model: in float32, trained under `regime`; used up.
-        documents: not read.
-        params: as in training.
-
-    Raises:
-        ValueError: a layer can't be handled; names it.
-    """
+    """Put layers of few-valued weights in place of the linear ones of the decoder blocks; see `models.quantize`."""
     check(model)
     made = {name: _Linear(layer, params) for name, layer in linears(model)}
     parts = {
@@ -68,40 +58,20 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     return assemble(model, parts)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return hooks under which the model computes with few-valued weights and 8-bit inputs.
+class Hooks(Rounding):
+    """The model computes with few-valued weights and 8-bit inputs."""
 
-    Nothing is drawn from `rng`. The hooks' `start` raises ValueError as `quantize` does.
-    """
-    return _FewValued(params)
+    params: Params
 
-
-class _FewValued(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
-
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        check(model)
-        for _, layer in linears(model):
-            layer.forward = _forward(layer, self.params)  # type: ignore[assignment, method-assign]  # until `finish`
-        return []
-
-    def finish(self, model: PreTrainedModel) -> None:
-        for _, layer in linears(model):
-            del layer.forward
-
-
-def _forward(layer: nn.Linear, params: Params) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
-        rows = _norm(inputs) if params.norm else inputs
+    def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        """See the base."""
+        rows = _norm(inputs) if self.params.norm else inputs
         with torch.no_grad():
-            values, scale = few_valued(layer.weight, params)
+            values, scale = few_valued(layer.weight, self.params)
             wrong_weight = values * scale - layer.weight
             scales = token_scales(rows)
             wrong_rows = (rows / scales).round() * scales - rows
         return functional.linear(rows + wrong_rows, layer.weight + wrong_weight, layer.bias)
-
-    return forward
 
 
 class _Linear(nn.Module):
@@ -121,15 +91,7 @@ class _Linear(nn.Module):
 
 
 def few_valued(weight: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-    """Return what stands for a weight.
-
-    Args:
-        weight: [O, I].
-        params: how many values.
-
-    Returns:
-        Values [O, I] in float32, of −1, (0) and 1, and what they are multiplied by, [1] float32.
-    """
+    """Return what stands for a weight: values [O, I] of −1, (0) and 1, and their scale [1], in float32."""
     weight = weight.float()
     scale = weight.abs().mean().reshape(1)
     if params.weights == "binary":
@@ -138,20 +100,8 @@ def few_valued(weight: Tensor, params: Params) -> tuple[Tensor, Tensor]:
 
 
 def pack_ternary(values: Tensor) -> Tensor:
-    """Put five values of −1, 0 and 1 into a byte, the first counting most; the last byte is filled up with −1.
-
-    Args:
-        values: any shape.
-
-    Returns:
-        [ceil(count / 5)] uint8.
-    """
+    """Put five values of −1, 0 and 1 into a byte (uint8), the first counting most; the last is filled up with −1."""
     return _pack(values + 1, base=3, each=5)
-
-
-def unpack_ternary(words: Tensor, shape: Sequence[int]) -> Tensor:
-    """Take values out again, int8 of `shape`: the inverse of `pack_ternary`."""
-    return _unpack(words, shape, base=3, each=5) - 1
 
 
 def pack_binary(values: Tensor) -> Tensor:
@@ -159,23 +109,10 @@ def pack_binary(values: Tensor) -> Tensor:
     return _pack((values + 1) // 2, base=2, each=8)
 
 
-def unpack_binary(words: Tensor, shape: Sequence[int]) -> Tensor:
-    """Take values out again, int8 of `shape`: the inverse of `pack_binary`."""
-    return 2 * _unpack(words, shape, base=2, each=8) - 1
-
-
 def _pack(digits: Tensor, base: int, each: int) -> Tensor:
     digits = functional.pad(digits.flatten().long(), (0, -digits.numel() % each)).view(-1, each)
-    return (digits * _weights(base, each, digits.device)).sum(1).to(torch.uint8)
-
-
-def _unpack(words: Tensor, shape: Sequence[int], base: int, each: int) -> Tensor:
-    digits = words.long()[:, None] // _weights(base, each, words.device) % base
-    return digits.flatten()[: torch.Size(shape).numel()].view(*shape).to(torch.int8)
-
-
-def _weights(base: int, each: int, device: torch.device) -> Tensor:
-    return base ** torch.arange(each - 1, -1, -1, device=device)
+    weights = base ** torch.arange(each - 1, -1, -1, device=digits.device)
+    return (digits * weights).sum(1).to(torch.uint8)
 
 
 def _norm(inputs: Tensor) -> Tensor:

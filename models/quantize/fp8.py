@@ -29,16 +29,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Put FP8 layers in place of the linear ones of the decoder blocks.
-
-    Args:
-        model: in float32; used up.
-        documents: not read.
-        params: nothing to set.
-
-    Raises:
-        ValueError: a layer can't be handled; names it.
-    """
+    """Put FP8 layers in place of the linear ones of the decoder blocks; see `models.quantize`."""
     check(model)
     rounded = {name: to_float8(layer.weight.detach()) for name, layer in linears(model)}
     replace(model, lambda name, layer: Float8Linear(*rounded[name], layer.bias))

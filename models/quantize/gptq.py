@@ -23,29 +23,22 @@ from models.layers import integers
 from models.layers.hessian import inverse_factor
 from models.layers.integers import Integers
 from models.layers.linears import Gram, calibrate
-from models.params import BaseParams
-from models.quantize import BLOCK, Quantized, assemble, check, check_documents
+from models.quantize import BLOCK, Grid, Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2210.17323, algorithm 1"
 CALIBRATED = True
 STORED = compressed.PACKED
 
 
-class Params(BaseParams):
-    """Settings.
+class Params(Grid):
+    """The grid and the order.
 
     Attributes:
-        bits: of a weight; engines serve 4, and 8 on GPUs.
-        group_size: weights of a row that share a scale.
-        symmetric: whether 0 is the middle of the grid; else each group has a zero point.
         damping: share of the diagonal's mean that is added to it.
         act_order: whether columns of large inputs are rounded first.
     """
 
     name: Literal["gptq"] = "gptq"
-    bits: int = Field(4, ge=2, le=8)
-    group_size: Literal[32, 64, 128] = 128
-    symmetric: bool = True
     damping: float = Field(0.01, gt=0, lt=1)
     act_order: bool = False
 
@@ -54,16 +47,7 @@ CORNERS = (Params(group_size=32, symmetric=False),)
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Round the weights of the decoder blocks, block by block on the inputs that come through the rounded ones.
-
-    Args:
-        model: in float32; used up.
-        documents: token ids to calibrate on.
-        params: the grid and the order.
-
-    Raises:
-        ValueError: too little text, a layer that can't be handled, or groups that don't fill its rows; names it.
-    """
+    """Round weights block by block on the inputs that come through the rounded ones; see `models.quantize`."""
     check(model, params.group_size)
     check_documents(documents)
     parts = {}
@@ -74,20 +58,11 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
         parts[name] = compressed.packed_parts(rounded, params.bits)
 
     calibrate(model, documents, Gram, visit)
-    return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
+    return assemble(model, parts, params.scheme)
 
 
 def solve(weight: Tensor, inputs: Gram, params: Params) -> Integers:
-    """Round one layer.
-
-    Args:
-        weight: [O, I], left unchanged.
-        inputs: of calibration, I wide.
-        params: the grid and the order.
-
-    Raises:
-        ValueError: `inputs` is not as wide as `weight`.
-    """
+    """Round one layer, whose weight [O, I] is left unchanged; ValueError if inputs are not as wide."""
     if len(inputs.matrix) != weight.shape[-1]:
         raise ValueError(f"inputs have width {len(inputs.matrix)}, the layer takes {weight.shape[-1]}")
     width, size = weight.shape[1], params.group_size

@@ -36,16 +36,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Put integer layers in place of the linear ones of the decoder blocks.
-
-    Args:
-        model: in float32; used up.
-        documents: not read.
-        params: the grid of weights.
-
-    Raises:
-        ValueError: a layer can't be handled; names it.
-    """
+    """Put integer layers in place of the linear ones of the decoder blocks; see `models.quantize`."""
     check(model)
     rounded = {
         name: integers.quantize(layer.weight, params.weight_bits, None, symmetric=True)

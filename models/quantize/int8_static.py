@@ -4,9 +4,6 @@ x · Wᵀ ≈ s_x · s_wᵀ ∘ (X₈ · W₈ᵀ). s_x is a percentile of the ma
 are clipped. The default 100 clips nothing of the calibration text. Layers are calibrated block by block on the inputs
 that come through the quantized ones before them. Layers that read the same inputs get the same scale, which engines
 that multiply them as one matrix rely on.
-
-A CPU without VNNI instructions adds pairs of products in 16 bits, which saturate when weights exceed 63; on such a
-machine the engine refuses weights of 8 bits, and 7 are served exactly.
 """
 
 from collections.abc import Sequence
@@ -34,7 +31,7 @@ class Params(BaseParams):
 
     Attributes:
         percentile: of the magnitudes of a layer's inputs, which becomes 127.
-        weight_bits: 7 leaves the highest bit of int8 weights unused; see the module.
+        weight_bits: 7 leaves the highest bit of int8 weights unused; see `int8_dynamic`.
     """
 
     name: Literal["int8_static"] = "int8_static"
@@ -43,16 +40,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Put integer layers in place of the linear ones of the decoder blocks.
-
-    Args:
-        model: in float32; used up.
-        documents: token ids to calibrate on.
-        params: how far inputs are clipped, and the grid of weights.
-
-    Raises:
-        ValueError: too little text, or a layer that can't be handled; names it.
-    """
+    """Put integer layers in place of the linear ones of the decoder blocks; see `models.quantize`."""
     check(model)
     check_documents(documents)
     parts: dict[str, dict[str, Tensor]] = {}

@@ -44,19 +44,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Let the model attend over rounded keys and values.
-
-    Args:
-        model: in float32; used up.
-        documents: not read.
-        params: the form.
-
-    Returns:
-        The model, with figures `kv_bytes_per_token` of its cache.
-
-    Raises:
-        ValueError: the model is not of Llama's layout.
-    """
+    """Let the model attend over rounded keys and values; figure `kv_bytes_per_token` of its cache."""
     check(model)
     attention = f"rounded_kv_cache_{params.form}"
     AttentionInterface.register(attention, partial(_attend, _ROUND[params.form]))

@@ -56,16 +56,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Put mixed layers in place of the linear ones of the decoder blocks.
-
-    Args:
-        model: in float32; used up.
-        documents: token ids to find outlier features in; not read without `decompose`.
-        params: how numbers are rounded and what is not.
-
-    Raises:
-        ValueError: too little text, or a layer that can't be handled; names it.
-    """
+    """Put mixed layers in place of the linear ones; without `decompose` no text is read; see `models.quantize`."""
     check(model)
     columns = {name: torch.empty(0, dtype=torch.int64, device=layer.weight.device) for name, layer in linears(model)}
     if params.decompose:

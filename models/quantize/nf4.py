@@ -38,16 +38,7 @@ class Params(BaseParams):
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
-    """Round the weights of the decoder blocks.
-
-    Args:
-        model: in float32; used up.
-        documents: not read.
-        params: the blocks.
-
-    Raises:
-        ValueError: a layer can't be handled, or groups don't fill its rows; names it.
-    """
+    """Round the weights of the decoder blocks; see `models.quantize`."""
     check(model, params.group_size)
 
     def code(name: str, layer: nn.Linear) -> tuple[Tensor, dict[str, Tensor]]:

@@ -70,16 +70,9 @@ class Writers:
     async def write(
         self, by: By, token_ids: Sequence[int], max_tokens: int, whole_steps: bool = True
     ) -> tuple[int, ...]:
-        """Go on with a text.
+        """Go on with a text by at most so many tokens, and until a step ends where `whole_steps`.
 
-        Args:
-            by: who writes.
-            token_ids: of all that stands there.
-            max_tokens: how much is written at most.
-            whole_steps: whether the end of a step ends it, too.
-
-        Returns:
-            At least one token; the last one says why it ended: see `Vocabulary`.
+        At least one token is written; the last one says why it ended: see `Vocabulary`.
         """
         return await self._generate(by, token_ids, max_tokens, self.vocabulary.step_ends if whole_steps else ())
 
@@ -108,12 +101,7 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, answer_ends: frozenset[int]) -> None:
-        """Look through all tokens once, which takes a second of a large vocabulary.
-
-        Args:
-            tokenizer: a Hugging Face tokenizer.
-            answer_ends: tokens that end an answer.
-        """
+        """Look through all tokens of a Hugging Face tokenizer once, which takes a second of a large vocabulary."""
         self._tokenizer, self.answer_ends = tokenizer, answer_ends
         texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
         found = [tuple(number for number, text in enumerate(texts) if end in text) for end in ("\n\n", "\n")]
@@ -139,11 +127,7 @@ class Answer:
     """
 
     def __init__(self, writers: Writers, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Begin one.
-
-        Raises:
-            ValueError: the prompt is empty, or leaves no room for what is asked.
-        """
+        """Begin one; ValueError if the prompt is empty, or leaves no room for what is asked."""
         if not prompt_ids:
             raise ValueError("the prompt is empty; wanted at least one token")
         if max_tokens < 1 or len(prompt_ids) + max_tokens > writers.max_model_len:

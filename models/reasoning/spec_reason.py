@@ -37,17 +37,7 @@ class Params(BaseParams):
 
 
 async def think(writers: Writers, prompt_ids: Sequence[int], max_tokens: int, params: Params) -> Steps:
-    """Write an answer; see the family.
-
-    Args:
-        writers: both models.
-        prompt_ids: what is answered.
-        max_tokens: of the answer.
-        params: when the target takes over.
-
-    Raises:
-        ValueError: see the family.
-    """
+    """Write an answer; see `models.reasoning`."""
     answer = Answer(writers, prompt_ids, max_tokens)
     for number in count():
         if answer.done:

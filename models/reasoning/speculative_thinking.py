@@ -56,17 +56,7 @@ class Params(BaseParams):
 
 
 async def think(writers: Writers, prompt_ids: Sequence[int], max_tokens: int, params: Params) -> Steps:
-    """Write an answer; see the family.
-
-    Args:
-        writers: both models.
-        prompt_ids: what is answered.
-        max_tokens: of the answer.
-        params: what the target takes over at.
-
-    Raises:
-        ValueError: see the family.
-    """
+    """Write an answer; see `models.reasoning`."""
     answer = Answer(writers, prompt_ids, max_tokens)
     turned_back, allowed, recap_tokens = 0, params.recap_after, params.recap_tokens
     while not answer.done:

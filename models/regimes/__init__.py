@@ -6,18 +6,22 @@ A method's module has
 
 - `CHANGES`: which parts of training it changes, of `models.together.PARTS`; two methods that change the same part
   can't be combined. What else it changes, and `KEEPS`, is in `models.together`;
-- `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
+- `Hooks(params, rng)`, a `Regime`: what it refuses of a model is a ValueError when training starts; or, where the
+  algorithm is another loop,
 - `train(model, documents, params, training, seed, work_dir, on_progress) -> models.learning.training.Trained`: that
   loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no
   other;
 - `COMPARED`, optional: `Params` of the rows that its family's table shows beside the defaults, by heading.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 
@@ -52,7 +56,17 @@ class Regime:
 
     A regime may wrap or replace modules in `start` and takes all of it back in `finish`, so that a plain Hugging Face
     model comes out.
+
+    Attributes:
+        handles: of what `start` hung on the model.
+        KEPT: attributes that a resumed run needs, of values that JSON has.
     """
+
+    handles: Sequence[RemovableHandle] = ()
+    KEPT: tuple[str, ...] = ()
+
+    def __init__(self, params: Any = None, rng: Any = None) -> None:
+        self.params, self.rng = params, rng
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         """Prepare the model before the optimizer is made; returns parameters of its own that are trained too."""
@@ -97,6 +111,8 @@ class Regime:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Make a plain model of it again."""
+        for handle in self.handles:
+            handle.remove()
 
     def figures(self) -> dict[str, float]:
         """Return what it did, such as the share of skipped layers.
@@ -105,9 +121,37 @@ class Regime:
         """
         return {}
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Return what a resumed run needs besides the weights, as JSON."""
-        return {}
+        return {name: getattr(self, name) for name in self.KEPT}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned."""
+        for name in self.KEPT:
+            setattr(self, name, state[name])
+
+
+class Skipping(Regime):
+    """Hooks that leave out blocks row by row, by `coins` that a resumed run tosses again."""
+
+    KEPT = ("num_skipped", "num_seen")
+
+    def __init__(self, params: Any, rng: torch.Generator) -> None:
+        super().__init__(params, rng)
+        self.seed, self.coins = int(torch.randint(2**31, (1,), generator=rng)), torch.Generator()
+        self.num_skipped = self.num_seen = 0
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        """See the base."""
+        self.step = step
+        self.coins.manual_seed(self.seed + step)
+        return nullcontext()
+
+    def count(self, ran: Tensor) -> None:
+        """Count [B] rows, of which some ran."""
+        self.num_seen += len(ran)
+        self.num_skipped += len(ran) - int(ran.sum())
+
+    def figures(self) -> dict[str, float]:
+        """See the base."""
+        return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}

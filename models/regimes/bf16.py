@@ -25,16 +25,9 @@ class Params(BaseParams):
     name: Literal["bf16"] = "bf16"
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+class Hooks(Regime):
+    """Refuses weights that are not in float32."""
 
-    Raises:
-        ValueError: when training starts, if the weights are not in float32.
-    """
-    return _Bf16()
-
-
-class _Bf16(Regime):
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         if model.dtype != torch.float32:
             raise ValueError(f"bf16 keeps weights in float32; the model's are {model.dtype}")

@@ -37,18 +37,10 @@ class Params(BaseParams):
     num_groups: int = Field(4, ge=2)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+class Hooks(Regime):
+    """Refuses a model of one block or not of Llama's layout."""
 
-    Raises:
-        ValueError: when training starts, if the model has one block or is not of Llama's layout.
-    """
-    return _Blockwise(params)
-
-
-class _Blockwise(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
+    params: Params
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         layers = blocks(model)
@@ -57,16 +49,12 @@ class _Blockwise(Regime):
         num_groups = min(self.params.num_groups, len(layers))
         ends = [len(layers) * (number + 1) // num_groups - 1 for number in range(num_groups - 1)]
         norms = [copy.deepcopy(model.model.norm).requires_grad_(True) for _ in ends]
-        self.hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        self.hooks += [
+        learning = [
             layers[end].register_forward_hook(lambda module, args, states, norm=norm: self._learn(model, norm, states))
             for end, norm in zip(ends, norms, strict=True)
         ]
+        self.handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True), *learning]
         return [parameter for norm in norms for parameter in norm.parameters()]
-
-    def finish(self, model: PreTrainedModel) -> None:
-        for hook in self.hooks:
-            hook.remove()
 
     def _begin(self, model: nn.Module, args: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
         self.labels = settings.get("labels")

@@ -7,7 +7,6 @@ peak. It needs an input with a gradient, which a frozen embedding doesn't give: 
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,18 +32,10 @@ class Params(BaseParams):
 CORNERS = (Params(every=2),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+class Hooks(Regime):
+    """Refuses a model that can't be checkpointed or is already."""
 
-    Raises:
-        ValueError: when training starts, if the model can't be checkpointed or is already.
-    """
-    return _Checkpointing(params)
-
-
-class _Checkpointing(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
+    params: Params
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         if model.is_gradient_checkpointing:

@@ -32,7 +32,6 @@ from transformers import PreTrainedModel
 from models.layers.numbers import fixed_point, unit_interval
 from models.layers.products import ProductRegime, on_gradient, straight_through
 from models.params import BaseParams, require_unsaid
-from models.regimes import Regime
 
 PAPER = "arXiv:1606.06160, sections 2.3 to 2.5"
 CHANGES = ("products",)
@@ -73,12 +72,9 @@ class Params(BaseParams):
 CORNERS = (Params(weight_bits=1, activation_bits=1, gradient_bits=1),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` draws the gradients' noise. Figure: `clipped_share` of the activations."""
-    return _DoReFa(params, rng)
+class Hooks(ProductRegime):
+    """`rng` draws the gradients' noise. Figure: `clipped_share` of the activations."""
 
-
-class _DoReFa(ProductRegime):
     def __init__(self, params: Params, rng: torch.Generator) -> None:
         super().__init__(rng)
         self.params = params
@@ -145,12 +141,9 @@ def quantize_activation(inputs: Tensor, num_bits: int, scale: Tensor) -> Tensor:
 
 
 def quantize_gradient(gradient: Tensor, num_bits: int, rng: torch.Generator) -> Tensor:
-    """Round stochastically to the 2^num_bits values from −m to m, m the largest magnitude of each instance.
+    """Round [B, ...] stochastically to the 2^num_bits values from −m to m, m the largest magnitude of each instance.
 
     Adding noise of ±½ step and rounding to the nearest is what stochastic rounding does.
-
-    Args:
-        gradient: [B, ...], an instance each.
     """
     largest = _positive(gradient.abs().amax(dim=tuple(range(1, gradient.ndim)), keepdim=True))
     kept = 2 * largest * (unit_interval(gradient / (2 * largest) + 0.5, num_bits, rng) - 0.5)

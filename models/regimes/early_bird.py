@@ -65,21 +65,10 @@ COMPARED = {
 CORNERS = (Params(window=1, epsilon=0.99), Params(window=1, epsilon=0.99, ticket="random", then="stop"))
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` draws the control.
-
-    Raises:
-        ValueError: when training starts, if the model is not of Llama's layout.
-    """
-    return _EarlyBird(params, rng)
-
-
 def draw(coefficients: Sequence[Tensor], pruned_share: float) -> list[Tensor]:
-    """Return which parts are kept, a bool each; of each tensor, one layer's, the largest stays in any case.
+    """Return which parts are kept, a bool each, of each layer's coefficients [C]; its largest stays in any case.
 
-    Args:
-        coefficients: [C] a layer.
-        pruned_share: of all layers' parts together.
+    `pruned_share` is of all layers' parts together.
     """
     sizes = torch.cat([layer.detach().abs() for layer in coefficients])
     kept = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
@@ -95,9 +84,14 @@ def distance(one: str, other: str) -> float:
     return sum(a != b for a, b in zip(one, other, strict=True)) / len(one)
 
 
-class _EarlyBird(Regime):
+class Hooks(Regime):
+    """`rng` draws the control. Refuses a model that is not of Llama's layout."""
+
+    KEPT = ("recent", "ticket", "epoch", "num_steps", "num_ticket_steps")
+    params: Params
+
     def __init__(self, params: Params, rng: torch.Generator) -> None:
-        self.params, self.rng = params, rng
+        super().__init__(params, rng)
         self.recent: list[str] = []  # masks of the last epochs, the newest last
         self.ticket: str | None = None
         self.epoch = self.num_steps = self.num_ticket_steps = 0
@@ -108,7 +102,7 @@ class _EarlyBird(Regime):
         num_heads = model.config.num_attention_heads
         self.heads = [_ones(num_heads, model.device) for _ in layers]
         self.channels = [_ones(layer.mlp.down_proj.in_features, model.device) for layer in layers]
-        self.hooks = [
+        self.handles = [
             hook
             for layer, head, channel in zip(layers, self.heads, self.channels, strict=True)
             for hook in (
@@ -150,8 +144,7 @@ class _EarlyBird(Regime):
 
     @torch.no_grad()
     def finish(self, model: PreTrainedModel) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        super().finish(model)
         self.share = self._weights_left(model)
         for layer, heads, channels in zip(blocks(model), self.heads, self.channels, strict=True):
             by_channel = heads.repeat_interleave(self.head_dim)
@@ -172,13 +165,6 @@ class _EarlyBird(Regime):
             return {"flops_share": 1.0}
         saved = (1 - self.share) * self.num_ticket_steps / self.num_steps
         return {"ticket_epoch": float(self.epoch), "flops_share": 1 - saved}
-
-    def state(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("recent", "ticket", "epoch", "num_steps", "num_ticket_steps")}
-
-    def restore(self, state: dict[str, object]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
 
     def _apply(self) -> None:
         bits = torch.tensor([bit == "1" for bit in self.ticket or ""], device=self.heads[0].device)

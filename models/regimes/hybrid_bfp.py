@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from models.layers.numbers import block_floating_point
 from models.layers.products import ProductRegime, on_gradient, straight_through
 from models.params import BaseParams
-from models.regimes import Plan, Regime
+from models.regimes import Plan
 
 PAPER = "arXiv:1804.01526, sections 4 and 5"
 CHANGES = ("products",)
@@ -60,12 +60,9 @@ class Params(BaseParams):
 CORNERS = (Params(mantissa_bits=2, wide_bits=4, stochastic=True),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` rounds if asked to. Figure: `flushed_share` of non-zero gradients that round to zero."""
-    return _HybridBfp(params, rng)
+class Hooks(ProductRegime):
+    """`rng` rounds if asked to. Figure: `flushed_share` of non-zero gradients that round to zero."""
 
-
-class _HybridBfp(ProductRegime):
     EVERYWHERE = True
 
     def __init__(self, params: Params, rng: torch.Generator) -> None:
@@ -84,7 +81,7 @@ class _HybridBfp(ProductRegime):
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
         output = functional.linear(straight_through(inputs, self._narrow), straight_through(weight, self._narrow))
-        return on_gradient(output, self._gradient)
+        return on_gradient(output, lambda gradient: self._counted(gradient, self._narrow(gradient)))
 
     def multiply_pairs(self, left: Tensor, right: Tensor) -> Tensor:
         output = straight_through(left, self._matrices) @ straight_through(right, self._matrices).mT
@@ -92,9 +89,6 @@ class _HybridBfp(ProductRegime):
 
     def answering(self, model: PreTrainedModel) -> AbstractContextManager[object]:
         return self.multiplying(model, self.multiply)
-
-    def _gradient(self, gradient: Tensor) -> Tensor:
-        return self._counted(gradient, self._narrow(gradient))
 
     def _counted(self, gradient: Tensor, narrow: Tensor) -> Tensor:
         num_before = gradient.count_nonzero()

@@ -117,13 +117,7 @@ def train(
 
 
 def smallest(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pruned_share: float) -> dict[str, Tensor]:
-    """Return masks without the smallest of the weights that `masks` keep, of all layers together.
-
-    Args:
-        weights: [O, I] a layer.
-        masks: bool, of the same shapes.
-        pruned_share: of those kept; rounded down.
-    """
+    """Return masks without the smallest share, rounded down, of weights that `masks` keep, of all layers together."""
     sizes = torch.cat([weights[name].detach().abs()[mask] for name, mask in masks.items()])
     kept = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
     kept[sizes.argsort()[: int(pruned_share * len(sizes))]] = False

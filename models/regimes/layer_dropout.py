@@ -8,8 +8,7 @@ rotational curriculum), the last one always. The paper's growth of p over steps 
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from models.layers.layout import blocks
 from models.layers.partial import make_partial, make_whole
 from models.params import BaseParams, require_unsaid
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Plan, Skipping
 
 PAPER = "arXiv:2404.16710, section 4.1"
 CHANGES = ("depth",)
@@ -49,15 +48,6 @@ class Params(BaseParams):
 CORNERS = (Params(max_probability=0.9, rotation=1),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
-
-    Raises:
-        ValueError: when training starts, if the model has one block or is not of Llama's layout.
-    """
-    return _LayerDropout(params, rng)
-
-
 def probabilities(num_layers: int, max_probability: float) -> Tensor:
     """Return with which probability each block is left out, [L]."""
     depth = torch.arange(num_layers) / (num_layers - 1)
@@ -71,12 +61,10 @@ def exit_weights(num_layers: int, exit_scale: float) -> Tensor:
     return weights / weights[-1]
 
 
-class _LayerDropout(Regime):
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        self.params = params
-        self.seed = int(torch.randint(2**31, (1,), generator=rng))
-        self.rng = torch.Generator()
-        self.num_skipped = self.num_seen = 0
+class Hooks(Skipping):
+    """Refuses a model of one block or not of Llama's layout."""
+
+    params: Params
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         num_layers = len(blocks(model))
@@ -86,16 +74,11 @@ class _LayerDropout(Regime):
         self.weights = exit_weights(num_layers, self.params.exit_scale)
         make_partial(model, self._choose)
         self.exits: dict[int, Tensor] = {}
-        self.hooks = [
+        self.handles = [
             block.register_forward_hook(lambda module, args, states, index=index: self._keep(module, index, states))
             for index, block in enumerate(blocks(model)[:-1])
         ]
         return []
-
-    def around(self, step: int) -> AbstractContextManager[object]:
-        self.step = step
-        self.rng.manual_seed(self.seed + step)  # a resumed run draws the same
-        return nullcontext()
 
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
         exits, self.exits = self.exits, {}
@@ -107,23 +90,12 @@ class _LayerDropout(Regime):
         return torch.stack(losses).sum() if losses else None
 
     def finish(self, model: PreTrainedModel) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        super().finish(model)
         make_whole(model)
 
-    def figures(self) -> dict[str, float]:
-        return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}
-
-    def state(self) -> dict[str, object]:
-        return {"num_skipped": self.num_skipped, "num_seen": self.num_seen}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
-
     def _choose(self, index: int, hidden: Tensor) -> Tensor:
-        kept = torch.rand(len(hidden), generator=self.rng) >= self.probabilities[index]
-        self.num_seen += len(kept)
-        self.num_skipped += len(kept) - int(kept.sum())
+        kept = torch.rand(len(hidden), generator=self.coins) >= self.probabilities[index]
+        self.count(kept)
         return kept.to(hidden.device, hidden.dtype)
 
     def _keep(self, block: nn.Module, index: int, states: Tensor) -> None:

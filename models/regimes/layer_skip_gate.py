@@ -14,7 +14,6 @@ take thousands of steps to close: their logit is multiplied by `speed`. The mean
 block. p is kept above `floor`, or a gate that has closed would never learn better.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 from models.layers.layout import blocks
 from models.layers.partial import make_partial, make_whole
 from models.params import BaseParams
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Plan, Skipping
 
 PAPER = "arXiv:1711.09485, section 3 (SkipNet); arXiv:1910.13349, section 3.2 (SLU)"
 CHANGES = ("depth",)
@@ -60,15 +59,6 @@ def changes(params: Params) -> tuple[str, ...]:
     return (*CHANGES, "frozen weights") if params.fold else CHANGES
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
-
-    Raises:
-        ValueError: when training starts, if the model is not of Llama's layout.
-    """
-    return _Skip(params, rng)
-
-
 class Gate(nn.Module):
     """Gives the probabilities of running, block after block, of a batch."""
 
@@ -91,24 +81,21 @@ class Gate(nn.Module):
         return (self.speed * self.decide(memory[0])[:, 0]).sigmoid(), memory
 
 
-class _Skip(Regime):
+class Hooks(Skipping):
+    """Refuses a model that is not of Llama's layout."""
+
+    params: Params
+
     def __init__(self, params: Params, rng: torch.Generator) -> None:
-        self.params, self.rng = params, rng
-        self.seed = int(torch.randint(2**31, (1,), generator=rng))
-        self.coins = torch.Generator()
-        self.num_skipped = self.num_seen = 0
+        super().__init__(params, rng)
         self.means: dict[int, float] = {}  # block to the running mean of p
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         gate = Gate(model.config.hidden_size, self.params.start, self.params.speed, self.rng)
         self.gate = gate.to(model.device)
         make_partial(model, self._choose)
-        self.hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         return list(self.gate.parameters())
-
-    def around(self, step: int) -> AbstractContextManager[object]:
-        self.coins.manual_seed(self.seed + step)  # a resumed run draws the same
-        return nullcontext()
 
     def after_step(self, model: PreTrainedModel) -> None:
         found = torch.stack([probability.detach().mean() for probability in self.probabilities]).tolist()
@@ -120,7 +107,7 @@ class _Skip(Regime):
 
     @torch.no_grad()
     def finish(self, model: PreTrainedModel) -> None:
-        self.hook.remove()
+        super().finish(model)
         make_whole(model)
         for index, mean in self.means.items() if self.params.fold else ():
             block = blocks(model)[index]
@@ -128,15 +115,11 @@ class _Skip(Regime):
                 for parameter in layer.parameters():
                     parameter.mul_(mean)
 
-    def figures(self) -> dict[str, float]:
-        return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}
-
-    def state(self) -> dict[str, object]:
-        means = {str(index): mean for index, mean in self.means.items()}
-        return {"num_skipped": self.num_skipped, "num_seen": self.num_seen, "means": means}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "means": {str(index): mean for index, mean in self.means.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
+        super().restore(state)
         self.means = {int(index): mean for index, mean in state["means"].items()}
 
     def _begin(self, model: nn.Module, args: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
@@ -152,7 +135,6 @@ class _Skip(Regime):
         probability: Tensor = self.params.floor + (1 - self.params.floor) * gate
         self.probabilities.append(probability)
         runs = torch.rand(len(hidden), generator=self.coins).to(hidden.device) < probability
-        self.num_seen += len(runs)
-        self.num_skipped += len(runs) - int(runs.sum())
+        self.count(runs)
         relative = probability / probability.detach()  # 1, with the gradient of p over p
         return runs * relative.to(hidden.dtype)

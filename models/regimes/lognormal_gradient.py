@@ -30,7 +30,6 @@ from torch.nn import functional
 from models.layers.numbers import lowest_exponent, minifloat
 from models.layers.products import ProductRegime, on_gradient
 from models.params import BaseParams, require_unsaid
-from models.regimes import Regime
 
 PAPER = "arXiv:2006.08173, sections 4 and 5; the expected maximum by Blom, 1958"
 CHANGES = ("products",)
@@ -78,16 +77,15 @@ class Fit(NamedTuple):
     size: int
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` prunes and rounds.
+class Hooks(ProductRegime):
+    """`rng` prunes and rounds.
 
     Figures: means of `sigma`, `exponent_bits` and `fit_distance` (Kolmogorov-Smirnov, of a sample) over the gradients;
     `clipped_share`, and `zero_share` of what was not zero.
     """
-    return _LognormalGradient(params, rng)
 
+    params: Params
 
-class _LognormalGradient(ProductRegime):
     def __init__(self, params: Params, rng: torch.Generator) -> None:
         super().__init__(rng)
         self.params = params

@@ -29,18 +29,10 @@ class Params(BaseParams):
     probability: float = Field(0.5, gt=0, lt=1)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+class Hooks(Regime):
+    """Refuses a training of which every single step happens to be left out."""
 
-    Raises:
-        ValueError: when training starts, if every single step happens to be left out.
-    """
-    return _Drop(params, rng)
-
-
-class _Drop(Regime):
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        self.params, self.rng = params, rng
+    params: Params
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         # All coins at once: a resumed run sees the same ones without keeping a state.

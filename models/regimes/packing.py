@@ -9,7 +9,7 @@ transformers finds the documents by positions that start again. Whether a model'
 training starts.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -38,19 +38,12 @@ class Params(BaseParams):
 CORNERS = (Params(row_tokens=2),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+class Hooks(Regime):
+    """Refuses a model that attends across the documents of a row."""
 
-    Raises:
-        ValueError: when training starts, if the model attends across the documents of a row.
-    """
-    return _Packing(params)
-
-
-class _Packing(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
-        self.num_tokens = self.num_places = 0
+    KEPT = ("num_tokens", "num_places")
+    params: Params
+    num_tokens = num_places = 0
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         _require_separate(model)
@@ -75,20 +68,9 @@ class _Packing(Regime):
     def figures(self) -> dict[str, float]:
         return {"padding_share": 1 - self.num_tokens / max(self.num_places, 1)}
 
-    def state(self) -> dict[str, object]:
-        return {"num_tokens": self.num_tokens, "num_places": self.num_places}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.num_tokens, self.num_places = state["num_tokens"], state["num_places"]
-
 
 def pack(documents: list[list[int]], row_tokens: int) -> Batch:
-    """Return a batch of packed documents.
-
-    Args:
-        documents: token ids.
-        row_tokens: length of a row, unless a document is longer.
-    """
+    """Return a batch of documents packed into rows of `row_tokens`, unless a document is longer."""
     rows = _rows(documents, row_tokens)
     length = max(sum(map(len, row)) for row in rows)
     token_ids = torch.zeros(len(rows), length, dtype=torch.int64)

@@ -35,18 +35,14 @@ class Params(BaseParams):
     folder: str | None = None
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks. Figure: `paged_mib` of state."""
-    return _Paged(params)
+class Hooks(Regime):
+    """Figure: `paged_mib` of state."""
 
-
-class _Paged(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
-        self.pages: dict[nn.Parameter, dict[str, Tensor]] = {}
+    params: Params
 
     def hold(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.pages: dict[nn.Parameter, dict[str, Tensor]] = {}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         size = 2 * sum(parameter.numel() for parameter in trained)
         on_gpu = trained[0].device.type == "cuda"

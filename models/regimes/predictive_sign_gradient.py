@@ -24,7 +24,6 @@ from torch import Tensor
 
 from models.layers.products import ProductRegime, linear
 from models.params import BaseParams
-from models.regimes import Regime
 
 PAPER = "arXiv:1910.13349, section 3.3"
 CHANGES = ("products", "weight gradients")
@@ -57,12 +56,9 @@ class Params(BaseParams):
         return self
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` is not read. Figures: `predicted_share`, and `sign_agreement` with the exact product."""
-    return _PredictiveSign(params, rng)
+class Hooks(ProductRegime):
+    """Figures: `predicted_share`, and `sign_agreement` with the exact product."""
 
-
-class _PredictiveSign(ProductRegime):
     def __init__(self, params: Params, rng: torch.Generator) -> None:
         super().__init__(rng)
         self.params = params

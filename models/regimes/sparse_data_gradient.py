@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from models.layers.products import ProductRegime, linear
 from models.params import BaseParams
-from models.regimes import Regime
 
 PAPER = "arXiv:2202.00774"
 CHANGES = ("products",)
@@ -40,12 +39,9 @@ class Params(BaseParams):
 CORNERS = (Params(preserve_l1=True),)
 
 
-def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks; `rng` is not read. Figure: `kept_l1`, the share of the gradient's magnitude before scaling."""
-    return _SparseDataGradient(params, rng)
+class Hooks(ProductRegime):
+    """Figure: `kept_l1`, the share of the gradient's magnitude before scaling."""
 
-
-class _SparseDataGradient(ProductRegime):
     def __init__(self, params: Params, rng: torch.Generator) -> None:
         super().__init__(rng)
         self.params = params

@@ -76,11 +76,7 @@ class Proxy:
 
     @property
     def certainty(self) -> Certainty:
-        """Of a small model trained on what was chosen.
-
-        Raises:
-            ValueError: there is no way to train one.
-        """
+        """Of a small model trained on what was chosen; ValueError if there is no way to train one."""
         if self._certainty is None:
             if self._sources.train is None:
                 raise ValueError("this method asks a proxy model how sure it is; give `train` to make one")
@@ -89,11 +85,7 @@ class Proxy:
 
     @property
     def features(self) -> Tensor:
-        """[M, H] of the target.
-
-        Raises:
-            ValueError: there is no target.
-        """
+        """[M, H] of the target; ValueError if there is no target."""
         if self._features is None:
             if self._sources.target is None:
                 raise ValueError("this method compares documents by the target's hidden states; give `target`")
@@ -163,6 +155,19 @@ def select(
     return chosen
 
 
+def by_score(
+    score: Callable[[Proxy], Tensor],
+) -> Callable[[Proxy, Sequence[int], int, BaseParams, torch.Generator], list[int]]:
+    """Return the `pick` of a method that wants the documents of the highest scores."""
+
+    def pick(
+        proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: BaseParams, rng: torch.Generator
+    ) -> list[int]:
+        return highest(score(proxy), chosen, num_wanted)
+
+    return pick
+
+
 def draw(num_documents: int, chosen: Sequence[int], num_wanted: int, rng: torch.Generator) -> list[int]:
     """Return `num_wanted` places at random that are not in `chosen`."""
     taken = set(chosen)
@@ -187,11 +192,8 @@ def highest(scores: Tensor, chosen: Sequence[int], num_wanted: int) -> list[int]
 def certainty(model: PreTrainedModel, documents: Sequence[Document], max_logits: int = 1 << 25) -> Certainty:
     """Measure how sure a model is of the token after each of a document's but the last.
 
-    Args:
-        model: any language model.
-        documents: token ids.
-        max_logits: numbers that a batch's logits may hold, which are the most that is held; a document is one batch at
-            least.
+    A batch's logits, which are the most that is held, are at most `max_logits` numbers, but for those of one
+    document.
     """
     found: list[tuple[int, list[float]]] = []
     longest = max(map(len, documents), default=1)

@@ -4,13 +4,10 @@ A confident draft may be wrong and an unsure one right, while acceptance Σ min(
 target, which is what its training can close. It needs no start: there is a current draft, or an untrained one.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from models.params import BaseParams
-from models.select import Proxy, highest
+from models.select import by_score
 
 PAPER = "none: ours, after arXiv:1906.11829 with the draft in place of the proxy"
 NEEDS_START = False
@@ -24,6 +21,4 @@ class Params(BaseParams):
     name: Literal["acceptance_gap"] = "acceptance_gap"
 
 
-def pick(proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: Params, rng: torch.Generator) -> list[int]:
-    """Pick the documents with the smallest mean accepted length; see `models.select`."""
-    return highest(-proxy.acceptance, chosen, num_wanted)
+pick = by_score(lambda proxy: -proxy.acceptance)

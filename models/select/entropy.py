@@ -4,13 +4,10 @@ As with `least_confidence` a document scores the mean over its tokens. Unlike th
 tens of thousands of tokens a long tail counts, which one likely token in front of it hides from the others.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from models.params import BaseParams
-from models.select import Proxy, highest
+from models.select import by_score
 
 PAPER = "arXiv:1906.11829"
 NEEDS_START = True
@@ -24,6 +21,4 @@ class Params(BaseParams):
     name: Literal["entropy"] = "entropy"
 
 
-def pick(proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: Params, rng: torch.Generator) -> list[int]:
-    """Pick the documents whose next tokens the proxy finds most open; see `models.select`."""
-    return highest(proxy.certainty.entropy, chosen, num_wanted)
+pick = by_score(lambda proxy: proxy.certainty.entropy)

@@ -4,13 +4,10 @@ The paper classifies, one prediction an example. A document is many: its score i
 ones are not preferred. What no model can predict, such as noise, scores highest too.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from models.params import BaseParams
-from models.select import Proxy, highest
+from models.select import by_score
 
 PAPER = "arXiv:1906.11829"
 NEEDS_START = True
@@ -24,6 +21,4 @@ class Params(BaseParams):
     name: Literal["least_confidence"] = "least_confidence"
 
 
-def pick(proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: Params, rng: torch.Generator) -> list[int]:
-    """Pick the documents that the proxy is least sure of; see `models.select`."""
-    return highest(-proxy.certainty.confidence, chosen, num_wanted)
+pick = by_score(lambda proxy: -proxy.certainty.confidence)

@@ -4,13 +4,10 @@ As with `least_confidence` a document scores the mean over its tokens. What it l
 could be anything and one that is one of two both score high.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from models.params import BaseParams
-from models.select import Proxy, highest
+from models.select import by_score
 
 PAPER = (
     "Scheffer et al., Active Hidden Markov Models for Information Extraction, 2001, in the rounds of arXiv:1906.11829"
@@ -26,6 +23,4 @@ class Params(BaseParams):
     name: Literal["margin"] = "margin"
 
 
-def pick(proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: Params, rng: torch.Generator) -> list[int]:
-    """Pick the documents where the proxy hesitates most between two tokens; see `models.select`."""
-    return highest(-proxy.certainty.margin, chosen, num_wanted)
+pick = by_score(lambda proxy: -proxy.certainty.margin)

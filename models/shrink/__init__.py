@@ -1,21 +1,25 @@
 """Shrinking: a model of a smaller shape, as a valid Hugging Face checkpoint.
 
 A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
-returns a new model of the given one's class whose config says its shape; `documents` are token ids to measure
-importance on and, where the method `TRAINS` (optional), to train on with the settings `training`. `KEEPS_TOKENS` says
-whether the model's tokenizer fits what comes out, which a served target needs; `require_engine(params, engine)`,
-optional, refuses an engine by name that can't run what is stored; `CHANGES` and `KEEPS` are in `models.together`.
+leaves the given model, of Llama's layout, unchanged, and returns a new one of its class whose config says its shape;
+`documents` are token ids to measure importance on, those that the seed draws, in pieces of `training.max_length`, and,
+where the method `TRAINS` (optional), to train on; `training`, `work_dir` and `on_progress` are those of
+`models.learning.training.train`. ValueError where the model is of another layout, the shape is impossible for it, or
+documents are too few or hold ids that it has not. `KEEPS_TOKENS` says whether the model's tokenizer fits what comes
+out, which a served target needs; `require_engine(params, engine)`, optional, refuses an engine by name that can't run
+what is stored; `CHANGES` and `KEEPS` are in `models.together`.
 
 Letters: L blocks, H hidden width, A query heads, K KV heads, C channels of an MLP, B documents, T tokens of a document.
 Heads keep their width, which engines are picky about.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from models.layers.layout import Norm, blocks
@@ -70,11 +74,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """Read a model's shape off its config.
-
-    Raises:
-        ValueError: the model is not of Llama's layout.
-    """
+    """Read a model's shape off its config; ValueError if the model is not of Llama's layout."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"shrinking takes models of {', '.join(MODEL_TYPES)}; got {config.model_type}")
@@ -120,15 +120,10 @@ def wanted_shape(model: PreTrainedModel, params: Widths, num_layers: int | None 
 
 
 def choose_heads(heads: Tensor, kv_heads: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Choose KV heads, and equally many query heads of each.
-
-    Args:
-        heads: [L, K, A/K] importance of the query heads of each KV head.
-        kv_heads: [L, K] importance of KV heads.
-        shape: says how many stay.
+    """Choose KV heads by importance [L, K], and equally many query heads of each by theirs [L, K, A/K].
 
     Returns:
-        query heads [L, A'] and KV heads [L, K'], ascending.
+        query heads [L, A'] and KV heads [L, K'] of that shape, ascending.
     """
     per_kv = shape.num_heads // shape.num_kv_heads
     kept = choose(kv_heads, shape.num_kv_heads)
@@ -154,11 +149,15 @@ def pieces(
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> None:
-    """Let the decoder read each document by itself, so that hooks see no padding; the output matrix stays idle."""
+def read(model: PreTrainedModel, documents: Sequence[Sequence[int]], hooks: Iterable[RemovableHandle]) -> None:
+    """Let the decoder read each document by itself, so that hooks see no padding, and remove them."""
     model.eval()
-    for document in documents:
-        model.model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
+    try:
+        for document in documents:
+            model.model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def norms(model: PreTrainedModel) -> list[Norm]:

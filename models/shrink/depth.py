@@ -61,20 +61,7 @@ def shrink(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
-    """Return a model of fewer blocks.
-
-    Args:
-        model: of Llama's layout, left unchanged.
-        documents: token ids to measure influence on; not read by "spread".
-        params: what stays.
-        training: says how long pieces of documents are.
-        seed: draws the documents.
-        work_dir: not used.
-        on_progress: not called.
-
-    Raises:
-        ValueError: the model is of another layout or no deeper than asked for, or no document has two tokens.
-    """
+    """Return a model of fewer blocks; see `models.shrink`."""
     num_layers = shape_of(model).num_layers
     if params.num_layers >= num_layers:
         raise ValueError(f"num_layers must be 1 to {num_layers - 1}, less than the model's; got {params.num_layers}")
@@ -97,9 +84,5 @@ def influence(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> Ten
         block.register_forward_hook(lambda module, args, output, number=number: add(number, args[0], output))
         for number, block in enumerate(blocks(model))
     ]
-    try:
-        read(model, documents)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    read(model, documents, hooks)
     return sums / num_tokens

@@ -68,18 +68,9 @@ def shrink(
 ) -> PreTrainedModel:
     """Return a model whose linear layers are of low rank; a block is fitted on what the blocks before it give by then.
 
-    Args:
-        model: of Llama's layout, left unchanged.
-        documents: token ids to calibrate on.
-        params: the rank.
-        training: says how long pieces of documents are.
-        seed: draws the documents.
-        work_dir: not used.
-        on_progress: not called.
-
     Raises:
-        ValueError: the model is of another layout, a layer can't be handled or is too small for a rank (names it), or
-            calibration has fewer tokens than a rank.
+        ValueError: as `models.shrink`; a layer can't be handled or is too small for a rank (names it), or calibration
+            has fewer tokens than a rank.
     """
     shape_of(model)
     ranks = {name: rank_of(layer.weight, params.share, name) for name, layer in linears(model)}
@@ -112,16 +103,7 @@ def rank_of(weight: Tensor, share: float, name: str) -> int:
 
 
 def truncate(weight: Tensor, inputs: Gram, rank: int) -> Tensor:
-    """Return the best approximation of rank `rank` of a layer on its inputs.
-
-    Args:
-        weight: [O, I], left unchanged.
-        inputs: of calibration.
-        rank: 1 to the least of O and I.
-
-    Returns:
-        [O, I], dtype of `weight`.
-    """
+    """Return the best approximation of a rank, from 1, of a weight [O, I] on its inputs; of its dtype."""
     exact = weight.double()
     gram = inputs.matrix.double()
     left: Tensor

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from models.checkpoints.invariants import keep_zeroes
@@ -70,20 +71,10 @@ def shrink(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
-    """Learn which parts stay, cut the others out and train on.
-
-    Args:
-        model: of Llama's layout in float32, left unchanged.
-        documents: token ids to train on, in both halves together.
-        params: the shape, and how it is learnt.
-        training: of both halves.
-        seed: of the masks and of the order of documents.
-        work_dir: holds checkpoints of both halves; None keeps none.
-        on_progress: see `models.learning.training.train`; counts both halves.
+    """Learn which parts stay on one half of the documents, cut the others out and train on with the other half.
 
     Raises:
-        ValueError: the model is of another layout, the shape is impossible for it, or documents are too few for two
-            halves or for as many steps as masks need.
+        ValueError: as `models.shrink`; documents may be too few for two halves or for as many steps as masks need.
         FloatingPointError: the loss is NaN or infinite.
     """
     shape = wanted_shape(model, params, params.num_layers)
@@ -118,6 +109,8 @@ class Masks(Regime):
         wanted: kind to how many of a row stay.
     """
 
+    handles: list[RemovableHandle]
+
     def __init__(self, model: PreTrainedModel, shape: Shape, params: Params, rng: torch.Generator) -> None:
         has, self.shape, self.params, self.rng = shape_of(model), shape, params, rng
         per_kv, wanted_per_kv = has.num_heads // has.num_kv_heads, shape.num_heads // shape.num_kv_heads
@@ -144,7 +137,7 @@ class Masks(Regime):
         )
         self.progress = 0.0
         self.drawn: dict[str, Tensor] = {}
-        self.hooks: list[Any] = []
+        self.handles = []
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         """Hang the masks on the model."""
@@ -181,11 +174,6 @@ class Masks(Regime):
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-    def finish(self, model: PreTrainedModel) -> None:
-        """Take the masks off."""
-        for hook in self.hooks:
-            hook.remove()
 
     def figures(self) -> dict[str, float]:
         """Return the share of each kind that is open."""
@@ -282,10 +270,10 @@ class Masks(Regime):
         self._after(module, lambda states: _times(states, self._layer(number)))
 
     def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        self.hooks.append(module.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:])))
+        self.handles.append(module.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:])))
 
     def _after(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        self.hooks.append(module.register_forward_hook(lambda module, args, output: change(output)))
+        self.handles.append(module.register_forward_hook(lambda module, args, output: change(output)))
 
 
 def _stretched(shares: Tensor) -> Tensor:

@@ -50,21 +50,7 @@ def shrink(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
-    """Return a model of fewer tokens.
-
-    Args:
-        model: of Llama's layout, left unchanged.
-        documents: token ids of the traffic; all are counted.
-        params: how many stay.
-        training: not read.
-        seed: not used.
-        work_dir: not used.
-        on_progress: not called.
-
-    Raises:
-        ValueError: the model is of another layout, has no more tokens than asked for or more special ones, or documents
-            are empty or hold ids that it has not.
-    """
+    """Return a model of the special tokens and those that documents hold most often; see `models.shrink`."""
     shape_of(model)
     size, special = model.config.vocab_size, _special(model.config) | _special(model.generation_config)
     if not len(special) < params.vocab_size < size:
@@ -88,11 +74,7 @@ def shrink(
 
 
 def count_tokens(documents: Iterable[Sequence[int]], size: int) -> np.ndarray:
-    """Return [V] how often each token occurs.
-
-    Raises:
-        ValueError: there are no tokens, or ids that are not below `size`.
-    """
+    """Return [V] how often each token occurs; ValueError if there are no tokens, or ids that are not below `size`."""
     tokens = np.fromiter((token for document in documents for token in document), dtype=np.int64)
     if not len(tokens) or tokens.min() < 0 or tokens.max() >= size:
         found = f"{tokens.min()} to {tokens.max()}" if len(tokens) else "none"
@@ -101,14 +83,9 @@ def count_tokens(documents: Iterable[Sequence[int]], size: int) -> np.ndarray:
 
 
 def narrow(token_ids: Sequence[int], kept: Sequence[int]) -> list[list[int]]:
-    """Return the runs of tokens that a narrower vocabulary can read, in its ids.
+    """Return the runs of tokens that a narrower vocabulary can read, in its ids: stretches between tokens not kept.
 
-    Args:
-        token_ids: the old vocabulary's.
-        kept: `kept_tokens` of the config.
-
-    Returns:
-        stretches between tokens that are not kept, empty ones left out; one, where every token is kept.
+    `kept` is `kept_tokens` of the config. Empty stretches are left out.
     """
     place = {token: number for number, token in enumerate(kept)}
     runs: list[list[int]] = [[]]

@@ -11,7 +11,7 @@ Nothing is trained again and no weight is scaled, so a model with a much narrowe
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,20 +45,7 @@ def shrink(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
-    """Return a narrower model.
-
-    Args:
-        model: of Llama's layout, left unchanged.
-        documents: token ids to measure importance on.
-        params: the shape.
-        training: says how long pieces of documents are.
-        seed: draws the documents.
-        work_dir: not used.
-        on_progress: not called.
-
-    Raises:
-        ValueError: the model is of another layout, the shape is impossible for it, or no document has two tokens.
-    """
+    """Return a narrower model; see `models.shrink`."""
     has, shape = shape_of(model), wanted_shape(model, params)
     heads, channels, hidden = importance(model, pieces(documents, params, training, seed))
     together = heads.topk(shape.num_heads // shape.num_kv_heads, dim=-1).values.sum(dim=-1)
@@ -90,7 +77,9 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
         found: Tensor = states.unflatten(-1, (-1, width)).norm(dim=-1)
         return found
 
-    hooks: list[Any] = []
+    hooks = [
+        norm.register_forward_hook(lambda module, args, output: add(hidden, torch.abs, output)) for norm in norms(model)
+    ]
     for number, block in enumerate(blocks(model)):
         for module, sums, of_token in (
             (block.self_attn.o_proj, heads[number], head_norms),
@@ -101,12 +90,5 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
                     lambda module, args, sums=sums, of_token=of_token: add(sums, of_token, args[0])
                 )
             )
-    hooks += [
-        norm.register_forward_hook(lambda module, args, output: add(hidden, torch.abs, output)) for norm in norms(model)
-    ]
-    try:
-        read(model, documents)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    read(model, documents, hooks)
     return heads.sqrt().unflatten(1, (shape.num_kv_heads, -1)), channels.sqrt(), hidden.sqrt()

@@ -109,11 +109,7 @@ class Prompt(_Chat):
         return {name: value for name, value in fields.items() if value}
 
     def encode(self, encoder: "ChatEncoder") -> list[int]:
-        """Return its token ids, as they are served.
-
-        Raises:
-            ValueError: the chat template refuses it.
-        """
+        """Return its token ids, as they are served; ValueError if the chat template refuses it."""
         messages = [message.as_openai() for message in self.messages]
         return encoder.encode(messages, self.tools or None, template_arguments=self.template_arguments)
 
@@ -154,10 +150,7 @@ def encoded(
 ) -> list[tuple[ItemT, list[int]]]:
     """Return items with their token ids, without those that a target can't read, which are logged.
 
-    Args:
-        items: prompts or documents; where they come from is told by their groups.
-        encoder: the target's.
-        max_len: more tokens than a prompt may have; None for any.
+    `max_len` is more tokens than a prompt may have; None for any.
 
     Raises:
         ValueError: it can read none.
@@ -184,15 +177,10 @@ def unique(items: Iterable[ItemT]) -> list[ItemT]:
 
 
 def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> dict[str, list[ItemT]]:
-    """Split by a hash of each item's group.
+    """Split by a hash of each item's group and the seed, keeping the order of items within each part.
 
-    Args:
-        items: prompts or documents, kept in their order within each part.
-        fractions: part to its share of the groups, above 0 and summing to 1.
-        seed: another seed gives another split.
-
-    Returns:
-        Part to items. Shares hold on average: a part's size varies as its groups do.
+    Fractions are of the groups, above 0 and summing to 1. They hold on average: a part's size varies as its groups
+    do.
 
     Raises:
         ValueError: the shares are wrong, or a part got no item, as happens with few groups.
@@ -231,14 +219,8 @@ def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
 def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, seed: int) -> dict[PartT, list[ItemT]]:
     """Draw each part's items out of groups of its own, and give them the recipe's name of their domain.
 
-    Args:
-        items: prompts or documents.
-        sizes: part to its number of items.
-        domain: the name.
-        seed: another seed draws others.
-
     Raises:
-        ValueError: there are too few items.
+        ValueError: there are fewer items than a part's size.
     """
     parts = split(items, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
     for part, size in sizes.items():

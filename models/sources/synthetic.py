@@ -43,11 +43,7 @@ class Params(BaseParams):
 
 
 def prompts(params: Params) -> list[Prompt]:
-    """Return `count` different prompts, the groups in turn.
-
-    Raises:
-        ValueError: `count` is more than the grammar can say.
-    """
+    """Return `count` different prompts, the groups in turn; ValueError if `count` is more than the grammar can say."""
     return [
         Prompt(messages=(Message(role="user", content=content),), domain=params.domain, group=group)
         for content, group in _texts(params, num_sentences=1)

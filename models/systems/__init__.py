@@ -8,7 +8,7 @@ machine can, and else counts both with times that were measured here part by par
 - `KEPT`: what is kept of the plain way's output, 1 for all of it;
 - `SHAPE`: what must be seen for the claim to hold in shape, in a sentence; it is what `study` tests;
 - `NEEDS`: what the claim is of and is not here, such as devices, for which times are counted; else "";
-- `study(given, rng) -> Seen`.
+- `study(given, rng) -> Seen`: run it on the model and the prompts that are given.
 """
 
 from typing import NamedTuple
@@ -52,13 +52,7 @@ class Given(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a study saw.
-
-    Attributes:
-        gain: see `GAIN`.
-        kept: see `KEPT`.
-        holds: whether `SHAPE` was seen.
-    """
+    """What a study saw: `GAIN`, `KEPT`, and whether the claim holds in `SHAPE`."""
 
     gain: float
     kept: float
@@ -66,12 +60,7 @@ class Seen(NamedTuple):
 
 
 def verdict(held: float, needs: str) -> str:
-    """Say what became of a claim.
-
-    Args:
-        held: the share of seeds under which its shape was seen.
-        needs: what is missing, see `NEEDS`.
-    """
+    """Say what became of a claim by the share of seeds under which its shape was seen, and what is missing, `NEEDS`."""
     if 0 < held < 1:
         return f"open: seen under {held:.0%} of the seeds"
     if held:

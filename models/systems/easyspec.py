@@ -45,11 +45,7 @@ def at_once_ms(times: Times, num_layers: int, group: int) -> float:
 def gain(times: Times, num_layers: int, group: int, num_drafted: int) -> float:
     """Return the time of a round of drafting, shared as is best / at once with the exact pass after it.
 
-    Args:
-        times: of the draft, shared by 1 to `group` devices.
-        num_layers: of the draft.
-        group: devices, and layers whose attentions run at once.
-        num_drafted: tokens of a round.
+    `group` is how many devices there are, and layers whose attentions run at once.
 
     Raises:
         ValueError: times of a number of devices are missing, or passes were never measured.
@@ -70,12 +66,7 @@ def gain(times: Times, num_layers: int, group: int, num_drafted: int) -> float:
 def accepted(decoder: WideDecoder, prompt: list[int], num_tokens: int, group: int, num_drafted: int) -> float:
     """Return the share of tokens, drafted by the model's own layers in groups, that it accepts of itself.
 
-    Args:
-        decoder: draft and target.
-        prompt: two tokens or more.
-        num_tokens: of the answer, greedy.
-        group: layers whose attentions run at once; 1 is the exact draft.
-        num_drafted: tokens of a round.
+    The prompt has two tokens or more, and the answer is greedy. A group of 1 is the exact draft.
     """
     cache = Cache(decoder, len(prompt) + num_tokens + num_drafted + 1)
     decoder.forward(torch.tensor(prompt[:-1], device=decoder.device), cache)
@@ -97,12 +88,7 @@ def accepted(decoder: WideDecoder, prompt: list[int], num_tokens: int, group: in
 
 
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Let the model draft for itself, and count what that would take; see `models.systems`.
-
-    Args:
-        given: the model is the draft.
-        rng: not used, nothing is drawn.
-    """
+    """Let the model draft for itself, and count what that would take; nothing is drawn."""
     kept = [accepted(given.decoder, prompt, given.num_tokens, GROUP, NUM_DRAFTED) for prompt in given.prompts]
     share = sum(kept) / len(kept)
     times_gain = gain(given.times, given.decoder.num_layers, GROUP, NUM_DRAFTED)

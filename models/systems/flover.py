@@ -74,11 +74,7 @@ class Answer(NamedTuple):
 def passes(requests: Sequence[Request], max_batch: int, joins: bool, takes: Takes) -> Iterator[Pass]:
     """Yield the passes that answer requests in the order of their arrival, one after another.
 
-    Args:
-        requests: in any order.
-        max_batch: how many run at once; 1 is one after another.
-        joins: whether a request may join those that run; else it waits until all of them are finished.
-        takes: what passes take.
+    At most `max_batch` run at once. If none `joins` those that run, it waits until all of them are finished.
 
     Raises:
         ValueError: a request has no prompt or asks for no token, or nothing may run.
@@ -116,15 +112,7 @@ def seconds(requests: Sequence[Request], max_batch: int, joins: bool, takes: Tak
 
 @torch.inference_mode()
 def serve(decoder: WideDecoder, requests: Sequence[Request], max_batch: int, joins: bool, takes: Takes) -> list[Answer]:
-    """Answer requests greedily in just these passes; see `passes`.
-
-    Args:
-        decoder: the model.
-        requests: in any order.
-        max_batch: see `passes`.
-        joins: see `passes`.
-        takes: decides who meets whom; what passes really take here does not count.
-    """
+    """Answer requests greedily in just these `passes`; `takes` decides who meets whom, not what they really take."""
     running: dict[int, _Running] = {}
     for one in passes(requests, max_batch, joins, takes):
         if one.reads:
@@ -136,22 +124,14 @@ def serve(decoder: WideDecoder, requests: Sequence[Request], max_batch: int, joi
 
 
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Serve the same requests in the three ways, with what passes take here; see `models.systems`.
-
-    Args:
-        given: requests take its prompts in turn, and answers are of up to its `num_tokens`.
-        rng: draws arrivals and lengths.
-    """
+    """Serve the same requests in the three ways, with what passes take here."""
     return compare(given, _takes(given), rng)
 
 
 def compare(given: Given, takes: Takes, rng: torch.Generator) -> Seen:
     """Serve the same requests in the three ways.
 
-    Args:
-        given: see `study`.
-        takes: what passes take.
-        rng: see `study`.
+    They take the prompts in turn, and answers are of up to `num_tokens`; arrivals and lengths are drawn.
     """
     drawn = [_draw(given, takes(1, 1), rng) for _ in range(NUM_DRAWS)]
     one_s, batch_s, fused_s = (

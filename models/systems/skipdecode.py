@@ -34,12 +34,7 @@ def schedule(
 ) -> list[tuple[int, ...]]:
     """Return the layers that each token of an answer goes through, each the same as the one before it or fewer.
 
-    Args:
-        num_layers: of the model.
-        num_tokens: of an answer.
-        first_share: of the layers, at the first token.
-        last_share: at the last one, not more.
-        num_warm: lowest layers that always run.
+    Shares are of the layers at the first and last token; the `num_warm` lowest layers always run.
 
     Raises:
         ValueError: shares rise or are outside of 0 to 1, or no token may run what warms up.
@@ -63,16 +58,10 @@ def answer(
     layers: list[tuple[int, ...]],
     given: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], float]:
-    """Answer a batch greedily, each token through the layers of its place.
+    """Answer a batch greedily; each token that is read after the prompt goes through the layers of its place.
 
-    Args:
-        decoder: the model.
-        prompts: of any lengths.
-        layers: of each token that is read after the prompt; one token more is said than there are.
-        given: answers to read in place of what is said.
-
-    Returns:
-        What is said after each prompt, and the seconds of the token steps.
+    Answers that are `given` are read in place of what is said. Returned are what is said after each prompt, a token
+    more than layers, and the seconds of the token steps.
     """
     caches = [Cache(decoder, len(prompt) + len(layers)) for prompt in prompts]
     states = [
@@ -89,12 +78,7 @@ def answer(
 
 
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Answer all prompts as one batch, then read the answers again by schedule; see `models.systems`.
-
-    Args:
-        given: a batch of its prompts.
-        rng: not used, nothing is drawn.
-    """
+    """Answer all prompts as one batch, then read the answers again by schedule; nothing is drawn."""
     decoder, num_steps = given.decoder, given.num_tokens - 1
     whole = [tuple(range(decoder.num_layers))] * num_steps
     answer(decoder, given.prompts, whole[:2])  # warms up

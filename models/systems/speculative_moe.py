@@ -75,10 +75,7 @@ def in_order(number: int, num_devices: int) -> Tensor:
 def expected(profile: Routed, routed: Routed, layer: int) -> Tensor:
     """Return how many of its choices each token is expected to give to each expert of a layer, [T, E]; rows sum to k.
 
-    Args:
-        profile: other text.
-        routed: tokens that are asked about; of their choices, those of the layer before are read.
-        layer: number of the layer.
+    Of the choices of `routed`, those of the layer before are read.
     """
     by_token, num_seen = _by_token(profile, layer, routed.token_ids)
     chose = _counts(profile.chosen[layer])  # [N, E]
@@ -115,8 +112,7 @@ def group(profile: Routed, layer: int, num_devices: int) -> Tensor:
 def place(wanted: Tensor) -> Tensor:
     """Return the device [T] of each token, equally many on each up to one: those first that lose most elsewhere.
 
-    Args:
-        wanted: [T, D] how many of its experts each token is expected to find on each device.
+    `wanted` [T, D] is how many of its experts each token is expected to find on each device.
     """
     num_tokens, num_devices = wanted.shape
     room = in_order(num_tokens, num_devices).bincount(minlength=num_devices).tolist()
@@ -135,11 +131,7 @@ def place(wanted: Tensor) -> Tensor:
 def sent(chosen: Tensor, homes: Tensor, places: Tensor, num_devices: int) -> Tensor:
     """Return how many rows go from each device to each other one, [D, D]; each token goes to a device once.
 
-    Args:
-        chosen: [T, k] experts.
-        homes: [E] devices of experts.
-        places: [T] devices of tokens.
-        num_devices: D.
+    Experts are chosen [T, k], and devices of experts are `homes` [E], of tokens `places` [T].
     """
     wants = functional.one_hot(homes[chosen], num_devices).amax(dim=1)  # [T, D]
     rows = functional.one_hot(places, num_devices).T @ wants
@@ -149,19 +141,9 @@ def sent(chosen: Tensor, homes: Tensor, places: Tensor, num_devices: int) -> Ten
 def compute(
     layer: Layer, states: Tensor, chosen: Tensor, weights: Tensor, homes: Tensor, places: Tensor, num_devices: int
 ) -> Tensor:
-    """Run tokens through their experts device by device, in the order of their places, and put them back in order.
+    """Run tokens [T, H] through their experts device by device, in the order of places, and put them back in order.
 
-    Args:
-        layer: its experts.
-        states: [T, H].
-        chosen: [T, k].
-        weights: [T, k] of what chosen experts put out.
-        homes: [E].
-        places: [T].
-        num_devices: D.
-
-    Returns:
-        [T, H].
+    Of what chosen experts put out weights are [T, k]; for the others see `sent`.
     """
     order = places.argsort(stable=True)
     states, chosen, weights = states[order], chosen[order], weights[order]
@@ -178,11 +160,9 @@ def compute(
 
 @torch.inference_mode()
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Route what the model writes, profile half of it and serve the other; see `models.systems`.
+    """Route what the model writes behind the prompts, profile half of it and serve the other.
 
-    Args:
-        given: the model writes behind its prompts.
-        rng: draws what it writes, gates and experts.
+    What it writes, gates and experts are drawn.
 
     Raises:
         ValueError: answers have less than two tokens, so that no token is the model's and read.

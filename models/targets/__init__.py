@@ -30,11 +30,7 @@ class TargetCard(Frozen):
 
 
 def describe(directory: Path) -> TargetCard:
-    """Read a target's card off its directory.
-
-    Raises:
-        ValueError: a file that every target has is missing.
-    """
+    """Read a target's card off its directory; ValueError if a file that every target has is missing."""
     config_file = directory / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{directory} is not a Hugging Face model directory: config.json is missing")

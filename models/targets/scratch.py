@@ -49,11 +49,7 @@ class Params(BaseParams):
 
 
 def build(params: Params, directory: Path) -> None:
-    """Write the target into `directory`.
-
-    Raises:
-        ValueError: the tokenizer can't be had, as its target says.
-    """
+    """Write the target into `directory`; ValueError if the tokenizer can't be had, as its target says."""
     vocabulary = tokenizer(params)
     config = LlamaConfig(
         vocab_size=len(vocabulary),

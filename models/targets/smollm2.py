@@ -29,11 +29,7 @@ class Params(BaseParams):
 
 
 def build(params: Params, directory: Path) -> None:
-    """Write the target into `directory`.
-
-    Raises:
-        ValueError: the wheel is not installed, or it holds no GGUF file.
-    """
+    """Write the target into `directory`; ValueError if the wheel is not installed, or it holds no GGUF file."""
     gguf = find_gguf()
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent),

@@ -173,11 +173,7 @@ class Cost:
         return math.exp(self.drift) * max(many_ms - few_ms, 0.0) / (many - few)
 
     def after(self, time: Time) -> "Cost":
-        """Return the table refined by a step that read no prompt.
-
-        Raises:
-            ValueError: the time is impossible.
-        """
+        """Return the table refined by a step that read no prompt; ValueError if the time is impossible."""
         _check(time)
         grown = self._with_points_for(time)
         if not grown.curves or (time.num_passes and not grown._draft(1)):

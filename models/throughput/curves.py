@@ -34,7 +34,7 @@ class Curve(NamedTuple):
 
     def target_ms(self, rows: float) -> float:
         """Return f at so many rows a sequence."""
-        return sum(share * self.points[place] for place, share in self.parts(rows))
+        return on_line(self.rows, self.points, rows)
 
 
 class Line(NamedTuple):
@@ -58,13 +58,8 @@ class Line(NamedTuple):
     read_ms: float = 0.0
 
     def target_ms(self, rows: float) -> float:
-        """Return what so many rows take: linear between the known ones, as steep as the last ones beyond them."""
-        after = bisect_right(self.rows, rows)
-        if after == 0 or len(self.rows) == 1:
-            return self.ms[0]
-        right = min(after, len(self.rows) - 1)
-        low, start = self.rows[right - 1], self.ms[right - 1]
-        return start + (rows - low) / (self.rows[right] - low) * (self.ms[right] - start)
+        """Return what so many rows take."""
+        return on_line(self.rows, self.ms, rows)
 
     def step_ms(self, rows: float, num_passes: float) -> float:
         """Return what a step takes; rows and passes may be means.
@@ -83,6 +78,16 @@ class Line(NamedTuple):
         if self.pass_ms is None:
             raise ValueError(f"wanted the time of a step with {num_passes} passes, but none was ever measured")
         return passes_made(num_passes, self.one_pass) * self.pass_ms
+
+
+def on_line(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """Return a value at a place: linear between known ones, before them the first, beyond them as steep as the last."""
+    after = bisect_right(places, place)
+    if after == 0 or len(places) == 1:
+        return values[0]
+    right = min(after, len(places) - 1)
+    low, start = places[right - 1], values[right - 1]
+    return start + (place - low) / (places[right] - low) * (values[right] - start)
 
 
 def passes_made(num_tokens: Count, one_pass: bool) -> Count:

@@ -9,7 +9,6 @@ tokens a second, and plain decoding 1 / (T(1) + rest), where `rest` is what a st
 one drafted token to the next in a straight line, which is flat for a draft that looks up.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,7 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from models.throughput.curves import on_line
 from models.types import Frozen
 
 
@@ -65,14 +65,9 @@ class Costs(Frozen):
         return self
 
     def target_ms(self, rows: int) -> float:
-        """Return T: linear between the rows that are known, as steep as at the end beyond them."""
+        """Return T."""
         known = sorted(self.rows_ms)
-        if rows in self.rows_ms or len(known) == 1:
-            return self.rows_ms.get(rows, self.rows_ms[known[0]])
-        right = min(bisect_right(known, rows), len(known) - 1)
-        low, high = known[right - 1], known[right]
-        share = (rows - low) / (high - low)
-        return self.rows_ms[low] + share * (self.rows_ms[high] - self.rows_ms[low])
+        return on_line(known, [self.rows_ms[number] for number in known], rows)
 
 
 class Seen(NamedTuple):
@@ -97,11 +92,7 @@ class Seen(NamedTuple):
 def expected_speedup(seen: Seen, most: int, costs: Costs, way: str) -> float:
     """Return how many times plain decoding's tokens a second are expected with at most so many drafted tokens.
 
-    Args:
-        seen: steps of this way of drafting, at least one.
-        most: K.
-        costs: of the machine.
-        way: its name in `costs.draft_ms`.
+    At least one step was seen of this way, which has this name in `costs.draft_ms`.
     """
     drafting = costs.draft_ms.get(way, seen.drafting)
     tokens = ms = 0.0
@@ -121,12 +112,9 @@ class Option(NamedTuple):
 
 
 def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list[Option]:
-    """Return every way with the number of tokens that is best for it, the fastest first.
+    """Return every way with the number of tokens that is best for it, of `sizes`, the fastest first.
 
-    Args:
-        seen: way to what it did.
-        sizes: numbers of tokens to consider; a way that can't be cut has its own.
-        costs: of the machine.
+    A way that can't be cut has its own size.
     """
     found = []
     for way, one in seen.items():

@@ -79,11 +79,7 @@ class Acceptance:
     """
 
     def __init__(self, memory: int = 1000) -> None:
-        """Know nothing yet.
-
-        Args:
-            memory: steps after which a step counts for 1/e.
-        """
+        """Know nothing yet; after `memory` steps a step counts for 1/e."""
         self._keep = 1 - 1 / memory
         self._places: dict[tuple[str, Source, int], list[_Place]] = {}
         self._pooled: dict[tuple[Source, int], list[_Place]] = {}
@@ -95,9 +91,8 @@ class Acceptance:
     def start(self, accepted: Mapping[str, Sequence[float]]) -> None:
         """Begin anew for a draft that was just swapped in; what is known of look-up stays.
 
-        Args:
-            accepted: domain to the share of steps in which the token at each place was accepted
-                (`acceptance.Summary.per_position`), as the gate saw it; may be empty.
+        `accepted` is the share of steps in which the token at each place was accepted
+        (`acceptance.Summary.per_position`), by domain, as the gate saw it; may be empty.
 
         Raises:
             ValueError: a share is not from 0 to 1.
@@ -128,15 +123,9 @@ class Acceptance:
         match: int = 0,
         whole: bool = True,
     ) -> None:
-        """Take in one verified proposal.
+        """Take in one verified proposal; of one with no drafted tokens there is nothing to see.
 
-        Args:
-            domain: of the request.
-            source: what drafted it.
-            num_drafted: tokens that were verified; with none there is nothing to see.
-            num_accepted: of them.
-            match: tokens that had matched, of look-up.
-            whole: the head has all keys of the sequence.
+        `match` is how many tokens had matched, of look-up, and `whole` whether the head has all keys of the sequence.
 
         Raises:
             ValueError: more was accepted than drafted, or less than nothing.

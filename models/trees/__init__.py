@@ -76,6 +76,14 @@ def fill(shape: Shape, expand: Expand) -> Proposal:
     return Proposal(torch.tensor([tokens], dtype=torch.int64, device=device), tuple(parents))
 
 
+def proposed(nodes: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], device: torch.device) -> Proposal:
+    """Propose some nodes of a tree, with each its parent, in the order of their numbers."""
+    kept = sorted(nodes)
+    numbers = {-1: -1} | {node: number for number, node in enumerate(kept)}
+    tokens = torch.tensor([[token_ids[node] for node in kept]], dtype=torch.int64, device=device)
+    return Proposal(tokens, tuple(numbers[parents[node]] for node in kept))
+
+
 def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens from the root to a node, its own the last; of -1 none."""
     path: list[int] = []
@@ -88,11 +96,8 @@ def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> tupl
 def merge(continuations: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[int], tuple[int, ...]]:
     """Return tokens and parents of the tree of the commonest beginnings of some continuations, likeliest first.
 
-    A beginning is as common as all that go on from it together, so what is kept is a tree whatever the budget.
-
-    Args:
-        continuations: lists of tokens; of equally common beginnings the shorter is kept, then the one that came first.
-        num_tokens: the budget.
+    A beginning is as common as all that go on from it together, so what is kept is a tree whatever the budget. Of
+    equally common ones the shorter is kept, then the one that came first.
     """
     counts = Counter(tuple(one[:size]) for one in continuations for size in range(1, len(one) + 1))
     kept = sorted(counts, key=lambda start: (-counts[start], len(start)))[:num_tokens]
@@ -115,14 +120,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(certain: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Layout:
-    """Return the rows of a pass over some nodes.
-
-    Args:
-        certain: tokens to be read before them, from one; the last of them is the root.
-        token_ids: of the tree so far.
-        parents: of each.
-        nodes: what is asked for, −1 too.
-    """
+    """Return the rows of a pass over some nodes, also −1, after tokens that are certain, the last being the root."""
     needed: set[int] = set()
     for node in nodes:
         while node >= 0 and node not in needed:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.trees import Expand
+from models.trees import Expand, proposed
 
 PAPER = "arXiv:2406.16858, section 4"
 BRANCHES = True
@@ -58,9 +58,4 @@ def grow(expand: Expand, num_tokens: int, params: Params) -> Proposal:
         open_nodes = sorted([node for node in best() if node >= first][: params.width])
         if not open_nodes:
             break
-    kept = sorted(best())
-    numbers = {node: number for number, node in enumerate(kept)}
-    return Proposal(
-        torch.tensor([[tokens[node] for node in kept]], dtype=torch.int64, device=device),
-        tuple(numbers.get(parents[node], -1) for node in kept),
-    )
+    return proposed(best(), tokens, parents, device)

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.trees import Expand
+from models.trees import Expand, proposed
 
 PAPER = "arXiv:2410.11744"
 BRANCHES = True
@@ -62,9 +62,4 @@ def grow(expand: Expand, num_tokens: int, params: Params) -> Proposal:
         best = heapq.nsmallest(num_tokens, range(len(tokens)), key=lambda node: (-values[node], node))
         least = values[best[-1]] if len(best) == num_tokens else -math.inf
         unasked = sorted(node for node in best if node >= first and values[node] > least)
-    chosen = sorted(best)
-    numbers = {-1: -1} | {node: number for number, node in enumerate(chosen)}
-    return Proposal(
-        torch.tensor([[tokens[node] for node in chosen]], dtype=torch.int64, device=device),
-        tuple(numbers[parents[node]] for node in chosen),
-    )
+    return proposed(best, tokens, parents, device)

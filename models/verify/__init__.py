@@ -9,12 +9,16 @@ module has
 - `SAMPLES`: it takes any p, not only one with a single 1 a row;
 - `SIBLINGS`: how children of one node may have been drawn (`models.drafting.proposal`), first the way that it is
   made for; others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
-- `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
+- `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more. Proposals
+  are [B, N], p is [B, N+1, V]; ValueError where they don't fit. A rule that does not sample takes logits for p as well;
 - `READS_STATES`: only in rules whose `verify` takes `states` besides, [B, N+1, H] what the output matrix multiplied;
 - `READS_TEXT`: only in rules whose `verify` takes `text` besides, of each block all tokens that are certain;
-- `choose(p, token_ids, q, params) -> Choice`: in a rule that `SAMPLES`, what it does with the children of one node;
-- `expected_accepted(token_ids, q, p, params) -> [B]`: what it would have accepted on answers that are already there;
-  ValueError in a rule that may keep tokens that the target never says, so that its answers don't tell;
+- `choose(p, token_ids, q, params) -> Choice`: in a rule that `SAMPLES`, what it does with the children of one node in
+  n blocks: p [n, V], the children's ids [n, k], and q [n, k, V] what each was drawn from, given the ones before it;
+- `expected_accepted(token_ids, q, p, params) -> [B]`: what it would have accepted on average from each start of answers
+  that are already there: ids [B, K] of what the target said after it, q [B, K, V], a row of zeros where nothing is
+  drafted, and p [B, K, V]. The mean over answers is exact, a single one may be above K. ValueError in a rule that may
+  keep tokens that the target never says, so that its answers don't tell;
 - `count_accepted(drafted, emitted) -> int`: what it did accept, from a chain's ids alone, which is all that a log has;
   ValueError in a rule that may emit a token that it rejected, so that ids don't tell.
 
@@ -54,11 +58,7 @@ See = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def check_block(proposal: Proposal, p: Tensor) -> None:
-    """Raise unless p fits a proposal.
-
-    Raises:
-        ValueError: a shape is wrong, or a token is not one of the vocabulary.
-    """
+    """Raise ValueError if p does not fit a proposal: a shape is wrong, or a token is not one of the vocabulary."""
     num_blocks, num_drafted = proposal.token_ids.shape
     if p.ndim != 3 or p.shape[:2] != (num_blocks, num_drafted + 1):
         raise ValueError(f"p must be [{num_blocks}, {num_drafted + 1}, V], got {list(p.shape)}")
@@ -72,11 +72,8 @@ def check_block(proposal: Proposal, p: Tensor) -> None:
 def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
     """Put together what a step emits.
 
-    Args:
-        proposal: what was verified.
-        ends: [B] int64, the row (`models.drafting.proposal`) at which each block's accepted path ends; 0 if nothing is
-            accepted.
-        final: [B] int64, the target's own token after it.
+    `ends` [B] int64 is the row (`models.drafting.proposal`) at which each block's accepted path ends, 0 if nothing
+    is accepted, and `final` [B] int64 the target's own token after it.
     """
     depth = proposal.depth
     padded = [[*path, *[-1] * (depth - len(path))] for path in proposal.paths]
@@ -88,12 +85,7 @@ def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
 
 
 def follow(proposal: Proposal, said: Tensor) -> Verified:
-    """Keep drafted tokens while each is what comes there, of equal siblings the first; then emit what comes.
-
-    Args:
-        proposal: [B, N].
-        said: [B, N+1] int64, what comes after each row.
-    """
+    """Keep drafted tokens while each is what is said [B, N+1] there, of equal siblings the first; then emit that."""
     right = proposal.token_ids == said[:, [parent + 1 for parent in proposal.parents]]
     ends = torch.zeros(len(said), dtype=torch.int64, device=said.device)
     for node, parent in enumerate(proposal.parents):
@@ -101,14 +93,19 @@ def follow(proposal: Proposal, said: Tensor) -> Verified:
     return emit(proposal, ends, said.gather(1, ends[:, None])[:, 0])
 
 
+def children(proposal: Proposal) -> list[tuple[int, list[int]]]:
+    """Return each row that something follows, in order, with the nodes that follow it."""
+    found: dict[int, list[int]] = {}
+    for node, parent in enumerate(proposal.parents):
+        found.setdefault(parent + 1, []).append(node)
+    return sorted(found.items())
+
+
 def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) -> Verified:
     """Go from the root to a kept child, and on, until none is kept; emit one token of what is left there.
 
-    Args:
-        proposal: [B, N], drawn from its q; with q of other settings the output is not p's.
-        p: [B, N+1, V].
-        rng: on the device of p.
-        choose: asked once for each node with children, of the blocks that got there.
+    `choose` is asked once for each node with children, of the blocks that got there. With q of other settings the
+    output is not p's.
 
     Raises:
         ValueError: p doesn't fit the proposal, or a drafted token has no probability in q.
@@ -117,13 +114,10 @@ def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) ->
     p, q = p.float(), proposal.distributions(p.shape[-1]).float()
     if (q.gather(-1, proposal.token_ids[..., None]) <= 0).any():
         raise ValueError("q gives a drafted token no probability; each token must be drawn from its q")
-    families: dict[int, list[int]] = {}  # row to the nodes that follow it
-    for node, parent in enumerate(proposal.parents):
-        families.setdefault(parent + 1, []).append(node)
     coins = torch.rand(len(p), proposal.num_tokens + 1, generator=rng, device=p.device)
     ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     left = p[:, 0].clone()  # the law of the token after each block's path
-    for row, nodes in sorted(families.items()):
+    for row, nodes in children(proposal):
         here = (ends == row).nonzero()[:, 0]
         if len(here) == 0:
             continue
@@ -148,12 +142,8 @@ def by_choice(choose: Callable[[Tensor, Tensor, Tensor, Any], Choice]) -> Verify
 def reject_in_turn(p: Tensor, token_ids: Tensor, q: Tensor, see: See | None = None) -> Choice:
     """Try siblings in turn: keep x with min(1, p(x) / q(x)), else go on with what it leaves of p, max(p − q, 0).
 
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: [n, k, V] what each was drawn from, given the ones before it.
-        see: what stands for p where x is judged, in rules that are not lossless: x is kept with
-            min(1, judged(x) / q(x)), and leaves max(whole − min(q, judged), 0).
+    In rules that are not lossless `see` says what stands for p where x is judged: x is kept with
+    min(1, judged(x) / q(x)), and leaves max(whole − min(q, judged), 0).
     """
     chances, reached = [], torch.ones_like(p[:, 0])
     for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
@@ -176,15 +166,7 @@ def expected_of_chain(token_ids: Tensor, p: Tensor, kept: Tensor) -> Tensor:
     """Return how many tokens of a chain are accepted on average from each start of an answer that was drawn from p.
 
     Σᵢ ∏ⱼ‹ᵢ kept(xⱼ)/p(xⱼ) · Σᵥ keptᵢ(v), x being the answer: a step that goes on past x was drafted x and kept it,
-    where the answer has it with p(x). So the mean over answers is exact.
-
-    Args:
-        token_ids: [B, K] the answer's tokens after each start, drawn from p.
-        p: [B, K, V] the target's.
-        kept: [B, K, V] the chance that a token is drafted and kept, 0 where p is.
-
-    Returns:
-        [B].
+    where the answer has it with p(x). `kept` [B, K, V] is the chance that a token is drafted and kept, 0 where p is.
     """
     said, chance = (law.gather(-1, token_ids[..., None])[..., 0] for law in (kept, p))
     goes_on = (said / chance.clamp(min=torch.finfo(chance.dtype).tiny)).cumprod(dim=-1)
@@ -193,32 +175,12 @@ def expected_of_chain(token_ids: Tensor, p: Tensor, kept: Tensor) -> Tensor:
 
 
 def expected_of_rejection(token_ids: Tensor, q: Tensor, p: Tensor, params: BaseParams) -> Tensor:
-    """Return how many tokens of a chain speculative sampling accepts on average, see `expected_of_chain`.
-
-    Args:
-        token_ids: [B, K] the answer's tokens after each start, drawn from p.
-        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
-        p: [B, K, V] the target's.
-        params: not read.
-
-    Returns:
-        [B] from 0 to K.
-    """
+    """Return how many tokens of a chain speculative sampling accepts on average, see `expected_of_chain`."""
     return expected_of_chain(token_ids, p.float(), torch.minimum(p.float(), q.float()))
 
 
 def expected_of_greedy(token_ids: Tensor, q: Tensor, p: Tensor, params: BaseParams) -> Tensor:
-    """Return how many tokens of a chain are accepted from each start of a greedy answer: those that q drafts right.
-
-    Args:
-        token_ids: [B, K] what the target said.
-        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
-        p: [B, K, V] not read: the target said its most likely token.
-        params: not read.
-
-    Returns:
-        [B] from 0 to K.
-    """
+    """Return how many tokens of a chain are accepted from each start of a greedy answer: those that q drafts right."""
     return q.gather(-1, token_ids[..., None])[..., 0].float().cumprod(dim=-1).sum(dim=-1)
 
 

@@ -26,17 +26,7 @@ class Params(BaseParams):
 
 
 def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block.
-
-    Args:
-        proposal: [B, N].
-        p: [B, N+1, V]; logits serve as well.
-        rng: not read.
-        params: nothing to set.
-
-    Raises:
-        ValueError: p doesn't fit the proposal.
-    """
+    """Verify one drafted tree a block; see `models.verify`."""
     check_block(proposal, p)
     return follow(proposal, p.argmax(dim=-1))
 

@@ -15,7 +15,6 @@ that it was not fit on have to be measured. The paper's head was fit on answers 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,7 +29,7 @@ from models.layers.decoder import Cache, Decoder
 from models.learning import binary_head
 from models.learning.hidden import Sample
 from models.params import BaseParams
-from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
+from models.verify import Verified, check_block, children, common_prefix, emit, expected_of_greedy
 
 PAPER = "arXiv:2501.19309"
 FILE = "judge.safetensors"
@@ -73,17 +72,10 @@ class Marked(NamedTuple):
 def verify(
     proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params, states: Tensor | None = None
 ) -> Verified:
-    """Verify one drafted tree a block.
-
-    Args:
-        proposal: [B, N].
-        p: [B, N+1, V]; logits serve as well.
-        rng: not read.
-        params: the head.
-        states: [B, N+1, H] what the output matrix multiplied in each row.
+    """Verify one drafted tree a block; see `models.verify`.
 
     Raises:
-        ValueError: p doesn't fit the proposal, there is a head and no states, or it is one of another width.
+        ValueError: also if there is a head and no states, or it is one of another width.
     """
     check_block(proposal, p)
     best = p.argmax(dim=-1)
@@ -91,11 +83,8 @@ def verify(
     right = proposal.token_ids == best[:, parents]
     passes = right | _judged(proposal, states, params).to(right.device)
     likely = p[:, parents].gather(-1, proposal.token_ids[..., None])[..., 0].masked_fill(~passes, float("-inf"))
-    families: dict[int, list[int]] = defaultdict(list)  # row to the nodes that follow it
-    for node, row in enumerate(parents):
-        families[row].append(node)
     ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
-    for row, nodes in sorted(families.items()):
+    for row, nodes in children(proposal):
         first = torch.tensor(nodes, device=p.device)[likely[:, nodes].argmax(dim=1)]
         kept = (ends == row) & passes.gather(1, first[:, None])[:, 0]
         ends = torch.where(kept, first + 1, ends)
@@ -103,16 +92,7 @@ def verify(
 
 
 def regret(proposal: Proposal, logits: Tensor, verified: Verified) -> Tensor:
-    """Return how much less likely than the target's own the kept tokens are, summed over a block.
-
-    Args:
-        proposal: [B, N].
-        logits: [B, N+1, V] the target's.
-        verified: what was kept of it.
-
-    Returns:
-        [B] in nats: Σ log of the likeliest token's probability over the kept one's; 0 in `greedy`.
-    """
+    """Return [B] in nats: Σ log of the likeliest token's probability over the kept one's; 0 in `greedy`."""
     of_parents = logits[:, [parent + 1 for parent in proposal.parents]].float()
     gaps = of_parents.amax(dim=-1) - of_parents.gather(-1, proposal.token_ids[..., None])[..., 0]
     gaps = torch.nn.functional.pad(gaps, (0, 1))  # node -1 is the padding
@@ -120,11 +100,7 @@ def regret(proposal: Proposal, logits: Tensor, verified: Verified) -> Tensor:
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
-    """Return what `greedy` expects of a chain.
-
-    Raises:
-        ValueError: there is a head, so that some tokens are kept that the target never says.
-    """
+    """Return what `greedy` expects of a chain; ValueError if there is a head."""
     if params.head is not None:
         raise ValueError("rule judge keeps tokens that a head finds good; the target's answers don't tell")
     return expected_of_greedy(token_ids, q, p, params)
@@ -150,17 +126,7 @@ def fit(
 ) -> Params:
     """Fit a head to the marked texts of a file; see `models.learning.fitted`.
 
-    Args:
-        draft: not read.
-        target_dir: whose states are judged by.
-        samples: not read; the target's answers tell nothing of other tokens that are good.
-        num_draft_tokens: not read.
-        work_dir: where the head is written.
-        params: name the file.
-        seed: of the first weights.
-
-    Returns:
-        the same with the head's file.
+    Samples are not read: the target's answers tell nothing of other tokens that are good.
 
     Raises:
         ValueError: no file is named, it can't be read, or `fit_marked` refuses what it says.
@@ -174,11 +140,7 @@ def fit(
 
 
 def read_marks(file: Path) -> list[Marked]:
-    """Read marked texts; see `Params`.
-
-    Raises:
-        ValueError: the file can't be read, or a line is no such text.
-    """
+    """Read marked texts; see `Params`. ValueError if the file can't be read, or a line is no such text."""
     try:
         lines = file.read_text().splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
@@ -195,13 +157,6 @@ def read_marks(file: Path) -> list[Marked]:
 @torch.inference_mode()
 def fit_marked(decoder: Decoder, texts: Sequence[Marked], file: Path, bad_weight: float = 1.0, seed: int = 0) -> None:
     """Fit a head to marked tokens and write it, for `Params.head`.
-
-    Args:
-        decoder: the target.
-        texts: with good and bad tokens.
-        file: a safetensors file.
-        bad_weight: how much more than a good token a bad one counts.
-        seed: of its first weights.
 
     Raises:
         ValueError: all marked tokens are good, or all bad, or a place is outside of its text.

@@ -42,14 +42,7 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Try the children of a node in turn.
-
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: [n, k, V] what each was drawn from, given the ones before it.
-        params: η and α.
-    """
+    """Try the children of a node in turn; see `models.verify`."""
     return reject_in_turn(p, token_ids, q, lambda p, token, law: (transferred(p, law, params), p))
 
 
@@ -57,29 +50,13 @@ verify = by_choice(choose)
 
 
 def transferred(p: Tensor, q: Tensor, params: Params) -> Tensor:
-    """Return p̂ […, V], the target moved towards the draft; 0 where p is.
-
-    Args:
-        p: […, V].
-        q: […, V].
-        params: η and α.
-    """
+    """Return p̂ […, V], the target moved towards the draft; 0 where p is."""
     believed = q >= params.alpha * q.amax(dim=-1, keepdim=True)
     return torch.softmax(p.log() + params.eta * torch.where(believed, q - p, 0.0), dim=-1)
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
-    """Return how many tokens of a chain are accepted on average from each start of an answer that was drawn from p.
-
-    Args:
-        token_ids: [B, K] the answer's tokens after each start, drawn from p.
-        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
-        p: [B, K, V] the target's.
-        params: η and α.
-
-    Returns:
-        [B] from 0; the mean over answers is exact, a single one may be above K.
-    """
+    """Return what is expected of a chain; see `models.verify`."""
     p, q = p.float(), q.float()
     return expected_of_chain(token_ids, p, torch.minimum(q, transferred(p, q, params)))
 

@@ -53,17 +53,10 @@ def verify(
     params: Params,
     text: Sequence[Sequence[int]] | None = None,
 ) -> Verified:
-    """Verify one drafted tree a block.
-
-    Args:
-        proposal: [B, N].
-        p: [B, N+1, V] logits of the target.
-        rng: not read.
-        params: the resistance.
-        text: of each block all that is certain, the last certain token too; None is `greedy`.
+    """Verify one drafted tree a block, of which p are logits; without texts as `greedy`; see `models.verify`.
 
     Raises:
-        ValueError: p doesn't fit the proposal, or there is not one text a block.
+        ValueError: also if there is not one text a block.
     """
     check_block(proposal, p)
     if text is None:
@@ -87,13 +80,7 @@ def verify(
 
 
 def choice(logits: Tensor, text: Sequence[int], params: Params) -> int:
-    """Return the next token.
-
-    Args:
-        logits: [V] of the target.
-        text: all tokens before it; without any it is the likeliest one.
-        params: the resistance.
-    """
+    """Return the next token by logits [V] of the target and all tokens before it; the first one is the likeliest."""
     chances, tokens = logits.float().softmax(-1).topk(min(params.num_candidates, len(logits)))
     scores = [
         chance - params.alpha * RESISTANCE[steps_along(text, token)]
@@ -105,12 +92,7 @@ def choice(logits: Tensor, text: Sequence[int], params: Params) -> int:
 
 
 def steps_along(text: Sequence[int], token: int) -> int:
-    """Return d: the most tokens at the end of the text with `token` that stand in the text already, up to 5.
-
-    Args:
-        text: the walk.
-        token: where it would go.
-    """
+    """Return d: the most tokens at the end of the text with `token` that stand in the text already, up to 5."""
     most = 0
     for place, there in enumerate(text):
         if there != token:

@@ -31,13 +31,7 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Keep the child that was drawn, or the certain one that is what is emitted in its place.
-
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: [n, k, V]; of a certain child a single 1.
-        params: nothing to set.
+    """Keep the child that was drawn, or the certain one, with a single 1 in q, that is what is emitted in its place.
 
     Raises:
         ValueError: more than one child of a node was drawn.

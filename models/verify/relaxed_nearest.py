@@ -44,13 +44,7 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Try the children of a node in turn.
-
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: [n, k, V] what each was drawn from, given the ones before it.
-        params: neighbours and δ.
+    """Try the children of a node in turn; see `models.verify`.
 
     Raises:
         ValueError: the table of neighbours is missing, or of another vocabulary than p.
@@ -68,11 +62,7 @@ verify = by_choice(choose)
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
-    """Return what `rejection` expects of a chain.
-
-    Raises:
-        ValueError: tokens have neighbours, so that some are kept that the target never says.
-    """
+    """Return what `rejection` expects of a chain; ValueError if tokens have neighbours."""
     if params.neighbours is not None:
         raise ValueError("rule relaxed_nearest keeps tokens for their neighbours; the target's answers don't tell")
     return expected_of_rejection(token_ids, q, p, params)
@@ -82,12 +72,7 @@ count_accepted = common_prefix  # a rejected x is never emitted in its place, ma
 
 
 def write_neighbours(embedding: Tensor, num_neighbours: int, file: Path) -> None:
-    """Write which tokens are nearest to each, by Euclidean distance, for `Params.neighbours`.
-
-    Args:
-        embedding: [V, H], such as the code book of an image tokenizer.
-        num_neighbours: of each token, itself not counted.
-        file: a safetensors file.
+    """Write for `Params.neighbours` the nearest tokens of each in [V, H], itself not counted, by Euclidean distance.
 
     Raises:
         ValueError: there are not as many other tokens.
@@ -116,14 +101,7 @@ def _load(file: Path, written_ns: int) -> Tensor:
 
 
 def _as_seen_by(token: Tensor, p: Tensor, table: Tensor, delta: float) -> Tensor:
-    """Move the probability of a token's neighbours to it, the nearest first, while it sums to at most δ.
-
-    Args:
-        token: [n, 1].
-        p: [n, V].
-        table: [V, m].
-        delta: δ.
-    """
+    """Move in p [n, V] the probability of a token's [n, 1] neighbours, of a table [V, m], to it, up to δ."""
     near = table[token[:, 0]]
     lent = p.gather(1, near)
     lent = torch.where(lent.cumsum(dim=1) <= delta, lent, 0.0)

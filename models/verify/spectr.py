@@ -29,17 +29,7 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Keep the first child that passes.
-
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: [n, k, V] what each was drawn from, the same for all of a node.
-        params: nothing to set.
-
-    Raises:
-        ValueError: the children of a node were drawn from different q.
-    """
+    """Keep the first child that passes; ValueError if the children of a node were drawn from different q."""
     law, num_children = q[:, 0], token_ids.shape[1]
     if not torch.equal(q, law[:, None].expand_as(q)):
         raise ValueError(
@@ -57,13 +47,7 @@ def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
 
 
 def smallest_ratio(p: Tensor, q: Tensor, num_children: int) -> Tensor:
-    """Return ρ [n, 1], from 1 to k: ρβ(ρ) grows with ρ and 1 − (1 − β(ρ))ᵏ falls, so they meet once.
-
-    Args:
-        p: [n, V].
-        q: [n, V].
-        num_children: k.
-    """
+    """Return ρ [n, 1], from 1 to k, for p and q [n, V]: ρβ(ρ) grows and 1 − (1 − β(ρ))ᵏ falls, so they meet once."""
     low, high = torch.ones_like(p[:, :1]), torch.full_like(p[:, :1], num_children)
     for _ in range(NUM_HALVINGS if num_children > 1 else 0):
         middle = (low + high) / 2

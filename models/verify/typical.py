@@ -41,17 +41,7 @@ class Params(BaseParams):
 
 
 def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block.
-
-    Args:
-        proposal: [B, N], drawn in whatever way.
-        p: [B, N+1, V].
-        rng: on the device of p.
-        params: the bar.
-
-    Raises:
-        ValueError: p doesn't fit the proposal.
-    """
+    """Verify one drafted tree a block; see `models.verify`."""
     check_block(proposal, p)
     p = p.float()
     passes = _passes(p, params)
@@ -69,31 +59,14 @@ def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) 
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Keep the likeliest child that passes, of equal ones the first.
-
-    Args:
-        p: [n, V].
-        token_ids: [n, k].
-        q: not read.
-        params: the bar.
-    """
+    """Keep the likeliest child that passes, of equal ones the first."""
     likely = torch.where(_passes(p, params), p, 0.0).gather(1, token_ids)
     best = torch.nn.functional.one_hot(likely.argmax(dim=1), token_ids.shape[1])
     return Choice((best * (likely > 0)).to(p), p)
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
-    """Return how many tokens of a chain are accepted on average from each start of an answer that was drawn from p.
-
-    Args:
-        token_ids: [B, K] the answer's tokens after each start, drawn from p.
-        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
-        p: [B, K, V] the target's.
-        params: the bar.
-
-    Returns:
-        [B] from 0; the mean over answers is exact, a single one may be above K.
-    """
+    """Return what is expected of a chain; see `models.verify`."""
     return expected_of_chain(token_ids, p.float(), torch.where(_passes(p.float(), params), q.float(), 0.0))
 
 

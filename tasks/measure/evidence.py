@@ -63,8 +63,8 @@ def own_loss(
     with ExitStack() as stack:
         for params in methods:
             module = catalog.load("regimes", params.name)
-            if hasattr(module, "regime"):
-                regime = module.regime(params, torch.Generator().manual_seed(seed))
+            if hasattr(module, "Hooks"):
+                regime = module.Hooks(params, torch.Generator().manual_seed(seed))
                 stack.enter_context(regime.answering(model))
         # One document at a time where numbers are rounded: rows of a batch would share scales.
         return nats_per_token(score(model, documents, max_length=max_length, batch_size=1 if methods else 16))

@@ -24,10 +24,6 @@ def test_a_package_in_a_family_is_a_name_and_a_private_file_is_none(tmp_path, mo
     assert catalog.names.__wrapped__("engines") == ["torch", "vllm"]
 
 
-def test_load_returns_the_module_of_that_name() -> None:
-    assert catalog.load("verify", "greedy").__name__ == "models.verify.greedy"
-
-
 def test_a_misspelt_method_gets_the_nearest_name_and_all_of_them() -> None:
     with pytest.raises(
         ValueError, match=r'no method "gredy" in verify \(did you mean "greedy"\?\); there are: .*rejection'
@@ -50,11 +46,6 @@ def test_a_name_that_is_no_file_of_the_family_is_refused(name: str) -> None:
 def test_parse_builds_the_params_of_the_named_method() -> None:
     params = catalog.parse("sources", {"name": "synthetic", "count": 3})
     assert params == catalog.load("sources", "synthetic").Params(count=3)
-
-
-def test_parse_names_a_misspelt_key() -> None:
-    with pytest.raises(ValueError, match=r'sources\.synthetic: unknown key "cuont" \(did you mean "count"\?\)'):
-        catalog.parse("sources", {"name": "synthetic", "cuont": 3})
 
 
 @pytest.mark.parametrize("table", [{}, {"count": 3}, {"name": 7}])

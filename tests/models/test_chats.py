@@ -188,10 +188,10 @@ def test_a_text_ends_with_the_end_of_text_token_and_markers_in_it_stay_text() ->
 
 def test_a_chat_is_encoded_with_its_answers_and_waits_for_none() -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids = ENCODER.encode_document(chat)
+    ids = ENCODER.encode(chat, add_generation_prompt=False)
     assert TOKENIZER.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
     with pytest.raises(ValueError, match="messages are empty"):
-        ENCODER.encode_document([])
+        ENCODER.encode([])
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused() -> None:

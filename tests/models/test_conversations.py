@@ -100,11 +100,8 @@ def test_what_a_request_renders_travels_with_its_messages() -> None:
 
 def test_an_exchange_keeps_a_leading_answer_and_blank_texts_as_they_were_served() -> None:
     messages = [SAID, {"role": "user", "content": " "}]
-    assert roles({"request": {"messages": messages}, "response": RESPONSE}) == [
-        ("assistant", "b"),
-        ("user", " "),
-        ("assistant", "b"),
-    ]
+    said = ("assistant", "b")
+    assert roles({"request": {"messages": messages}, "response": RESPONSE}) == [said, ("user", " "), said]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +159,8 @@ def answered(**choice: Any) -> dict[str, Any]:
     return {"request": {"messages": [USER]}, "response": {"choices": [{"message": SAID, **choice}]}}
 
 
+BROKEN = {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+CALLED = {**SAID, "function_call": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"text": "a"}, "with wrong fields"),
@@ -174,11 +173,8 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "bot", "content": "a"}]}, "with an unknown role"),
     ({"conversations": [{"from": "narrator", "value": "a"}]}, "with an unknown role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}, SAID]}, "with parts that are no text"),
-    ({"messages": [USER, {**SAID, "function_call": {"name": "f", "arguments": "{}"}}]}, "with function_call"),
-    (
-        {"messages": [USER, {**SAID, "function_call": {"name": "f", "arguments": "{}"}}, USER, SAID]},
-        "with function_call",
-    ),
+    ({"messages": [USER, CALLED]}, "with function_call"),
+    ({"messages": [USER, CALLED, USER, SAID]}, "with function_call"),
     ({"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]}, "with refusal"),
     ({"messages": [USER, {**SAID, "audio": {"id": "x"}}]}, "with audio"),
     ({"messages": [USER, {**SAID, "weight": 0}]}, "of weight 0"),
@@ -188,10 +184,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "with tools that are no functions"),
     ({"messages": CHAT, "tools": "[{"}, "with wrong fields"),
     ({"messages": CHAT, "functions": [{"name": "f"}]}, "with functions"),
-    (
-        {"messages": [USER, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "with wrong fields",
-    ),
+    ({"messages": [USER, BROKEN]}, "with wrong fields"),
     ({"messages": CHAT, "finish_reason": "content_filter"}, "that ended otherwise"),
     (exchange(n=2), "with n"),
     (exchange(functions=[{"name": "f"}]), "with functions"),
@@ -296,14 +289,8 @@ def test_a_text_that_looks_like_json_is_a_text() -> None:
         ({"messages": [SAID], "domain": "d"}, r'column "messages": wanted a question'),
         ({"request": {"messages": [SAID]}, "domain": "d"}, r"no message before the assistant's"),
         ({"messages": ["a"], "domain": "d"}, r"message 0: wanted an object with role and content, got str"),
-        (
-            {"messages": [{"role": "bot", "content": "a"}], "domain": "d"},
-            r"message 0: \"role\" is 'bot', wanted one of sys",
-        ),
-        (
-            {"messages": [{"role": "user", "content": None}], "domain": "d"},
-            r"message 0: \"content\" is '', wanted a text",
-        ),
+        ({"messages": [{"role": "bot", "content": "a"}], "domain": "d"}, "message 0: \"role\" is 'bot', wanted one of"),
+        ({"messages": [{**USER, "content": None}], "domain": "d"}, "message 0: \"content\" is '', wanted a text"),
     ],
 )
 def test_a_wrong_row_is_refused_with_its_field(row: dict[str, Any], fault: str) -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, field_validator
 
+from models import catalog
 from models.params import BaseParams, validate
 
 
@@ -39,6 +40,40 @@ def test_each_fault_has_its_own_line() -> None:
 def test_params_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Params(path="x").path = "y"
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "fault"),
+    [
+        *((f"lengths.{name}", {"threshold": 1.1}, 'key "threshold"') for name in ("confidence", "specdec_pp")),
+        ("quantize.int8_static", {"percentile": 101}, 'key "percentile"'),
+        ("quantize.rtn", {"bits": 9}, 'key "bits"'),
+        *(("regimes.dorefa", {"weight_bits": bits}, 'key "weight_bits"') for bits in (0, 17, 31, 33)),
+        ("regimes.early_bird", {"pruned_share": 1}, 'key "pruned_share"'),
+        ("regimes.hybrid_bfp", {"mantissa_bits": 12, "wide_bits": 8}, "wide_bits must be .* mantissa_bits, 12; got 8"),
+        ("regimes.hybrid_bfp", {"mantissa_bits": 24}, 'key "mantissa_bits"'),
+        ("regimes.iterative_magnitude", {"num_rounds": 0}, 'key "num_rounds"'),
+        ("regimes.layer_skip_gate", {"floor": 0}, 'key "floor"'),
+        ("regimes.lognormal_gradient", {"num_bits": 20}, "num_bits must be 2 to 16, or 32 .*; got 20"),
+        ("regimes.lognormal_gradient", {"num_bits": 4, "exponent_bits": 4}, "exponent_bits .* num_bits, 4; got 4"),
+        ("regimes.lognormal_gradient", {"sparsity": 1.0}, 'key "sparsity"'),
+        ("regimes.minibatch_drop", {"probability": 1}, 'key "probability"'),
+        ("regimes.predictive_sign_gradient", {"activation_msb": 9}, "activation_msb .* activation_bits, 8; got 9"),
+        ("trees.dyspec", {"threshold": 1.0}, 'key "threshold"'),
+        ("trees.sequoia", {"acceptance": (0.7, 0.5)}, r".*sum to at most 1; they sum to 1\.2"),
+        *(("trees.static", {"widths": widths}, 'key "widths') for widths in ((), (2, 0))),
+        ("verify.judge", {"threshold": -0.1}, 'key "threshold"'),
+        ("verify.knowledge_transfer", {"alpha": 1.1}, 'key "alpha"'),
+        ("verify.knowledge_transfer", {"eta": -1}, 'key "eta"'),
+        ("verify.momentum", {"alpha": -0.1}, 'key "alpha"'),
+        *(("verify.typical", {"epsilon": epsilon}, 'key "epsilon"') for epsilon in (0, 1.1)),
+        ("verify.typical", {"delta": 0}, 'key "delta"'),
+    ],
+)
+def test_a_methods_setting_that_is_out_of_its_range_is_refused(method: str, settings: dict, fault: str) -> None:
+    family, name = method.split(".")
+    with pytest.raises(ValueError, match=f"{method}: {fault}"):
+        catalog.parse(family, {"name": name, **settings})
 
 
 class Checked(BaseParams):

@@ -61,33 +61,10 @@ def test_brackets_and_commas_in_texts_part_no_objects(tmp_path: Path) -> None:
 
 def test_keys_that_hold_nothing_in_a_table_are_not_there(tmp_path: Path) -> None:
     rows = [{"calls": [{"x": 1}, {"y": [{"z": 2}]}]}, {"other": "a"}]
-    parquet.write_table(
-        pyarrow.Table.from_pylist(
-            rows,
-            pyarrow.schema(
-                [
-                    (
-                        "calls",
-                        pyarrow.list_(
-                            pyarrow.struct(
-                                [
-                                    ("x", pyarrow.int64()),
-                                    (
-                                        "y",
-                                        pyarrow.list_(
-                                            pyarrow.struct([("z", pyarrow.int64()), ("w", pyarrow.string())])
-                                        ),
-                                    ),
-                                ]
-                            )
-                        ),
-                    ),
-                    ("other", pyarrow.string()),
-                ]
-            ),
-        ),
-        tmp_path / "a.parquet",
-    )
+    inner = pyarrow.struct([("z", pyarrow.int64()), ("w", pyarrow.string())])
+    call = pyarrow.struct([("x", pyarrow.int64()), ("y", pyarrow.list_(inner))])
+    schema = pyarrow.schema([("calls", pyarrow.list_(call)), ("other", pyarrow.string())])
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "a.parquet")
     assert [row for _, row in read_rows(tmp_path / "a.parquet")] == rows
 
 

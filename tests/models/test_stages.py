@@ -11,10 +11,9 @@ TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 30, "num_held
 
 
 @pytest.fixture
-def tables() -> dict:
+def tables(tables) -> dict:
     """Return the tiny recipe's tables with a text and no stage."""
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    return {"name": "r", **tables, "text": {"code": TEXT, "chat": TEXT}}
+    return {**tables, "text": {"code": TEXT, "chat": TEXT}}
 
 
 def test_a_recipe_without_stages_leaves_the_target_as_it_is(tables) -> None:
@@ -47,11 +46,6 @@ def test_a_slip_is_named_with_its_table(tables, name, table, message) -> None:
         parse_recipe({**tables, name: table}, "r")
 
 
-def test_a_stage_that_is_no_table_is_refused(tables) -> None:
-    with pytest.raises(ValueError, match=r"r: \[shrink\]: wanted a table, got 3"):
-        parse_recipe({**tables, "shrink": 3}, "r")
-
-
 def test_a_slip_in_a_text_is_named_with_its_domain(tables) -> None:
     tables["text"] = {"code": {**TEXT, "num_trian": 3}}
     with pytest.raises(ValueError, match=r'r: \[text.code\]: text: unknown key "num_trian" \(did you mean "num_train"'):
@@ -73,29 +67,14 @@ def full() -> dict:
 @pytest.mark.parametrize(
     ("table", "key", "value", "message"),
     [
-        (
-            "quantize",
-            "method",
-            {"name": "nf4"},
-            'checkpoint of "nf4" is not served: .* "qlora" .* choose one of: .*int8',
-        ),
+        ("quantize", "method", {"name": "nf4"}, 'of "nf4" is not served: .* "qlora" .* choose one of: .*int8'),
         ("quantize", "method", {"name": "llm_int8"}, "bitsandbytes; int8_dynamic is served everywhere"),
         ("quantize", "method", {"name": "kv_cache"}, 'engine rounds its cache by itself.*kv_cache_dtype = "fp8"'),
         ("quantize", "method", {"name": "bitnet"}, "vLLM has no layer for it; redraft compare quantize trains"),
-        (
-            "finetune",
-            "method",
-            {"name": "bottleneck"},
-            '"bottleneck" can\'t be merged: no plain .*choose one of: .*lora',
-        ),
+        ("finetune", "method", {"name": "bottleneck"}, '"bottleneck" can\'t be merged: .*choose one of: .*lora'),
         ("finetune", "domain", "cod", r'key "domain": no \[text.cod\] \(did you mean "code"\?\)'),
         ("select", "num_documents", 500, r'key "num_documents" is 500, the pool of \[text\] has 120'),
-        (
-            "select",
-            "method",
-            {"name": "acceptance_gap"},
-            '"acceptance_gap" asks .* needs a table proxy',
-        ),
+        ("select", "method", {"name": "acceptance_gap"}, '"acceptance_gap" asks .* needs a table proxy'),
         ("shrink", "method", {"name": "vocabulary", "vocab_size": 99}, '"vocabulary" leaves .* without a tokenizer'),
         ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
         ("prune", "pattern", "4:2", "4:2 would keep all weights"),
@@ -114,18 +93,14 @@ def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, v
 def test_a_low_rank_that_a_later_stage_would_lose_is_refused(full, later) -> None:
     full["shrink"]["method"] = {"name": "low_rank", "share": 0.5}
     del full[{"prune": "quantize", "quantize": "prune"}[later]]
-    with pytest.raises(
-        ValueError, match=rf'in \[{later}\] raises the low rank of "low_rank" in \[shrink\]; choose one of the two'
-    ):
+    with pytest.raises(ValueError, match=rf'in \[{later}\] raises the low rank of "low_rank" in \[shrink\]; choose'):
         parse_recipe(full, "r")
 
 
 def test_factors_are_refused_where_the_engine_multiplies_by_matrices_alone(full) -> None:
     del full["prune"], full["quantize"]
     full["shrink"]["method"] = {"name": "low_rank", "share": 0.5, "keep": "factors"}
-    with pytest.raises(
-        ValueError, match=r'engine "vllm" multiplies by whole matrices: keep = "matrices", or \[engine\]'
-    ):
+    with pytest.raises(ValueError, match=r'"vllm" multiplies by whole matrices: keep = "matrices", or \[engine\]'):
         parse_recipe(full, "r")
     full["engine"] = {"name": "torch", "num_draft_tokens": 2}
     del full["serve"]

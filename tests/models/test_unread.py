@@ -10,6 +10,7 @@ from models.recipe import parse_recipe, shipped_recipes
 from models.serving import Capture, Reasoning, Structured
 
 TORCH = {"name": "torch", "num_draft_tokens": 2}
+JOINED = {"lookup": {"num_tokens": 4}, "lengths": {"name": "goodput"}}
 TEXT = {"source": {"name": "synthetic"}, "num_train": 20, "num_held_out": 4}
 ALONE = ("serve", "demo", "text")  # that a recipe can do without, and of which the first two take an endpoint
 
@@ -44,16 +45,8 @@ def test_an_engine_without_an_endpoint_goes_with_no_table_of_one(served: dict[st
         ("token_recycling", {"lengths": {"name": "specdec_pp"}}, "specdec_pp would never be asked"),
         ("eagle3", {"nested_confidence": 0.5}, "Eagle3 has no other drafts nested in it"),
         ("lm", {"nested_confidence": 0.5}, "Lm has no other drafts nested in it"),
-        (
-            "prompt_tokens",
-            {"lookup": {"num_tokens": 4}, "lengths": {"name": "goodput"}},
-            "PromptTokens has the target read vectors of its own",
-        ),
-        (
-            "eagle3",
-            {"lengths": {"name": "specdec_pp", "rejection_weight": 2}},
-            'key "rejection_weight" would do nothing',
-        ),
+        ("prompt_tokens", JOINED, "PromptTokens has the target read vectors of its own"),
+        ("eagle3", {"lengths": {"name": "specdec_pp", "rejection_weight": 2}}, 'key "rejection_weight" would do noth'),
         ("eagle3", {"verify_greedy": {"name": "judge", "bad_weight": 2}}, 'key "bad_weight" would do nothing'),
         ("eagle3", {"lengths": {"name": "goodput", "margin": 0.5}}, "goodput: key .margin. would do nothing"),
     ],
@@ -78,11 +71,7 @@ def test_a_nested_draft_and_policies_that_read_their_keys_are_taken() -> None:
     ("draft", "engine", "message"),
     [
         ({"name": "lm", "nested": [1]}, {}, r"vLLM drafts with all layers; got nested \[1\]: set nested = \[\]"),
-        (
-            {"name": "ngram"},
-            {"lookup": {"shortest": 2}},
-            r'\[engine\]: key "lookup" would do nothing, since vLLM drafts',
-        ),
+        ({"name": "ngram"}, {"lookup": {"shortest": 2}}, r'\[engine\]: key "lookup" would do nothing, since vLLM dr'),
         ({"name": "ngram"}, {"lengths": {"name": "fixed"}}, 'key "lengths" would do nothing'),
         ({"name": "ngram"}, {"draft_sample_method": "greedy"}, 'key "draft_sample_method" would do nothing'),
     ],
@@ -105,11 +94,7 @@ def test_hidden_states_are_captured_only_where_a_draft_reads_them() -> None:
     ("engine", "distill", "message"),
     [
         ({"name": "vllm"}, {"lengths": {"name": "specdec_pp"}}, 'fits a head that engine "vllm" would not read'),
-        (
-            TORCH,
-            {"lengths": {"name": "specdec_pp"}},
-            'engine "torch" would not read: it decodes by chain, fixed, greedy',
-        ),
+        (TORCH, {"lengths": {"name": "specdec_pp"}}, '"torch" would not read: it decodes by chain, fixed, greedy'),
         (TORCH, {"verify": {"name": "judge", "marks": "m.jsonl"}}, "verify = .judge. fits a head that"),
     ],
 )
@@ -133,19 +118,9 @@ def test_a_head_that_the_engine_reads_is_fit() -> None:
 @pytest.mark.parametrize(
     ("draft", "distill", "refresh", "message"),
     [
-        (
-            "ngram",
-            {"num_epochs": 2},
-            {},
-            r'\[distill\]: key "num_epochs" would do nothing, since .* no weights to train',
-        ),
+        ("ngram", {"num_epochs": 2}, {}, r'\[distill\]: key "num_epochs" would do nothing, since .* no weights'),
         ("ngram", {}, {"batch_tokens": 99}, r'\[refresh\] distill: key "batch_tokens" would do nothing'),
-        (
-            "lm",
-            {"step_decay": 0.5},
-            {},
-            r'key "step_decay" would do nothing, since a draft of family lm is unrolled once',
-        ),
+        ("lm", {"step_decay": 0.5}, {}, r'key "step_decay" would do nothing, since .* lm is unrolled once'),
         ("lm", {}, {"follow": "all"}, r'\[refresh\] distill: key "follow" would do nothing'),
         ("eagle3", {"patience": 3}, {}, r'\[distill\]: key "patience" would do nothing, since validation is 0'),
     ],
@@ -164,50 +139,40 @@ def test_patience_of_a_build_or_a_refresh_alone_is_taken() -> None:
     assert (taken.distill.patience, taken.refresh_distill().validation) == (3, 0.0)
 
 
+def stage(name: str, *, key: str = "", value: object = 2, **settings: Any) -> dict[str, Any]:
+    return {"method": {"name": name, **settings}} | ({key: value} if key else {})
+
+
+SELECT = stage("random", key="num_documents", value=9)
+UNREAD = r"\[select\] chooses text, and no later stage"
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
+        ({"select": SELECT}, UNREAD),
+        ({"select": SELECT, "prune": stage("magnitude")}, UNREAD),
+        ({"select": SELECT, "shrink": stage("depth", num_layers=1, keep="spread")}, UNREAD),
         (
-            {"select": {"method": {"name": "random"}, "num_documents": 9}},
-            r"\[select\] chooses text, and no later stage",
-        ),
-        (
-            {"select": {"method": {"name": "random"}, "num_documents": 9}, "prune": {"method": {"name": "magnitude"}}},
-            r"\[select\] chooses text, and no later stage",
-        ),
-        (
-            {
-                "select": {"method": {"name": "kcenter"}, "num_documents": 9, "num_epochs": 2},
-                "prune": {"method": {"name": "wanda"}},
-            },
+            {"select": SELECT | stage("kcenter", key="num_epochs"), "prune": stage("wanda")},
             r'\[select\]: key "num_epochs" would do nothing, since kcenter trains no proxy',
         ),
+        ({"prune": stage("magnitude", key="num_documents")}, r'\[prune\]: key "num_documents" would do'),
+        ({"prune": stage("magnitude", key="max_length")}, r'\[prune\]: key "max_length" would do nothing'),
         (
-            {
-                "select": {"method": {"name": "random"}, "num_documents": 9},
-                "shrink": {"method": {"name": "depth", "num_layers": 1, "keep": "spread"}},
-            },
-            r"\[select\] chooses text, and no later stage",
-        ),
-        ({"prune": {"method": {"name": "magnitude"}, "num_documents": 2}}, r'\[prune\]: key "num_documents" would do'),
-        (
-            {"prune": {"method": {"name": "magnitude"}, "max_length": 9}},
-            r'\[prune\]: key "max_length" would do nothing',
-        ),
-        (
-            {"shrink": {"method": {"name": "depth", "num_layers": 1}, "learning_rate": 0.1}},
+            {"shrink": stage("depth", num_layers=1, key="learning_rate")},
             r'\[shrink\]: key "learning_rate" would do nothing, since depth only calibrates',
         ),
         (
-            {"quantize": {"method": {"name": "gptq", "group_size": 32}, "num_epochs": 2}},
+            {"quantize": stage("gptq", group_size=32, key="num_epochs")},
             r'\[quantize\]: key "num_epochs" would do nothing, since gptq only calibrates',
         ),
         (
-            {"quantize": {"method": {"name": "int8_dynamic"}, "num_documents": 2}},
+            {"quantize": stage("int8_dynamic", key="num_documents")},
             r'\[quantize\]: key "num_documents" would do nothing, since int8_dynamic reads no text',
         ),
         (
-            {"quantize": {"method": {"name": "qat", "group_size": 32}, "num_documents": 2}},
+            {"quantize": stage("qat", group_size=32, key="num_documents")},
             r'\[quantize\]: key "num_documents" would do nothing, since qat only trains',
         ),
     ],

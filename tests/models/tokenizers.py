@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -55,23 +55,13 @@ TEMPLATES = {
 }
 
 
-def _byte_level() -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(CORPUS, trainer)
-    return backend
-
-
-def _in_vocabulary() -> Tokenizer:
+def _byte_level(*special: str) -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=[*SPECIAL, *OTHERS], show_progress=False
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=[*special], show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
     return backend
@@ -107,7 +97,7 @@ def _normalising() -> Tokenizer:
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": _byte_level,
-    "in the vocabulary": _in_vocabulary,
+    "in the vocabulary": partial(_byte_level, *MARKERS),
     "metaspace": _metaspace,
     "normalising": _normalising,
 }

@@ -81,7 +81,7 @@ def rows(budget: float) -> list[Row]:
     on_target = {"model": "target", "num_tokens": int(1024 * budget)}
     found = [Row(BASELINE, on_target)]
     for name in catalog.names("quantize"):
-        rate = RATE if hasattr(catalog.load("quantize", name), "regime") else None
+        rate = RATE if hasattr(catalog.load("quantize", name), "Hooks") else None
         found.append(Row(name, {**on_target, "method": _table(name), "learning_rate": rate}))
     found += [
         Row(f"{name}, symmetric", {**on_target, "method": {**_table(name), "symmetric": True}})

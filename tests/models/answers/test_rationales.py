@@ -1,8 +1,8 @@
 """Answers of two tasks: how they are weighed by hand, a weight of 0, and what the second teaches."""
 
 import json
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from models.drafts import lm
 from models.evaluation.scoring import score
 from models.learning import distill
 from models.learning.hidden import Sample
-from models.recipe import parse_recipe, shipped_recipes
+from models.recipe import parse_recipe
 from models.sources import reasoned
 from tests.models.drafts.answered import answer_all, prompts
 
@@ -38,27 +38,25 @@ def test_one_task_alone_is_refused(kept: list[Sample], said: str) -> None:
         rationales.weigh(kept, rationales.Params(domain="why"))
 
 
-def test_a_recipe_must_have_traffic_of_both_tasks() -> None:
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+def test_a_recipe_must_have_traffic_of_both_tasks(tables: dict[str, Any]) -> None:
     tables["distill"]["answers"] = {"name": "rationales", "domain": "chats"}
     with pytest.raises(ValueError, match=r"no \[traffic.chats\] with num_train above 0 .*did you mean \"chat\""):
-        parse_recipe({"name": "r", **tables}, "r")
+        parse_recipe(tables, "r")
     tables["distill"]["answers"]["domain"] = "chat"
     with pytest.raises(ValueError, match='domain "chat" is the second task, and no other domain is the first'):
-        parse_recipe({"name": "r", **tables}, "r")
+        parse_recipe(tables, "r")
 
 
-def test_the_prompts_of_the_second_task_are_traffic(tmp_path: Path) -> None:
+def test_the_prompts_of_the_second_task_are_traffic(tables: dict[str, Any], tmp_path: Path) -> None:
     """A recipe whose second task asks the target for the workings of a file of questions."""
     rows = [{"messages": f"{n} + 1?", "reference": f"one more than {n} #### {n + 1}"} for n in range(9)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     file = {"name": "reasoned", "path": str(tmp_path / "sums.jsonl")}
     for domain, task in (("sums", "answer"), ("why", "rationale")):
         source = {**file, "task": task, "domain": domain}
         tables["traffic"][domain] = {"source": source, "num_train": 3, "num_held_out": 3, "num_requests": 3}
     tables["distill"]["answers"] = {"name": "rationales", "domain": "why", "weight": 0.5}
-    recipe = parse_recipe({"name": "r", **tables}, "r")
+    recipe = parse_recipe(tables, "r")
     assert {"sums", "why"} <= {*recipe.first_domains}
     source = recipe.traffic["why"].source
     assert isinstance(source, reasoned.Params)

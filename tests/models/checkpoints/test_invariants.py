@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from models import adapters, catalog, quantize
 from models.checkpoints.checkpoint import read_tensors
@@ -26,8 +26,7 @@ STORED = [name for name in catalog.names("quantize") if catalog.load("quantize",
 
 
 @pytest.fixture
-def pruned(tiny_target: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def pruned(model: PreTrainedModel) -> PreTrainedModel:
     prune_model(model, [], magnitude.Params(), Pattern(kept=2, group=4))
     return model
 
@@ -71,8 +70,7 @@ def test_a_config_that_says_nothing_more_of_a_layer_is_refused_by_its_name(prune
         require_noted(pruned.config, config)
 
 
-def test_a_share_of_zeroes_is_a_promise_too(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_a_share_of_zeroes_is_a_promise_too(model: PreTrainedModel) -> None:
     prune_model(model, DOCUMENTS, catalog.parse("prune", {"name": "wanda"}), Pattern(sparsity=0.3))
     require(model)
     model.model.layers[0].self_attn.q_proj.weight.data[:8] = 1
@@ -80,8 +78,7 @@ def test_a_share_of_zeroes_is_a_promise_too(tiny_target: Path) -> None:
         require(model)
 
 
-def test_a_merged_adapter_is_cut_to_the_rank_again_and_bfloat16_does_not_count(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_a_merged_adapter_is_cut_to_the_rank_again_and_bfloat16_does_not_count(model: PreTrainedModel) -> None:
     model = low_rank.shrink(model, DOCUMENTS, low_rank.Params(share=0.5), TRAINING)
     held = PreservedStructure(model)
     adapted = adapters.attach(model, catalog.parse("adapters", {"name": "lora"}), torch.Generator().manual_seed(0))
@@ -97,10 +94,9 @@ def test_a_merged_adapter_is_cut_to_the_rank_again_and_bfloat16_does_not_count(t
 
 
 def test_factors_are_stored_run_by_the_reference_engine_and_kept_by_finetuning(
-    tiny_target: Path, tmp_path: Path
+    model: PreTrainedModel, tiny_target: Path, tmp_path: Path
 ) -> None:
     directories = [tmp_path / name for name in ("factors", "finetuned", "matrices")]
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     shrunk = {
         keep: low_rank.shrink(model, DOCUMENTS, low_rank.Params(share=0.4, keep=keep), TRAINING)
         for keep in ("factors", "matrices")
@@ -132,15 +128,8 @@ def test_factors_are_stored_run_by_the_reference_engine_and_kept_by_finetuning(
     assert (directories[1] / "model.safetensors").stat().st_size == pytest.approx(sizes[0], rel=0.01)
 
 
-def test_a_plain_model_promises_nothing(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    assert not any(promises(model))
-    require(model)
-
-
 @pytest.mark.parametrize("name", catalog.names("prune"))
-def test_what_was_zero_before_pruning_stays_so(name: str, tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_what_was_zero_before_pruning_stays_so(name: str, model: PreTrainedModel) -> None:
     rng = torch.Generator().manual_seed(0)
     for _, layer in linears(model):
         layer.weight.data.masked_fill_(torch.rand(layer.weight.shape, generator=rng) < 0.4, 0)
@@ -162,8 +151,9 @@ def test_zeroes_of_another_shape_are_promised_anew_with_their_own_shares(pruned:
         require(shrunk)
 
 
-def test_a_dense_model_of_another_shape_promises_nothing(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_a_dense_model_promises_nothing_and_neither_does_one_of_another_shape(model: PreTrainedModel) -> None:
+    assert not any(promises(model))
+    require(model)
     shrunk = take_layers(model, [1])
     keep_zeroes(model, shrunk)
     assert not any(promises(shrunk))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog, quantize
 from models.checkpoints import mixed
@@ -16,14 +16,10 @@ from models.checkpoints.sparsity import Pattern
 from models.layers.linears import linears, sparing
 from models.prune import magnitude, prune_model
 from models.stages import Quantize
+from tests.models.regimes.world import load
 
 DOCUMENTS = torch.randint(3, 259, (8, 48), generator=torch.Generator().manual_seed(0)).tolist()
 DOWN = {"*.mlp.down_proj": {"name": "int8_dynamic"}, "model.layers.0.self_attn.*": "float"}
-
-
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
 
 
 def stage(**table: object) -> Quantize:
@@ -58,7 +54,7 @@ def test_each_layer_is_stored_and_loaded_in_the_form_of_the_first_pattern_that_f
 def test_fewer_layers_in_few_bits_are_nearer_to_the_target(name: str, tiny_target: Path, tmp_path: Path) -> None:
     errors = []
     for exceptions in ({}, {"*.down_proj": "float"}, {"*": "float"}):
-        model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+        model = load(tiny_target)
         exact = logits(model)
         table = stage(method={"name": name, **({"group_size": 64} if name == "gptq" else {})}, exceptions=exceptions)
         made = mixed.quantize(model, DOCUMENTS, table.method, table.exceptions)

@@ -178,13 +178,6 @@ def test_answers_of_a_word_or_two_do_not_lock_the_gate_unless_they_show_a_loss()
     assert np.mean([judged([0.4], {"yes-no": floor}).verdict == "undecided" for floor in worse]) > 0.9
 
 
-def test_an_idle_domain_does_not_lock_the_gate() -> None:
-    # After its demonstration the loop refused every draft, because the domain that nobody asked had 14 rows of 20.
-    idle = conversations(14, domain="code")
-    floor = score_floor(idle, idle, PARAMS, seed=0)
-    assert judged([0.4], {"code": floor}).verdict == judged([0.4], {}).verdict == "passed"
-
-
 @pytest.mark.slow
 def test_a_floor_is_wrongly_kept_no_more_often_than_allowed_by_clusters_too() -> None:
     rng, num_trials, kept = np.random.default_rng(1), 300, 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.drafts import lm
 from models.evaluation.likeness import accepted, fits, likeness
@@ -13,11 +13,6 @@ from models.quantize import int8_dynamic
 
 DOCUMENTS = torch.randint(3, 259, (6, 24), generator=torch.Generator().manual_seed(0)).tolist()
 DOCUMENTS[2] = DOCUMENTS[2][:9]
-
-
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
 
 
 def test_a_model_is_its_target_and_a_changed_one_is_measured_token_by_token(model: PreTrainedModel) -> None:

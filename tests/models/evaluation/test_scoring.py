@@ -44,6 +44,13 @@ class Table(Draft):
     def drafter(self, max_len: int) -> Drafter:
         raise NotImplementedError
 
+    def chain(self, length: int) -> list[int]:
+        """Return the likeliest tokens from 0 on."""
+        said = [0]
+        while len(said) < length:
+            said.append(int(self.vocabulary[self.logits[said[-1]].argmax()]))
+        return said
+
     def q(self, last: int, temperature: float) -> list[float]:
         """[V]."""
         law = torch.zeros(SIZE).index_copy_(0, self.vocabulary, (self.logits[last] / temperature).softmax(-1))
@@ -144,10 +151,8 @@ def test_the_score_of_a_greedy_answer_is_the_engines_count(
 
 
 def test_a_trace_tells_each_step_that_the_score_counts(target: Path, tmp_path: Path) -> None:
-    draft, answer = Table(), [0]
-    while len(answer) < 6:
-        answer.append(int(draft.vocabulary[draft.logits[answer[-1]].argmax()]))
-    answer.append(1)  # which the draft can't say
+    draft = Table()
+    answer = [*draft.chain(6), 1]  # which the draft can't say
     sample = Sample("g", "d", list(PROMPT), answer)
     [told], [scored] = trace(draft, target, [sample], 2, tmp_path), score(draft, target, [sample], 2, tmp_path)
     # Token 0 comes from the prefill; two are right and a third comes with them, then two and the one it can't say.
@@ -160,11 +165,9 @@ def test_a_trace_tells_each_step_that_the_score_counts(target: Path, tmp_path: P
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_only_what_the_head_drafts_counts_up_to_k_a_step(target: Path, tmp_path: Path, num_steps: int) -> None:
-    draft, chain = Table(), [0]
-    while len(chain) < 13:
-        chain.append(int(draft.vocabulary[draft.logits[chain[-1]].argmax()]))
+    draft = Table()
     repeated = Sample("repeated", "d", [1] * 8, [1] * 8)  # look-up would draft all of it, the head can't say token 1
-    own = Sample("own", "d", list(PROMPT), chain)
+    own = Sample("own", "d", list(PROMPT), draft.chain(13))
     of_repeated, of_own = score(draft, target, [repeated, own], num_steps, tmp_path)
     assert (of_repeated.steps, of_repeated.accepted) == (7, 0)
     assert of_own.accepted / of_own.steps == num_steps

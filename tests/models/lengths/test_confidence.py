@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from models.drafting.draft_families import family_named
-from models.engines.torch import Params
 from models.lengths import View, confidence
 from models.throughput.cost import Cost
 from tests.models.drafts.answered import answer_all, prompts
@@ -21,10 +20,6 @@ def test_the_last_token_alone_decides(confidences: tuple[float, ...], on: bool) 
     assert confidence.go_on(replace(VIEW, confidences=confidences), confidence.Params(threshold=0.6)) is on
 
 
-def test_as_many_tokens_as_may_be_are_drafted_at_most() -> None:
-    assert confidence.num_draft_tokens(VIEW, confidence.Params()) == 5
-
-
 @pytest.mark.parametrize(("threshold", "lengths"), [(0.0, {4}), (1.0, {1})])
 def test_steps_are_as_long_as_the_draft_is_sure(tiny_target: Path, threshold: float, lengths: set[int]) -> None:
     draft = make_tiny(family_named("lm"), tiny_target)
@@ -32,13 +27,3 @@ def test_steps_are_as_long_as_the_draft_is_sure(tiny_target: Path, threshold: fl
     (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=lengths_table)
     assert set(answer.drafted) == lengths
     assert answer.token_ids == answer_all(tiny_target, None, prompts(1))[0].token_ids
-
-
-def test_a_tree_that_ends_by_its_own_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="confidence stops a chain .* tree dynamic is no chain"):
-        Params(lengths={"name": "confidence"}, trees={"name": "dynamic"})
-
-
-def test_a_threshold_that_is_no_probability_is_refused() -> None:
-    with pytest.raises(ValueError, match="threshold"):
-        confidence.Params(threshold=1.1)

@@ -68,6 +68,13 @@ def test_the_length_is_from_zero_to_the_limit(
         assert isinstance(policy.go_on(asked, policy.Params()), bool)
 
 
+@pytest.mark.parametrize("name", ["confidence", "fixed", "pearl", "specdec_pp"])
+def test_as_many_tokens_as_may_be_are_drafted_whatever_was_accepted(name: str) -> None:
+    policy = catalog.load("lengths", name)
+    views = [View(limit=3, position=40, steps=steps, num_running=1, cost=Cost()) for steps in HISTORIES]
+    assert [policy.num_draft_tokens(view, policy.Params()) for view in views] == [3] * len(HISTORIES)
+
+
 def serve(
     target: Path, draft: Path, policy: ModuleType | None, max_tokens: tuple[int, ...] = (24,), cost: Cost | None = None
 ) -> list[Completion]:

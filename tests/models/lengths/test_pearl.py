@@ -80,21 +80,21 @@ def test_the_output_is_that_without_a_draft(
     assert all(0 <= size <= limit for one in found for size in one.drafted)
 
 
-def test_a_draft_that_is_right_is_verified_chunk_by_chunk(tiny_target: Path, plain: list[Completion]) -> None:
-    draft = Oracle(Decoder.load(tiny_target, torch.float32), wrong=False)
+@pytest.mark.parametrize(
+    ("wrong", "drafted", "accepted"),
+    [
+        # The first new token alone, then the three that wait and the first of the next four; 23 after the prompt's own.
+        (False, (1, 4, 4, 4, 4, 4, 4), (0, 3, 3, 3, 3, 3, 2)),
+        (True, (1,) * 23, (0,) * 23),
+    ],
+)
+def test_a_draft_that_is_right_is_verified_chunk_by_chunk_and_a_wrong_one_found_out_by_its_first_token(
+    tiny_target: Path, plain: list[Completion], wrong: bool, drafted: tuple[int, ...], accepted: tuple[int, ...]
+) -> None:
+    draft = Oracle(Decoder.load(tiny_target, torch.float32), wrong)
     found = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=PEARL)[0]
     assert found.token_ids == plain[0].token_ids
-    # The first new token alone, then the three that wait and the first of the next four; 23 after the prompt's own.
-    assert found.drafted == (1, 4, 4, 4, 4, 4, 4)
-    assert found.accepted == (0, 3, 3, 3, 3, 3, 2)
-
-
-def test_a_draft_that_is_wrong_is_found_out_by_its_first_token(tiny_target: Path, plain: list[Completion]) -> None:
-    draft = Oracle(Decoder.load(tiny_target, torch.float32), wrong=True)
-    found = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=PEARL)[0]
-    assert found.token_ids == plain[0].token_ids
-    assert set(found.drafted) == {1} and set(found.accepted) == {0}
-    assert len(found.drafted) == len(plain[0].drafted)
+    assert (found.drafted, found.accepted) == (drafted, accepted)
 
 
 @pytest.mark.slow
@@ -147,9 +147,7 @@ def test_speculation_may_be_switched_off_and_on_within_a_request(tiny_target: Pa
     assert {0, 4} <= set(request.completion().drafted)
 
 
-def test_drafts_and_trees_that_can_not_be_overlapped_are_refused(tiny_target: Path) -> None:
-    with pytest.raises(ValueError, match="pearl drafts a chain while the target reads; tree dyspec is no chain"):
-        Params(lengths=PEARL, trees={"name": "dyspec"})
+def test_drafts_that_can_not_be_overlapped_are_refused(tiny_target: Path) -> None:
     counts = np.zeros(259, np.int64)
     looks_up = ngram.create(ngram.Params(), tiny_target, counts)
     with pytest.raises(ValueError, match="pearl drafts while the target reads; Ngram can't go on from tokens that"):

@@ -43,10 +43,6 @@ def test_the_product_decides(confidences: tuple[float, ...], on: bool) -> None:
     assert go_on(replace(VIEW, confidences=confidences), Params(threshold=0.5)) is on
 
 
-def test_as_many_tokens_as_may_be_are_drafted_at_most() -> None:
-    assert specdec_pp.num_draft_tokens(VIEW, Params()) == 6
-
-
 def test_without_a_head_the_draft_is_taken_at_its_word() -> None:
     assert estimate(torch.tensor([0.7, 0.2, 0.1]).log(), 1, 0, Params()) == pytest.approx(0.7)
 
@@ -141,7 +137,3 @@ def test_what_can_not_be_fit_or_read_is_refused(
         specdec_pp.fit(draft, tiny_target, [samples[0]._replace(completion_ids=[5, 6])], 4, tmp_path, Params(), 0)
     with pytest.raises(ValueError, match="there is no file .*none"):
         estimate(torch.zeros(9), 0, 0, Params(head=tmp_path / "none"))
-    with pytest.raises(ValueError, match="threshold"):
-        Params(threshold=1.1)
-    with pytest.raises(ValueError, match="specdec_pp stops a chain .* tree dyspec is no chain"):
-        EngineParams(lengths={"name": "specdec_pp"}, trees={"name": "dyspec"})

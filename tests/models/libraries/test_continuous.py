@@ -94,12 +94,7 @@ def test_as_much_is_kept_as_can_be_and_a_step_takes_one_draw_on_average(distance
     "fault",
     [
         {"drafting": normal(0.6), "q": normal(0.0), "p": normal(0.3)},  # the draft lies about q
-        {
-            "drafting": normal(0.6),
-            "q": normal(0.6),
-            "p": normal(0.3),
-            "most_tries": 1,
-        },  # draws from p, not what is left
+        {"drafting": normal(0.6), "q": normal(0.6), "p": normal(0.3), "most_tries": 1},  # of p, not what is left
         {"drafting": normal(0.6), "q": normal(0.6, 1.1), "p": normal(0.3)},  # q of other settings
     ],
 )

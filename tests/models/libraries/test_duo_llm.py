@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.learning import training
 from models.libraries import duo_llm
 from models.libraries.duo_llm import Duo, RandomRouting
 from models.params import TrainingParams
+from tests.models.regimes.world import load
 
 NUM_LAYERS = 2
 
@@ -20,10 +21,6 @@ NUM_LAYERS = 2
 def document(start: int, length: int = 20) -> list[int]:
     """Steps of three through 60 tokens."""
     return [3 + (start + 3 * place) % 60 for place in range(length)]
-
-
-def load(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def loss(model: PreTrainedModel, duos: list[Duo], ways: Tensor, texts: list[list[int]]) -> float:
@@ -69,8 +66,7 @@ def test_a_token_goes_its_own_way_and_changes_nothing_before_it(learnt: tuple[Pr
     assert abs(float(one[9] - other[9])) > 1e-4
 
 
-def test_only_small_modules_learn_and_they_do(tiny_target: Path) -> None:
-    model = load(tiny_target)
+def test_only_small_modules_learn_and_they_do(model: PreTrainedModel) -> None:
     duos = duo_llm.insert(model, 8, torch.Generator().manual_seed(0))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = [document(start) for start in range(6)]
@@ -97,8 +93,7 @@ def test_an_oracle_of_more_modules_never_loses_more_on_what_it_chooses_first(
         assert costs[-1] <= float(duo_llm.losses(model, duos, document(start, 3), whole)[0, 0]) + 1e-5
 
 
-def test_where_big_modules_say_what_small_ones_do_none_is_taken(tiny_target: Path) -> None:
-    model = load(tiny_target)
+def test_where_big_modules_say_what_small_ones_do_none_is_taken(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.down_proj.weight.zero_()

@@ -42,7 +42,7 @@ def table(form: Form) -> dict[str, Any]:
     module = catalog.load(form.family, form.params.name)
     if stage == "pretrain":
         return {**SETTINGS, "regimes": [method]}
-    trains = stage == "finetune" or hasattr(module, "regime") or form.params.name == "sheared"
+    trains = stage == "finetune" or hasattr(module, "Hooks") or form.params.name == "sheared"
     read: dict[str, Any] = SETTINGS if trains else {}
     if stage == "shrink" and getattr(form.params, "keep", "") != "spread":
         read = {**read, "max_length": TRAINING.max_length}

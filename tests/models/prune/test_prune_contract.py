@@ -25,11 +25,6 @@ def pattern(spelt: str) -> Pattern:
     return Pattern.model_validate(spelt if ":" in spelt else float(spelt))
 
 
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def documents() -> list[list[int]]:
     rng = torch.Generator().manual_seed(0)

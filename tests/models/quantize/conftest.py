@@ -1,16 +1,7 @@
 """What tests of quantization share."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    """The two-layer target in float32, to be used up."""
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """AWQ: scaling changes nothing by itself, protects what carries much, and refuses layouts that it does not know."""
 
+import copy
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -35,8 +37,6 @@ def test_scales_are_folded_so_that_only_rounding_is_left(
 def test_features_that_carry_much_lose_less_than_to_rounding_to_nearest(
     lively: PreTrainedModel, documents: list[list[int]]
 ) -> None:
-    import copy
-
     before = logits(lively, documents)
     nearest = rtn.quantize(copy.deepcopy(lively), [], rtn.Params(group_size=128, symmetric=False))
     aware = awq.quantize(lively, documents, awq.Params(group_size=128))

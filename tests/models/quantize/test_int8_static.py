@@ -1,10 +1,11 @@
 """int8_static: scales come from calibration, block by block, and are shared by layers that read the same."""
 
+import copy
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models.params import validate
 from models.quantize import int8_static
 
 
@@ -22,16 +23,9 @@ def test_a_layers_scale_is_the_largest_input_that_calibration_saw(
     assert scales == [pytest.approx(most / 127)] * 3
 
 
-def test_a_percentile_clips(model: PreTrainedModel, documents: list[list[int]], tiny_target) -> None:
-    from transformers import AutoModelForCausalLM
-
-    other = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_a_percentile_clips(model: PreTrainedModel, documents: list[list[int]]) -> None:
+    other = copy.deepcopy(model)
     whole = int8_static.quantize(model, documents, int8_static.Params()).tensors
     cut = int8_static.quantize(other, documents, int8_static.Params(percentile=99)).tensors
     name = "model.layers.0.mlp.down_proj.input_scale"
     assert cut[name] < 0.9 * whole[name]
-
-
-def test_a_percentile_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match='int8_static: key "percentile"'):
-        validate(int8_static.Params, {"percentile": 101}, "int8_static")

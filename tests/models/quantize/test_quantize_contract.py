@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import catalog, quantize
 from models.checkpoints.checkpoint import read_tensor, read_tensors
@@ -16,18 +16,14 @@ from models.checkpoints.loading import load_model
 from models.layers.linears import linears
 from models.params import BaseParams, TrainingParams
 from models.quantize import Quantized
-from models.targets import random
+from tests.models.regimes.world import built, load
 
 NAMES = catalog.names("quantize")
 STORED = [name for name in NAMES if catalog.load("quantize", name).STORED]
-TRAINED = [name for name in NAMES if hasattr(catalog.load("quantize", name), "regime")]
+TRAINED = [name for name in NAMES if hasattr(catalog.load("quantize", name), "Hooks")]
 GROUPED = [name for name in NAMES if "group_size" in catalog.load("quantize", name).Params.model_fields]
 DOCUMENTS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
 IDS = torch.tensor(DOCUMENTS[:2])
-
-
-def load(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def method(name: str, **settings: Any) -> tuple[ModuleType, BaseParams]:
@@ -121,8 +117,7 @@ def test_calibration_is_read_by_those_that_say_so(name: str, tiny_target: Path) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_cannot_be_handled_is_named(name: str, tiny_target: Path) -> None:
-    model = load(tiny_target)
+def test_a_layer_that_cannot_be_handled_is_named(name: str, model: PreTrainedModel, tiny_target: Path) -> None:
     model.model.layers[1].mlp.up_proj = nn.Bilinear(8, 8, 8)
     with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.up_proj is a Bilinear"):
         run(name, model)
@@ -156,9 +151,9 @@ def test_biases_stay_in_the_model_and_in_the_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_that_do_not_fill_a_row_are_refused(name: str, tmp_path: Path) -> None:
-    random.build(random.Params(num_heads=3, num_layers=1), tmp_path)
+    odd = built(tmp_path, num_heads=3, num_layers=1)
     with pytest.raises(ValueError, match=r"group_size 128 does not divide the width 192 of layer model\.layers\.0"):
-        run(name, load(tmp_path), group_size=128)
+        run(name, odd, group_size=128)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -167,7 +162,7 @@ def test_training_for_a_form_computes_as_the_form_does_and_learns(name: str, tin
     model, plain = load(tiny_target), load(tiny_target)
     for parameter in model.parameters():  # so that what stays in 16 bits is equal
         parameter.data.copy_(parameter.data.bfloat16())
-    regime = module.regime(params, torch.Generator())
+    regime = module.Hooks(params, torch.Generator())
     regime.start(model, None)
     trained_on = logits(model)
     regime.finish(model)

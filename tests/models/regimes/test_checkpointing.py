@@ -4,21 +4,15 @@ import pytest
 import torch
 
 from models.learning.counting import counted
-from models.regimes import Plan, checkpointing
-from tests.models.regimes.world import gradients, load
-
-
-def start(model, **settings):
-    regime = checkpointing.regime(checkpointing.Params(**settings), torch.Generator())
-    regime.start(model, Plan(1, 1))
-    return regime
+from models.regimes import checkpointing
+from tests.models.regimes.world import gradients, held, load, start
 
 
 def test_gradients_are_equal_and_less_is_held_for_more_flops(tiny_target) -> None:
     model = load(tiny_target, num_layers=4)
     with counted(model) as plain:
         exact = gradients(model)
-    regime = start(model)
+    regime = start(checkpointing, model)
     with counted(model) as checkpointed:
         again = gradients(model)
     regime.finish(model)
@@ -33,25 +27,21 @@ def test_every_second_block_holds_what_lies_between(tiny_target) -> None:
     peaks = []
     for every in (1, 2):
         model = load(tiny_target, num_layers=4)
-        start(model, every=every)
-        with counted(model) as cost:
-            gradients(model)
-        peaks.append(cost.peak_activation_bytes)
+        start(checkpointing, model, every=every)
+        peaks.append(held(model))
     assert peaks[0] < peaks[1]
 
 
-def test_blocks_learn_though_the_embedding_is_frozen(tiny_target) -> None:
-    model = load(tiny_target)
+def test_blocks_learn_though_the_embedding_is_frozen(model) -> None:
     model.model.embed_tokens.requires_grad_(False)
     exact = gradients(model)
-    start(model)
+    start(checkpointing, model)
     again = gradients(model)
     assert exact.keys() == again.keys() and "model.layers.0.mlp.up_proj.weight" in exact
     assert all(torch.equal(gradient, again[name]) for name, gradient in exact.items())
 
 
-def test_a_model_that_is_checkpointed_already_is_refused(tiny_target) -> None:
-    model = load(tiny_target)
-    start(model)
+def test_a_model_that_is_checkpointed_already_is_refused(model) -> None:
+    start(checkpointing, model)
     with pytest.raises(ValueError, match="checkpointed already"):
-        start(model)
+        start(checkpointing, model)

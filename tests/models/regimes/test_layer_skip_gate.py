@@ -36,19 +36,3 @@ def test_what_a_block_adds_is_scaled_by_the_probability_with_which_it_ran(tiny_t
     for name, weight in left.state_dict().items():
         scale = 0.505 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
         assert torch.allclose(scale * weight, folded.state_dict()[name], atol=2e-3), name
-
-
-def test_gates_that_never_close_leave_plain_training(tiny_target) -> None:
-    plain, model = load(tiny_target), load(tiny_target)
-    train(plain, [], num_epochs=1)
-    settings = layer_skip_gate.Params(cost_weight=0, start=0.999999, floor=0.999999)
-    trained = train(model, [settings], num_epochs=1)
-    assert trained.figures == {"skipped_layer_share": 0}
-    for name, weight in plain.state_dict().items():
-        # The gates' gradients take part in clipping the norm.
-        assert torch.allclose(weight, model.state_dict()[name], atol=2e-3), name
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="floor"):
-        layer_skip_gate.Params(floor=0)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from models.layers.numbers import minifloat
-from models.params import validate
 from models.regimes.lognormal_gradient import (
     Fit,
+    Hooks,
     Params,
     best_split,
     expected_error,
@@ -17,17 +17,11 @@ from models.regimes.lognormal_gradient import (
     fit,
     fit_distance,
     prune,
-    regime,
     threshold,
 )
-from tests.models.rounding import P_VALUE, copies, mean_p_value
+from tests.models.rounding import P_VALUE, copies, mean_p_value, normal
 
 COUNT = 100_000
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    # A generator of the same seed draws uniform numbers that hang together with these: the code gets others.
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def lognormal(mu: float, sigma: float, seed: int = 0) -> Tensor:
@@ -37,7 +31,7 @@ def lognormal(mu: float, sigma: float, seed: int = 0) -> Tensor:
 
 def compress(gradient: Tensor, seed: int = 99, **settings: object) -> tuple[Tensor, dict[str, float]]:
     """Send a gradient back through a product with the identity."""
-    made = regime(Params(**settings), torch.Generator().manual_seed(seed))
+    made = Hooks(Params(**settings), torch.Generator().manual_seed(seed))
     inputs = torch.zeros_like(gradient, requires_grad=True)
     made.multiply(inputs, torch.eye(gradient.shape[-1])).backward(gradient)
     return inputs.grad, made.figures()
@@ -138,22 +132,3 @@ def test_nothing_is_changed_with_all_of_it_off_or_without_gradient() -> None:
     assert not compress(torch.zeros(4, 3), sparsity=0.5)[0].any()
     single = torch.tensor([[0.0, 0.0, -2.5]])
     assert torch.allclose(compress(single, num_bits=4)[0], single)
-
-
-def test_with_all_of_it_off_the_gradient_is_that_of_finite_differences() -> None:
-    made = regime(Params(num_bits=32), torch.Generator())
-    inputs, weight = normal(2, 3, seed=0).double(), normal(4, 3, seed=1).double()
-    assert torch.autograd.gradcheck(made.multiply, (inputs.requires_grad_(True), weight.requires_grad_(True)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"num_bits": 20}, "num_bits must be 2 to 16, or 32 for no rounding; got 20"),
-        ({"num_bits": 4, "exponent_bits": 4}, "exponent_bits must be less than num_bits, 4; got 4"),
-        ({"sparsity": 1.0}, 'key "sparsity"'),
-    ],
-)
-def test_settings_that_make_no_format_are_refused(settings: dict[str, object], fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        validate(Params, settings, "regimes")

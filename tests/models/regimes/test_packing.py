@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 
 from models.learning.training import pad
 from models.regimes import Plan, packing
-from tests.models.regimes.world import documents, gradients, load
+from tests.models.regimes.world import documents, gradients
 
 
 def test_rows_are_filled_by_hand() -> None:
@@ -22,8 +22,7 @@ def test_a_document_longer_than_a_row_has_one_of_its_length() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_loss_and_gradients_equal_those_of_padded_rows(tiny_target, attention: str) -> None:
-    model = load(tiny_target)
+def test_loss_and_gradients_equal_those_of_padded_rows(model, attention: str) -> None:
     model.set_attn_implementation(attention)
     padded, packed = pad(documents(7)), packing.pack(documents(7), 64)
     assert len(packed.token_ids) == 3 and len(padded.token_ids) == 7
@@ -38,13 +37,13 @@ def test_a_model_that_attends_across_documents_is_refused(tiny_target) -> None:
         def forward(self, position_ids=None, **settings):
             return super().forward(**settings)
 
-    regime = packing.regime(packing.Params(), torch.Generator())
+    regime = packing.Hooks(packing.Params(), torch.Generator())
     with pytest.raises(ValueError, match="Deaf with attention sdpa attends across packed documents"):
         regime.start(Deaf.from_pretrained(tiny_target, dtype=torch.float32), Plan(1, 1))
 
 
 def test_the_share_of_padding_is_told(tiny_target) -> None:
-    regime = packing.regime(packing.Params(row_tokens=6), torch.Generator())
+    regime = packing.Hooks(packing.Params(row_tokens=6), torch.Generator())
     regime.collate([[1, 2], [3, 4, 5], [6, 7, 8, 9]])
     assert regime.figures() == {"padding_share": pytest.approx(3 / 12)}
 
@@ -53,7 +52,7 @@ def test_rows_are_filled_from_all_documents_and_then_batches_from_rows(tiny_targ
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(8, 128, (200,), generator=rng).tolist()
     texts = [torch.randint(3, 259, (length,), generator=rng).tolist() for length in lengths]
-    regime = packing.regime(packing.Params(row_tokens=128), torch.Generator())
+    regime = packing.Hooks(packing.Params(row_tokens=128), torch.Generator())
     batches = regime.batches(texts, 512)
     assert sorted(document for batch in batches for document in batch) == sorted(texts)
     for batch in batches:

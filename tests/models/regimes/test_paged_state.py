@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from models.params import validate
 from models.regimes import paged_state
@@ -19,10 +20,9 @@ def test_what_is_learnt_is_the_same_to_the_last_bit_and_the_state_is_counted(tin
     assert trained.figures["paged_mib"] == pytest.approx(8 * plain.num_parameters() / 2**20)
 
 
-def test_moments_lie_in_a_file_that_has_no_name_any_more(tiny_target: Path, tmp_path: Path) -> None:
-    model = load(tiny_target)
+def test_moments_lie_in_a_file_that_has_no_name_any_more(model: PreTrainedModel, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    regime = paged_state.regime(validate(paged_state.Params, {"folder": str(tmp_path)}, "r"), torch.Generator())
+    regime = paged_state.Hooks(validate(paged_state.Params, {"folder": str(tmp_path)}, "r"), torch.Generator())
     regime.hold(optimizer)
     model(torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None]).loss.backward()
     optimizer.step()

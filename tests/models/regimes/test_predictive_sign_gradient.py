@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.params import validate
-from models.regimes.predictive_sign_gradient import Params, most_significant, predict_signs, regime
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from models.regimes.predictive_sign_gradient import Hooks, Params, most_significant, predict_signs
+from tests.models.rounding import normal
 
 
 def weight_gradient(inputs: Tensor, gradient: Tensor, **settings: object) -> tuple[Tensor, dict[str, float]]:
     """Run one product forward and backward."""
-    made = regime(Params(**settings), torch.Generator())
+    made = Hooks(Params(**settings), torch.Generator())
     weight = torch.zeros(gradient.shape[-1], inputs.shape[-1], dtype=inputs.dtype, requires_grad=True)
     made.multiply(inputs, weight).backward(gradient)
     return weight.grad, made.figures()
@@ -76,7 +72,7 @@ def test_a_few_loud_features_do_not_silence_the_others() -> None:
 
 
 def test_the_data_gradient_is_exact() -> None:
-    made = regime(Params(), torch.Generator())
+    made = Hooks(Params(), torch.Generator())
     inputs, weight = (normal(3, n, seed=n, dtype=torch.float64) for n in (4, 5))
     weight = weight[:, :4].contiguous()
     assert torch.autograd.gradcheck(lambda x: made.multiply(x, weight), inputs.requires_grad_(True))
@@ -85,8 +81,3 @@ def test_the_data_gradient_is_exact() -> None:
 def test_a_layer_without_gradient_is_left_alone() -> None:
     gradient, figures = weight_gradient(normal(5, 4, seed=0), torch.zeros(5, 3))
     assert not gradient.any() and figures["sign_agreement"] == 1
-
-
-def test_high_bits_beyond_all_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="activation_msb must be at most activation_bits, 8; got 9"):
-        validate(Params, {"activation_msb": 9}, "regimes")

@@ -10,7 +10,8 @@ from models import catalog, together
 from models.evaluation.perplexity import perplexity, score
 from models.learning import training
 from models.params import BaseParams
-from tests.models.regimes.world import documents, load, train
+from tests.models.regimes.world import documents, load, start, train
+from tests.models.rounding import normal
 
 NAMES = catalog.names("regimes")
 
@@ -112,3 +113,44 @@ def test_regimes_of_different_parts_train_together(first: str, tiny_target: Path
     report = train(model, chosen, num_epochs=8)  # of whose steps coins leave out some
     assert report.losses[-1][1] < report.losses[0][1]
     assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in plain.named_modules()]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "atol"),
+    [
+        ("layer_dropout", {"max_probability": 0, "exit_scale": 0}, 0),
+        # The gates' gradients take part in clipping the norm.
+        ("layer_skip_gate", {"cost_weight": 0, "start": 0.999999, "floor": 0.999999}, 2e-3),
+    ],
+)
+def test_where_no_block_is_left_out_it_is_plain_training(
+    name: str, settings: dict[str, float], atol: float, tiny_target: Path
+) -> None:
+    plain, model = load(tiny_target), load(tiny_target)
+    train(plain, [], num_epochs=1)
+    trained = train(model, [catalog.parse("regimes", {"name": name, **settings})], num_epochs=1)
+    assert trained.figures == {"skipped_layer_share": 0}
+    for key, weight in plain.state_dict().items():
+        assert torch.allclose(weight, model.state_dict()[key], rtol=1e-5 if atol else 0, atol=atol), key
+
+
+@pytest.mark.parametrize("name", ["blockwise_local", "layer_dropout"])
+def test_a_model_of_one_block_is_refused_by_what_needs_two(name: str, tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks; got 1"):
+        start(catalog.load("regimes", name), load(tiny_target, num_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dorefa", {"weight_bits": 32, "activation_bits": 32, "gradient_bits": 32}),
+        ("lognormal_gradient", {"num_bits": 32}),
+        # gradcheck asks for the gradient of one output at a time, of which pruning takes nothing.
+        ("sparse_data_gradient", {"preserve_l1": True}),
+    ],
+)
+def test_where_nothing_is_rounded_the_gradient_is_that_of_finite_differences(name: str, settings: dict) -> None:
+    method = catalog.load("regimes", name)
+    made = method.Hooks(method.Params(**settings), torch.Generator())
+    inputs, weight = normal(2, 3, seed=0, dtype=torch.float64), normal(4, 3, seed=1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(made.multiply, (inputs.requires_grad_(True), weight.requires_grad_(True)))

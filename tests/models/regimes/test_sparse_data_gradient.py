@@ -1,19 +1,14 @@
 """2:4 output gradients: by hand, exactly two of four, the L1 norm, and which of the products they enter."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import PreTrainedModel
 
 from models.layers.linears import linears
 from models.regimes import Plan
-from models.regimes.sparse_data_gradient import Params, keep_two_of_four, preserve_l1, regime
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from models.regimes.sparse_data_gradient import Hooks, Params, keep_two_of_four, preserve_l1
+from tests.models.rounding import normal
 
 
 def test_the_two_smaller_of_every_four_become_zero() -> None:
@@ -47,7 +42,7 @@ def test_the_kept_two_are_scaled_alike() -> None:
 def test_only_the_data_gradient_is_sparse(preserve: bool) -> None:
     inputs, weight, gradient = normal(2, 5, 6, seed=0), normal(8, 6, seed=1), normal(2, 5, 8, seed=2)
     inputs.requires_grad_(True), weight.requires_grad_(True)
-    made = regime(Params(preserve_l1=preserve), torch.Generator())
+    made = Hooks(Params(preserve_l1=preserve), torch.Generator())
     output = made.multiply(inputs, weight)
     assert torch.equal(output, nn.functional.linear(inputs, weight))
     output.backward(gradient)
@@ -60,16 +55,8 @@ def test_only_the_data_gradient_is_sparse(preserve: bool) -> None:
     )
 
 
-def test_a_gradient_that_is_sparse_already_gives_the_gradient_of_finite_differences() -> None:
-    # gradcheck asks for the gradient of one output at a time, of which pruning takes nothing.
-    made = regime(Params(preserve_l1=True), torch.Generator())
-    inputs, weight = normal(2, 3, seed=0, dtype=torch.float64), normal(4, 3, seed=1, dtype=torch.float64)
-    assert torch.autograd.gradcheck(made.multiply, (inputs.requires_grad_(True), weight.requires_grad_(True)))
-
-
-def test_outputs_that_are_no_multiple_of_four_are_refused(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_outputs_that_are_no_multiple_of_four_are_refused(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(128, 254)
     with pytest.raises(ValueError, match=r"layer model.layers.1.mlp.up_proj has 254 outputs; .* a multiple of 4"):
-        regime(Params(), torch.Generator()).start(model, Plan(1, 1))
+        Hooks(Params(), torch.Generator()).start(model, Plan(1, 1))
     assert all(type(layer) is nn.Linear for _, layer in linears(model))

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models.learning import training
+from models.learning.counting import counted
 from models.params import BaseParams, TrainingParams
+from models.regimes import Plan, Regime
+from models.targets import random
 
 TRAINING = TrainingParams(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
 SEED = 3
@@ -23,6 +27,11 @@ def load(directory: Path, num_layers: int | None = None) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def built(directory: Path, **shape: int) -> PreTrainedModel:
+    random.build(random.Params(**shape), directory)
+    return load(directory)
 
 
 def documents(count: int = 20) -> list[list[int]]:
@@ -49,3 +58,17 @@ def gradients(model: PreTrainedModel, **inputs: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(**(inputs or batch()), use_cache=False).loss.backward()
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def start(method: ModuleType, model: PreTrainedModel, **settings: object) -> Regime:
+    """Hang a method on the model."""
+    regime: Regime = method.Hooks(method.Params(**settings), torch.Generator())
+    regime.start(model, Plan(1, 1))
+    return regime
+
+
+def held(model: PreTrainedModel, **inputs: Tensor) -> int:
+    """Return the peak of activations, in bytes."""
+    with counted(model) as cost:
+        gradients(model, **inputs)
+    return cost.peak_activation_bytes

@@ -20,11 +20,6 @@ POOL = [[3 + (7 * start + (start % 3) * place) % 60 for place in range(6 + start
 
 
 @pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-
-
-@pytest.fixture
 def asked() -> list[list[int]]:
     """What was chosen each time that a proxy was trained."""
     return []
@@ -71,6 +66,32 @@ def test_a_proxy_is_trained_on_what_the_rounds_before_chose(
     assert asked == [chosen[:4], chosen[:7]]
     rng = torch.Generator().manual_seed(0)
     assert chosen[:4] == select.draw(len(POOL), (), 4, rng)
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_documents_that_nothing_predicts_come_first(
+    name: str, planted_pool: list[list[int]], planted_sources: Sources, hard: set[int]
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    chosen = select.select(planted_pool, 15, 2, load("select", name).Params(), planted_sources, rng)
+    left = hard - set(chosen[:8])
+    assert len(left) >= 3
+    assert left <= set(chosen[8 : 8 + len(left)])
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "wanted"),
+    [("entropy", [], [2, 1]), ("least_confidence", [], [1, 2]), ("margin", [2], [1, 0])],
+)
+def test_documents_are_picked_by_one_figure_by_hand(name: str, chosen: list[int], wanted: list[int]) -> None:
+    proxy = select.Proxy([[1, 2]] * 3, Sources())
+    proxy._certainty = select.Certainty(
+        confidence=torch.tensor([0.9, 0.4, 0.6]),
+        entropy=torch.tensor([0.3, 0.7, 1.5]),
+        margin=torch.tensor([0.8, 0.3, 0.2]),
+    )
+    method = load("select", name)
+    assert method.pick(proxy, chosen, 2, method.Params(), torch.Generator()) == wanted
 
 
 @pytest.mark.parametrize("name", METHODS)

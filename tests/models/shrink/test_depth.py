@@ -2,19 +2,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.params import TrainingParams
 from models.shrink import depth
-from models.targets import random
+from tests.models.regimes.world import built
 
 TRAINING = TrainingParams()
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> PreTrainedModel:
-    random.build(random.Params(num_layers=4, intermediate_size=64), tmp_path)
-    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    return built(tmp_path, num_layers=4, intermediate_size=64)
 
 
 def silence(model: PreTrainedModel, number: int, scale: float) -> None:

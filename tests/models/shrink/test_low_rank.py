@@ -1,10 +1,8 @@
 """Low rank: the error is the dropped singular values, and less than that of an SVD that sees no inputs."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from models.layers.linears import Gram, linears
 from models.layers.reshape import take_layers
@@ -49,8 +47,7 @@ def test_inputs_that_span_less_than_the_rank_leave_the_output_as_it_is() -> None
     torch.testing.assert_close(x @ made.T, x @ weight.T, rtol=1e-3, atol=1e-3)
 
 
-def test_ranks_are_noted_and_counted_as_factors(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_ranks_are_noted_and_counted_as_factors(model: PreTrainedModel) -> None:
     texts = torch.randint(3, 259, (8, 32), generator=torch.Generator().manual_seed(0)).tolist()
     less = low_rank.shrink(model, texts, low_rank.Params(share=0.5), TRAINING)
     ranks = less.config.redraft["ranks"]
@@ -65,8 +62,7 @@ def test_ranks_are_noted_and_counted_as_factors(tiny_target: Path) -> None:
     assert num_parameters(one) == sum(parameter.numel() for parameter in one.parameters())
 
 
-def test_too_little_calibration_and_too_small_a_share_are_refused(tiny_target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def test_too_little_calibration_and_too_small_a_share_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="calibration has 10 tokens; rank 42 takes at least as many"):
         low_rank.shrink(model, [list(range(3, 13))], low_rank.Params(share=0.5), TRAINING)
     with pytest.raises(

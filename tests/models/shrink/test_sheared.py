@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.evaluation.perplexity import perplexity, score
 from models.layers.reshape import take_layers
@@ -27,11 +27,6 @@ def documents(count: int = 48, length: int = 20) -> list[list[int]]:
 
 def settings(**changes: object) -> TrainingParams:
     return TrainingParams(**{"num_epochs": 10, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
-
-
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
 
 
 def masks(model: PreTrainedModel, **asked: int) -> sheared.Masks:

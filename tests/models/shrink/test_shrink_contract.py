@@ -9,18 +9,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from models import catalog
 from models.params import TrainingParams
 from models.shrink import num_parameters
-from models.targets import random
+from tests.models.regimes.world import built
 
 SMALL = {
     "depth": {"num_layers": 2},
     "width": {"num_heads": 2, "num_kv_heads": 1, "hidden_size": 128, "intermediate_size": 96},
-    "sheared": {
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-    },
+    "sheared": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 128, "intermediate_size": 96},
     "vocabulary": {"vocab_size": 100},
     "low_rank": {"share": 0.5},
 }
@@ -40,9 +34,7 @@ def shrink(name: str, model: PreTrainedModel, texts: list[list[int]], seed: int 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    directory = tmp_path_factory.mktemp("target")
-    random.build(random.Params(num_layers=3, num_heads=4, num_kv_heads=2), directory)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return built(tmp_path_factory.mktemp("target"), num_layers=3, num_heads=4, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.params import TrainingParams
 from models.shrink import vocabulary
@@ -11,10 +9,7 @@ TRAINING = TrainingParams()
 TEXTS = [[10, 20, 30, 10, 20, 10], [40, 10, 20, 30]]
 
 
-@pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    """Its special tokens are 0 to 2: of them 1 begins and 2 ends a text."""
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+# The model's special tokens are 0 to 2: of them 1 begins and 2 ends a text.
 
 
 def test_the_most_frequent_tokens_and_the_special_ones_stay_with_their_logits(model: PreTrainedModel) -> None:

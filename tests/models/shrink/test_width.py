@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models.params import TrainingParams
 from models.shrink import norms, width
-from models.targets import random
+from tests.models.regimes.world import built
 
 TRAINING = TrainingParams()
 TEXTS = [list(range(3, 40)), list(range(50, 80)), [9, 8, 7, 6]]
@@ -17,8 +17,7 @@ TEXTS = [list(range(3, 40)), list(range(50, 80)), [9, 8, 7, 6]]
 @pytest.fixture
 def model(tmp_path: Path) -> PreTrainedModel:
     """4 query heads on 2 KV heads."""
-    random.build(random.Params(num_heads=4, num_kv_heads=2), tmp_path)
-    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    return built(tmp_path, num_heads=4, num_kv_heads=2)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Default streams, made once a session: two of the sources take seconds."""
+"""Default streams and documents, made once a session: two of the sources take seconds."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,25 +9,19 @@ from models import catalog
 from models.sources import Document, Prompt
 
 
-@pytest.fixture(scope="session")
+@cache
+def _made(name: str, what: str) -> list[Prompt | Document]:
+    source = catalog.load("sources", name)
+    return getattr(source, what)(source.Params())
+
+
+@pytest.fixture
 def default_stream() -> Callable[[str], list[Prompt]]:
     """Look up the prompts of a source with its default settings."""
-
-    @cache
-    def make(name: str) -> list[Prompt]:
-        source = catalog.load("sources", name)
-        return source.prompts(source.Params())
-
-    return make
+    return lambda name: _made(name, "prompts")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def default_documents() -> Callable[[str], list[Document]]:
     """Look up the documents of a source with its default settings."""
-
-    @cache
-    def make(name: str) -> list[Document]:
-        source = catalog.load("sources", name)
-        return source.documents(source.Params())
-
-    return make
+    return lambda name: _made(name, "documents")

@@ -7,7 +7,6 @@ from pathlib import Path
 import datasets
 import pytest
 
-from models import catalog
 from models.sources import Message, split
 from models.sources.dataset import Params, documents, prompts
 
@@ -40,15 +39,10 @@ def test_chats_are_read_from_json_lines(tmp_path: Path) -> None:
 def test_a_folder_and_a_file_with_the_same_rows_give_the_same_prompts(folder: str) -> None:
     read = [prompts(Params(path=path, column="question", domain="d")) for path in (folder, f"{folder}/train.jsonl")]
     assert [[prompt.id for prompt in found] for found in read] == [[prompt.id for prompt in read[0]]] * 2
-    assert [prompt.messages[0].content for prompt in read[0]] == ["question 1", "question 2", "question 3"]
+    asked = [(Message(role="user", content=f"question {number}"),) for number in (1, 2, 3)]
+    assert [prompt.messages for prompt in read[0]] == asked
+    assert {prompt.domain for prompt in read[0]} == {"d"}
     assert [found[2].group for found in read] == ["set:row 3", "train.jsonl:line 3"]
-
-
-def test_a_text_column_becomes_one_user_message(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "q.jsonl", [{"question": "What is 2 + 2?"}])
-    (prompt,) = prompts(Params(path=path, column="question", domain="math"))
-    assert prompt.messages == (Message(role="user", content="What is 2 + 2?"),)
-    assert prompt.domain == "math"
 
 
 def test_a_text_column_becomes_texts_and_a_chat_keeps_its_answer(tmp_path: Path) -> None:
@@ -58,12 +52,6 @@ def test_a_text_column_becomes_texts_and_a_chat_keeps_its_answer(tmp_path: Path)
     assert (text.content, text.group) == (" def f(): ...", "rows.jsonl:line 1")
     (whole,) = documents(Params(path=path))
     assert [message.content for message in whole.content] == ["Hi", "Hello"]
-
-
-def test_a_recipe_names_the_data_set(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "q.jsonl", [{"text": "a"}])
-    params = catalog.parse("sources", {"name": "dataset", "path": path, "column": "text", "domain": "d"})
-    assert len(catalog.load("sources", "dataset").prompts(params)) == 1
 
 
 def test_rows_of_one_group_stay_on_one_side(tmp_path: Path) -> None:

@@ -1,6 +1,14 @@
 """Times of parts that are easy to reckon with."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.layers.wide import WideDecoder
 from models.systems import Times
+from models.targets import random
 from models.throughput.cost import Cost, Time
 
 
@@ -14,3 +22,15 @@ def times(
 
 
 EASY = times({size: 8.0 / size for size in (1, 2, 3, 4)}, {size: 8.0 / size for size in (1, 2, 3, 4)}, 0.0, 0.0)
+
+
+def eight_layers(directory: Path, idle: Sequence[int] = (), parts: Sequence[str] = ()) -> WideDecoder:
+    """Return a random decoder, in some of whose layers some parts add nothing."""
+    random.build(random.Params(num_layers=8), directory)
+    if idle:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        for layer in idle:
+            for part in parts:
+                model.model.layers[layer].get_submodule(part).weight.data.zero_()
+        model.save_pretrained(directory)
+    return WideDecoder.load(directory, torch.float32)

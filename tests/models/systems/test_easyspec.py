@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from models.layers.wide import WideDecoder
 from models.systems import Given, easyspec
-from models.targets import random
 from tests.models.systems import planted
 
 PROMPTS = [[7, 11, 13, 2], [5, 9, 30]]
@@ -16,14 +14,8 @@ FLAT = dict.fromkeys((1, 2, 3, 4), 8.0)  # shared, it takes as long
 HALVED = {size: 8.0 / size for size in (1, 2, 3, 4)}
 
 
-def decoder_of(directory: Path, idle: bool = False) -> WideDecoder:
-    random.build(random.Params(num_layers=8), directory)
-    if idle:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.data.zero_()
-        model.save_pretrained(directory)
-    return WideDecoder.load(directory, torch.float32)
+def without_attention(directory: Path) -> WideDecoder:
+    return planted.eight_layers(directory, range(8), ["self_attn.o_proj"])
 
 
 def test_times_are_known_by_hand() -> None:
@@ -45,17 +37,17 @@ def test_where_sharing_is_free_the_exact_pass_is_lost() -> None:
 
 
 def test_an_exact_draft_is_accepted_whole_and_a_fuzzy_one_is_not(tmp_path: Path) -> None:
-    decoder = decoder_of(tmp_path)
+    decoder = planted.eight_layers(tmp_path)
     assert easyspec.accepted(decoder, PROMPTS[0], 20, 1, 5) == 1
     assert easyspec.accepted(decoder, PROMPTS[0], 20, 8, 5) < 1
 
 
 def test_attentions_that_add_nothing_leave_the_draft_exact(tmp_path: Path) -> None:
-    assert easyspec.accepted(decoder_of(tmp_path, idle=True), PROMPTS[0], 20, 8, 5) == 1
+    assert easyspec.accepted(without_attention(tmp_path), PROMPTS[0], 20, 8, 5) == 1
 
 
 def test_a_study_holds_both_halves_of_the_claim(tmp_path: Path) -> None:
-    decoder, times = decoder_of(tmp_path, idle=True), planted.times(FLAT, HALVED, 0.0, 0.0)
+    decoder, times = without_attention(tmp_path), planted.times(FLAT, HALVED, 0.0, 0.0)
     seen = easyspec.study(Given(decoder, PROMPTS, 10, times), torch.Generator())
     assert seen.gain > 1 and seen.kept == 1 and seen.holds
     slow = easyspec.study(Given(decoder, PROMPTS, 10, planted.EASY), torch.Generator())

@@ -8,7 +8,6 @@ import torch
 
 from models.layers.wide import WideDecoder
 from models.systems import Given, skipdecode
-from models.targets import random
 from tests.models.systems import planted
 
 PROMPTS = [[7, 11, 13], [5, 9, 30, 31]]
@@ -16,9 +15,7 @@ PROMPTS = [[7, 11, 13], [5, 9, 30, 31]]
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> WideDecoder:
-    directory = tmp_path_factory.mktemp("target")
-    random.build(random.Params(num_layers=8), directory)
-    return WideDecoder.load(directory, torch.float32)
+    return planted.eight_layers(tmp_path_factory.mktemp("target"))
 
 
 def test_a_schedule_is_known_by_hand() -> None:
@@ -47,16 +44,7 @@ def test_all_layers_are_the_plain_way(decoder: WideDecoder) -> None:
 
 
 def test_a_model_whose_lower_layers_do_nothing_loses_nothing(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    random.build(random.Params(num_layers=8), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.no_grad():
-        for layer in model.model.layers[1:6]:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    model.save_pretrained(tmp_path)
-    idle = WideDecoder.load(tmp_path, torch.float32)
+    idle = planted.eight_layers(tmp_path, range(1, 6), ["self_attn.o_proj", "mlp.down_proj"])
     layers = skipdecode.schedule(8, 10, 0.75, 0.375, 1)
     assert min(map(len, layers)) == 3
     whole, _ = skipdecode.answer(idle, PROMPTS, [tuple(range(8))] * 10)

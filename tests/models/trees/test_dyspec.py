@@ -105,11 +105,6 @@ def test_a_node_is_asked_about_once_and_passes_are_about_as_many_as_the_tree_is_
     assert dyspec.grow(sure.expand, 4, dyspec.Params()).depth == len(sure.asked) == 4
 
 
-def test_a_threshold_that_is_no_probability_is_refused() -> None:
-    with pytest.raises(ValueError, match="threshold"):
-        dyspec.Params(threshold=1.0)
-
-
 @pytest.mark.slow
 def test_the_output_is_that_without_a_draft_and_where_nothing_may_be_drafted_nothing_is(tiny_target: Path) -> None:
     draft = make_tiny(family_named("lm"), tiny_target)

@@ -48,8 +48,3 @@ def test_a_sure_draft_gets_a_chain_and_an_unsure_one_a_fan() -> None:
 
 def test_a_large_tree_is_found_at_once() -> None:
     assert len(sequoia.shape(64, sequoia.Params()).parents) == 64
-
-
-def test_chances_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must sum to at most 1; they sum to 1\.2"):
-        sequoia.Params(acceptance=(0.7, 0.5))

@@ -1,5 +1,3 @@
-import pytest
-
 from models.trees import static
 
 
@@ -13,9 +11,3 @@ def test_every_node_of_a_level_has_as_many_children() -> None:
 def test_a_level_that_is_cut_loses_the_last_ranks_first() -> None:
     shape = static.shape(5, static.Params(widths=(2, 2, 1)))
     assert shape == ((-1, -1, 0, 0, 1), (0, 1, 0, 1, 0))
-
-
-@pytest.mark.parametrize("widths", [(), (2, 0)])
-def test_a_level_without_children_is_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="widths"):
-        static.Params(widths=widths)

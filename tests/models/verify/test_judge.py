@@ -128,8 +128,6 @@ def test_what_does_not_fit_is_refused(tiny_target: Path, fitted: Params, tmp_pat
         expected_accepted(torch.zeros(1, 1).long(), torch.ones(1, 1, 1), torch.ones(1, 1, 1), fitted)
     with pytest.raises(ValueError, match="verify rule judge is for greedy decoding only"):
         EngineParams(verify={"name": "judge"})
-    with pytest.raises(ValueError, match="threshold"):
-        Params(threshold=-0.1)
     decoder = Decoder.load(tiny_target, torch.float32)
     with pytest.raises(ValueError, match="got 2 marks of one kind"):
         fit_marked(decoder, [Marked([5, 6], {0: True, 1: True})], tmp_path / "head")

@@ -33,25 +33,10 @@ def test_a_token_is_kept_as_often_as_p_over_q() -> None:
     assert set(map(tuple, verified.tokens.tolist())) == {(0, 2), (1, -1)}
 
 
-def test_a_token_that_p_likes_better_is_always_kept() -> None:
-    verified = blocks(1000, [1], q=[[0.5, 0.5]], p=[[0.4, 0.6], [1.0, 0.0]])
-    assert verified.tokens.tolist() == [[1, 0]] * 1000
-
-
-def test_a_token_that_p_excludes_is_never_kept() -> None:
-    verified = blocks(1000, [0, 1], q=[[0.5, 0.5], [0.5, 0.5]], p=[[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
-    assert verified.tokens.tolist() == [[1, -1, -1]] * 1000
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_are_taken(dtype: torch.dtype) -> None:
     verified = blocks(10, [0], q=[[1.0, 0.0]], p=[[1.0, 0.0], [0.0, 1.0]], dtype=dtype)
     assert verified.tokens.tolist() == [[0, 1]] * 10
-
-
-def test_a_token_that_the_draft_could_not_have_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="no probability"):
-        blocks(1, [1], q=[[1.0, 0.0]], p=[[0.5, 0.5], [0.5, 0.5]])
 
 
 def test_a_sibling_is_judged_by_what_the_first_one_left() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from models.drafting.multi_draft import exact_outcome
 from models.drafting.proposal import Proposal
-from models.verify import reject_in_turn
 from models.verify.relaxed_nearest import Params, choose, expected_accepted, verify, write_neighbours
 
 # On a line: 0 and 1 are near each other, 2 is a bit further from 1, 3 is far from all.
@@ -43,15 +42,6 @@ def test_what_is_emitted_in_place_of_a_rejected_token_lacks_what_was_lent(neighb
     assert rest == pytest.approx([0, 0, 0.4, 0.6])
 
 
-@pytest.mark.parametrize("without", ["table", "delta"])
-def test_without_neighbours_it_is_rejection(neighbours: Path, without: str) -> None:
-    params = Params() if without == "table" else Params(neighbours=neighbours, delta=0)
-    tokens, laws = torch.tensor([[0, 1]]), Q.expand(1, 2, 4)
-    relaxed, strict = choose(P[None], tokens, laws, params), reject_in_turn(P[None], tokens, laws)
-    torch.testing.assert_close(relaxed.chances, strict.chances)
-    torch.testing.assert_close(relaxed.rest, strict.rest)
-
-
 def lost(p: Tensor, q: Tensor, params: Params) -> tuple[float, float]:
     outcome = exact_outcome(partial(choose, params=params), p, q, 1, "independent")
     return float(outcome.kept), float(outcome.lost(p))
@@ -76,6 +66,7 @@ def test_more_than_delta_may_be_lost_but_not_more_than_the_draft_differs(neighbo
 def test_a_greater_delta_keeps_more_and_loses_more(neighbours: Path) -> None:
     found = [lost(P, Q, Params(neighbours=neighbours, delta=delta)) for delta in (0.0, 0.2, 0.5)]
     assert found == sorted(found) and found[0][1] < 1e-12 < found[1][1]
+    assert found[0] == pytest.approx((0.4, 0)) and lost(P, Q, Params()) == pytest.approx((0.4, 0))
 
 
 def test_a_table_of_another_vocabulary_and_none_at_all_are_refused(neighbours: Path) -> None:

@@ -30,23 +30,9 @@ def test_the_ratio_by_hand() -> None:
     assert 1 < wanted < 2
 
 
-def test_an_only_child_is_judged_as_by_rejection() -> None:
-    tokens, laws = torch.tensor([[0]]), Q[None, None]
-    of_spectr, of_rejection = RULE(P[None], tokens, laws), reject_in_turn(P[None], tokens, laws)
-    torch.testing.assert_close(of_spectr.chances, of_rejection.chances, rtol=0, atol=1e-8)
-    torch.testing.assert_close(of_spectr.rest, of_rejection.rest, rtol=0, atol=1e-8)
-
-
 def test_equal_laws_keep_the_first_child() -> None:
     choice = RULE(P[None], torch.tensor([[1, 0]]), P.expand(1, 2, 2))
     assert choice.chances[0].tolist() == pytest.approx([1, 0], abs=1e-8)
-
-
-def test_laws_with_nothing_in_common_keep_no_child_and_emit_p() -> None:
-    p, q = torch.tensor([[0.3, 0.7, 0.0]]), torch.tensor([0.0, 0.0, 1.0]).expand(1, 3, 3)
-    choice = RULE(p, torch.tensor([[2, 2, 2]]), q)
-    assert choice.chances.tolist() == [[0, 0, 0]]
-    torch.testing.assert_close(choice.rest, p)
 
 
 @pytest.mark.parametrize("num_children", [2, 3, 4])

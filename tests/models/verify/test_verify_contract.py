@@ -18,7 +18,7 @@ from models import catalog
 from models.drafting.multi_draft import exact_outcome, most_kept
 from models.drafting.proposal import Proposal
 from models.engines import Sampling
-from models.verify import Verified, emit
+from models.verify import Verified, emit, reject_in_turn
 from tests.models.verify.law import (
     CUT,
     GREEDY_CASES,
@@ -117,6 +117,15 @@ def test_the_law_holds_exactly_at_one_place_and_no_more_is_kept_than_can_be(rule
         assert float(outcome.kept) <= float(most_kept(p[None], q[None], num_siblings, siblings)) + 1e-7
         if num_siblings == 1 and siblings in ("independent", "without replacement", "certain but one"):
             assert float(outcome.kept) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-7)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("knowledge_transfer", {"eta": 0}), ("relaxed_nearest", {})])
+def test_a_rule_that_moves_nothing_is_rejection(name: str, settings: dict[str, int]) -> None:
+    rule, (p, q), tokens = catalog.load("verify", name), places(1)[0], torch.tensor([[0, 1]])
+    found = rule.choose(p[None], tokens, q.expand(1, 2, 5), rule.Params(**settings))
+    strict = reject_in_turn(p[None], tokens, q.expand(1, 2, 5))
+    torch.testing.assert_close(found.chances, strict.chances)
+    torch.testing.assert_close(found.rest, strict.rest)
 
 
 CHAINS = {

@@ -35,16 +35,15 @@ def test_more_is_kept_than_of_as_many_independent_children() -> None:
     assert kept("without replacement") > kept("independent") + 0.05
 
 
-@pytest.mark.parametrize("tokens", [[0, 0], [0, 1]], ids=["the same token twice", "different by luck"])
-def test_children_drawn_with_replacement_are_refused(tokens: list[int]) -> None:
-    proposal = Proposal(torch.tensor([tokens]), (-1, -1), Q.repeat(1, 2, 1))
+@pytest.mark.parametrize(
+    ("tokens", "q"),
+    [([0, 0], Q.repeat(1, 2, 1)), ([0, 1], Q.repeat(1, 2, 1)), ([1, 1], None)],
+    ids=["the same token twice", "different by luck", "certain and equal"],
+)
+def test_children_drawn_with_replacement_are_refused(tokens: list[int], q: Tensor | None) -> None:
+    proposal = Proposal(torch.tensor([tokens]), (-1, -1), q)
     with pytest.raises(ValueError, match='child 2 .* wants children drawn without replacement, rule "rejection" takes'):
         verify(proposal, P.repeat(1, 3, 1), torch.Generator().manual_seed(0), Params())
-
-
-def test_certain_children_that_are_equal_are_refused() -> None:
-    with pytest.raises(ValueError, match="wants children drawn without replacement"):
-        verify(Proposal(torch.tensor([[1, 1]]), (-1, -1)), P.repeat(1, 3, 1), torch.Generator(), Params())
 
 
 def test_a_branching_tree_from_gumbel_top_k_is_verified() -> None:
