@@ -103,7 +103,7 @@ class Refresh(Frozen):
     Attributes:
         min_rows: with fewer rows waiting there is nothing to do.
         max_rows: the most rows of one refresh; the others wait for the next.
-        held_out_fraction: share of a window's conversations that is held out of its training, to judge by, and trained
+        held_out_fraction: share of a window's conversations that is held out of its training, to gate by, and trained
             on by the next refresh; what regression sets take comes off first.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
         pool: past champions that are scored on the rows of a domain whose acceptance fell, before anything is trained:
