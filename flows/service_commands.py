@@ -58,7 +58,7 @@ def attach(
 ) -> None:
     """Keep the draft of a vLLM server that you run at the registry's champion, until Ctrl-C.
 
-    Example: REDRAFT_ATTACH_TOKEN=… redraft attach http://127.0.0.1:8001
+    Example: redraft attach http://127.0.0.1:8001
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import END_TIMEOUT_S, start_attachment

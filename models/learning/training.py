@@ -123,7 +123,7 @@ def train_by_name(
         trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
     else:
         hooks = [
-            module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
+            module.Hooks(method, torch.Generator().manual_seed(1000 * seed + number))
             for number, (module, method) in enumerate(modules)
         ]
         label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
@@ -131,31 +131,6 @@ def train_by_name(
     if any("zeroes" in one.keeps for one in found):
         note_zeroes(model)
     return trained
-
-
-def _train_by_name(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: TrainingParams,
-    methods: Sequence[BaseParams],
-    seed: int,
-    work_dir: Path | None,
-    on_progress: OnProgress | None,
-    more: Sequence[Regime],
-) -> Trained:
-    modules = [(catalog.load("regimes", method.name), method) for method in methods]
-    for module, method in modules:
-        if "loop" in module.CHANGES:
-            if more:
-                raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
-            trained: Trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
-            return trained
-    hooks = [
-        module.Hooks(method, torch.Generator().manual_seed(1000 * seed + number))
-        for number, (module, method) in enumerate(modules)
-    ]
-    label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
-    return train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
 
 
 def pad(documents: Sequence[Sequence[int]]) -> Batch:

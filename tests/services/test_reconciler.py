@@ -89,7 +89,7 @@ class FaultyEngine(TorchEngine):
         request_id: str,
         on_first_token: Callable[[], None] | None = None,
     ) -> Completion:
-        assert request_id.startswith("probe-")
+        assert request_id.startswith("golden-")
         assert on_first_token is not None
 
         def read() -> None:

@@ -111,9 +111,9 @@ def server(
         *("--worker-extension-cls", EXTENSION, "--speculative-config", json.dumps(speculation)),
     ]
     environment = {**child_environment(), **openmp_preload(), "PYTHONPATH": str(site), TOKEN: SECRET}
-    environment |= {"VLLM_PLUGINS": "redraft,redraft_notice", "VLLM_CACHE_ROOT": str(folder / "cache")}
+    environment |= {"VLLM_PLUGINS": "redraft,redraft_notice"}
     with Child.start(argv, environment, folder / "server.log", "vLLM's server") as child:
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 300, child, "vLLM's server")
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 600, child, "vLLM's server")
         yield Server(port)
 
 
