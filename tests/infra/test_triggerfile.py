@@ -115,7 +115,7 @@ def test_a_torn_file_is_set_aside_and_a_newer_one_is_not_touched(trigger: Trigge
     assert trigger.tell({"code": FELL}).keys() == {"code"}
     with closing(sqlite3.connect(trigger.path)) as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(ValueError, match="schema version 99, wanted at most 1"):
+    with pytest.raises(ValueError, match="schema version 99, wanted at most"):
         trigger.state()
 
 

@@ -111,7 +111,7 @@ NO_CONSENT_IN_CODE = "consent: 240 requests of code may not be trained on, and 4
         (rows(20, chat=300), Fallen(fall=FALL), {}, "rows", "rows of code: 20 of 65"),
         (rows(4, metadata=240), Fallen(fall=FALL), {}, "consent", NO_CONSENT),
         (rows(4, metadata=240, chat=300), Fallen(fall=FALL), {}, "consent", NO_CONSENT_IN_CODE),
-        (rows(240), Fallen(fall=LATER), {}, "time", "time: the next refresh in 9 min, after 2 refreshes in vain"),
+        (rows(240), Fallen(fall=LATER), {}, "time", "time: the next refresh in 9 min, after 2 failed refreshes"),
         (rows(240), Fallen(fall=LATER), SHARED, "rows", OTHERS),
         (rows(240), Due(fall=FALL), {"short_of_memory": SHORT}, "memory", f"memory to train in: {SHORT}"),
         (rows(240), Due(fall=FALL), REFUSED, "orchestrator", "the orchestrator, which takes no refresh (refused)"),

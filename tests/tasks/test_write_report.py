@@ -225,7 +225,7 @@ def test_evidence_is_told_for_each_draft_and_its_absence_too(html: str) -> None:
     assert "Quarantined: another output" in fourth
     assert "were not kept" in fourth
     assert "Too small" not in third
-    assert "Without a conversation to judge: sql" in third
+    assert "Without a conversation to score: sql" in third
     assert "the challenger may lose more than 5.0% of the best τ in chat" in third
     assert re.search(r"chat 120 1\.499 1\.549 1\.499 \+3\.3% \+\d\.\d% -5\.0% keeps its floor", second)
     assert "So it may serve." in second
@@ -255,7 +255,7 @@ def test_an_empty_home_says_what_is_missing(tmp_path: Path) -> None:
     assert "The query log has no request" in section(html, "acceptance")
     assert "not measured here yet" in section(html, "speed")
     assert "No draft is registered yet" in section(html, "drafts")
-    assert "none was judged" in section(html, "gates")
+    assert "none was gated" in section(html, "gates")
     assert "<svg" not in html
 
 
