@@ -227,7 +227,7 @@ def test_evidence_is_told_for_each_draft_and_its_absence_too(html: str) -> None:
     assert "Too small" not in third
     assert "Without a conversation to score: sql" in third
     assert "the challenger may lose more than 5.0% of the best τ in chat" in third
-    assert re.search(r"chat 120 1\.499 1\.549 1\.499 \+3\.3% \+\d\.\d% -5\.0% keeps its floor", second)
+    assert re.search(r"chat 120 1\.499 1\.549 1\.499 – \+3\.3% \+\d\.\d% -5\.0% keeps its floor", second)
     assert "So it may serve." in second
     assert "There was no champion to compare it with" in first
 
