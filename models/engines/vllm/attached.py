@@ -83,6 +83,7 @@ class AttachedEngine:
             "stop_token_ids": list(sampling.stop_ids),
             "return_token_ids": True,
             "stream": True,
+            "stream_options": {"include_usage": True},  # the last chunk tells how it was drafted
         }
         token_ids: list[int] = []
         told: dict[str, Any] = {}
@@ -192,8 +193,10 @@ def file_digest(file: Path) -> str:
 
 
 def _detail(answer: httpx.Response) -> str:
+    """Return what an error says; vLLM puts its own routes' and its plugins' into an object `error`."""
     try:
         told = answer.json()
     except ValueError:
         return answer.text[:200]
-    return str(told.get("detail") or told.get("error") or told) if isinstance(told, dict) else str(told)
+    found = (told.get("error") or told.get("detail") or told) if isinstance(told, dict) else told
+    return str(found.get("message", found) if isinstance(found, dict) else found)

@@ -114,7 +114,9 @@ def server(
     environment |= {"VLLM_PLUGINS": "redraft,redraft_notice"}
     with Child.start(argv, environment, folder / "server.log", "vLLM's server") as child:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 600, child, "vLLM's server")
-        yield Server(port)
+        server = Server(port)
+        yield server
+        server.client.close()
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -162,8 +164,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     before = server.draft().json()
     text = server.complete(prompts(1)[0])
     told = server.swap(spoil(order(other_draft, "3"), other_draft, tmp_path))
-    assert (told.status_code, told.json()["detail"].startswith("rank 0: ")) == (409, True)
-    assert said in told.json()["detail"]
+    message = told.json()["error"]["message"]
+    assert (told.status_code, message.startswith("rank 0: ")) == (409, True)
+    assert said in message
     after = server.draft().json()
     assert [after[name] for name in ("version", "digest")] == [before[name] for name in ("version", "digest")]
     assert server.complete(prompts(1)[0]) == text
@@ -172,8 +175,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_who_has_no_token_or_sends_something_else_is_told(server: Server, other_draft: Path) -> None:
     assert server.draft("another").status_code == 401
     assert server.client.post("/redraft/draft", json=order(other_draft)).status_code == 401
-    assert server.swap({"version": "3"}).status_code == 422
-    assert server.swap({**order(other_draft), "unknown": 1}).status_code == 422
+    assert server.swap({"version": "3"}).status_code == 400
+    assert server.swap({**order(other_draft), "unknown": 1}).status_code == 400
     headers = {"Authorization": f"Bearer {SECRET}"}
     assert server.client.post("/redraft/speculation", headers=headers).status_code == 501
     assert server.client.post("/collective_rpc", json={"method": "redraft_discard"}).status_code == 404
@@ -305,13 +308,12 @@ class Vanishing(Swapper):
         shutil.rmtree(order.path)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_two_ranks_commit_together_or_not_at_all(
     tiny_target: Path, tiny_draft: Path, other_draft: Path, tmp_path: Path, loop: asyncio.AbstractEventLoop,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # this process may keep to one of them
     args = AsyncEngineArgs(
         model=str(tiny_target), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8,
         tensor_parallel_size=2, distributed_executor_backend="mp", block_size=32,
@@ -341,6 +343,7 @@ def test_two_ranks_commit_together_or_not_at_all(
         found = await swapper.swap(Order(**order(copy)))
         assert (found["version"], found["state"]) == ("2", "serving") and found["worst"] < 1e-3
         assert not copy.exists() and await text(engine) == said
+        (tmp_path / "third").mkdir()
         third = make_draft(tiny_target, tmp_path / "third", seed=2)
         with pytest.raises(Refused, match="is off by"):
             await Swapper(engine).swap(Order(**order(third, "stale")))
