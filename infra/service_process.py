@@ -119,12 +119,19 @@ def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
     Args:
         config: as a service's, with `server` and `server_cache`.
         settings: where everything lies.
+
+    Raises:
+        ValueError: the server's address is no URL.
     """
-    name = urlsplit(config["server"]).netloc.replace(":", "-")
+    address = urlsplit(config["server"])
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ValueError(f'server is "{config["server"]}", wanted a URL such as http://127.0.0.1:8000')
+    name = address.netloc.replace(":", "-")
     path = settings.home / "attached" / f"{name}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
-    write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
+    serve = {**config["serve"], "port": address.port or 80}  # the server's own, whatever a service would bind
+    write_atomic(path, json.dumps({**config, "settings": told, "serve": serve}, indent=1) + "\n")
     argv = [sys.executable, "-m", "services.attach", "--config", str(path)]
     return Child.start(argv, None, settings.home / "logs" / f"attached-{name}.log", f"what follows {config['server']}")
 

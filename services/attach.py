@@ -21,7 +21,7 @@ import httpx
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
-from models.engines.vllm.attached import AttachedEngine, NoPlugin, file_digest
+from models.engines.vllm.attached import AttachedEngine, file_digest
 from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.config import ServiceConfig, read_as
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
         if not (token := environment.get(TOKEN, "")):
             raise ValueError(f"set {TOKEN} to the token that the server was started with")
         asyncio.run(attach(config, token))
-    except (NoPlugin, ValueError) as error:
+    except (ValueError, RuntimeError) as error:
         print(f"services.attach: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
