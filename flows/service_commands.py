@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,6 +12,7 @@ from flows.command import RecipeName, complete_erasures, open_settings, out, pre
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
+    from infra.processes import Child
     from tasks.send_traffic import TrafficReport
 
 POLL_S = 0.2
@@ -42,11 +43,16 @@ def serve(
         child, url = start_service(config, settings, shown.update)
     try:
         out.print(f'serving model "{SERVED_NAME}" on {url}/v1, log in {child.log_path}', soft_wrap=True)
-        while child.poll() is None:
-            time.sleep(POLL_S)
-        raise RuntimeError(f"the service ended with exit code {child.poll()}\n{child.tail()}")
+        _wait_for_end(child)
     finally:
         child.stop(parsed.serve.drain_s + END_TIMEOUT_S)
+
+
+def _wait_for_end(child: "Child") -> NoReturn:
+    """Wait until Ctrl-C; RuntimeError if the program ends before."""
+    while child.poll() is None:
+        time.sleep(POLL_S)
+    raise RuntimeError(f"{child.name} ended with exit code {child.poll()}\n{child.tail()}")
 
 
 def attach(
@@ -68,9 +74,7 @@ def attach(
     child = start_attachment({**config, "server": server.rstrip("/"), "server_cache": server_cache}, settings)
     try:
         out.print(f"following the champion for {server}, log in {child.log_path}", soft_wrap=True)
-        while child.poll() is None:
-            time.sleep(POLL_S)
-        raise RuntimeError(f"it ended with exit code {child.poll()}\n{child.tail()}")
+        _wait_for_end(child)
     finally:
         child.stop(END_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""Which requests are drafted by the head alone and up to K, so that acceptance can be measured.
+"""Which requests are drafted head-only and up to K, so that acceptance can be measured.
 
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read

@@ -102,21 +102,22 @@ async def _follow(reconciler: Reconciler, engine: AttachedEngine, poll_s: float)
 
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:
     """Return the version that a server drafts with, loaded again under its number so that it is verified."""
-    found = await engine.look()
+    found, at_hand = await engine.look(), ""
     for version in (await asyncio.to_thread(source.registry.versions, "draft"))[:NUM_TRIED]:
         try:
             draft = Loaded(version, await asyncio.to_thread(source.fetch, version))
         except (ValueError, OSError) as error:
             log.info("draft %d is passed over: %s", version.number, error)
             continue
+        at_hand = at_hand or str(draft.directory)
         if await asyncio.to_thread(file_digest, draft.directory / WEIGHTS) == found["digest"]:
             if found["version"] != str(version.number):
                 await engine.swap_draft(draft.directory, str(version.number))
             return draft
     raise ValueError(
         f"{engine.url} drafts with weights {found['digest'][:12] or 'of several files'}, which none of the registry's "
-        f"last {NUM_TRIED} drafts has; start it with one of them (redraft export-draft), or register its own "
-        "(redraft import-draft)"
+        f"last {NUM_TRIED} drafts has; start it with the folder of one, such as {at_hand or 'redraft build makes'}, or "
+        "register its own with redraft import-draft"
     )
 
 

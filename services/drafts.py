@@ -315,7 +315,7 @@ class DraftSource:
         """Return a local directory of the version, checked against its digest and the served target.
 
         Raises:
-            Unfit: it was made for another target, or its family can't be told.
+            Incompatible: it was made for another target, or its family can't be told.
             ForeignVersion: its lineage can't be read.
             ValueError: it is quarantined, or its files are bad.
             OSError: the store or the disk failed; the same call may succeed later.

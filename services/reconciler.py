@@ -384,7 +384,12 @@ class GoldenPrompts:
         """Return the first prompt that the draft alone answers otherwise; None if the target does too."""
         verdicts = enumerate(self._verdicts(asked, completions))
         different = [index for index, verdict in verdicts if verdict == "different"]
-        await self._engine.set_speculation(False)
+        try:
+            await self._engine.set_speculation(False)
+        except NotSwitchable as error:  # a target of other arithmetic is no fault of the draft's
+            raise TargetDiffers(
+                f"golden prompt {different[0]} gave another output, of unknown cause: {error}"
+            ) from error
         alone = await self._answer([asked[index] for index in different], f"{name}-alone", priority)
         pairs = zip(different, alone, strict=True)
         return next((index for index, one in pairs if _parts_first(asked[index], completions[index], one)), None)

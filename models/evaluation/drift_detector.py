@@ -121,7 +121,7 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
-    """Return what is known after one more request of at least one step; it is judged by the spread of those before it.
+    """Return what is known after one more request of at least one step; it is tested by the spread of those before it.
 
     `gain` is the promised τ − 1, above 0.
     """
@@ -240,11 +240,11 @@ def enough_rows(
 
     def reaches(of_domain: int) -> bool:
         total = max(of_domain, num_rows)
-        share, judged = of_domain / total, total * held_out_fraction
+        share, tested = of_domain / total, total * held_out_fraction
         spread = math.sqrt(SPREAD**2 + share * (1 - share) * gain**2)
         # By its slope at 0 the log of a bet's wealth varies by so much, a little more than it does.
-        unlucky = POWER * math.sqrt(judged) * spread * BETS / num_draft_tokens
-        growth = judged * (share * within + (1 - share) * without) - unlucky
+        unlucky = POWER * math.sqrt(tested) * spread * BETS / num_draft_tokens
+        growth = tested * (share * within + (1 - share) * without) - unlucky
         return float(log_wealth(known + growth)) >= -math.log(alpha)
 
     return 1 + bisect_left(range(1, MOST_ROWS), True, key=reaches)

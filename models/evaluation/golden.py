@@ -3,7 +3,7 @@
 The reference is what the same engine build says without speculation. Greedy decoding is exact only as far as the
 arithmetic is: a batch of another shape adds in another order, and where the two best tokens are nearly tied the choice
 flips. So an output passes when it is equal, or first differs at such a tie. The threshold is fixed beforehand from runs
-without speculation in several batches, never from the outputs that are judged: by how much a batch changes any gap, not
+without speculation in several batches, never from the compared outputs: by how much a batch changes any gap, not
 only those of the few tokens that flip there.
 """
 
@@ -71,7 +71,7 @@ def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Answe
     """Fix the threshold from runs of the reference's prompts in other batches, none of them speculated.
 
     A token can flip where its gap is no larger than what a batch changes. Some thousand positions are looked at
-    here, and outputs are judged at a million; of so many normal changes the largest is 1.4 times as large. So it is
+    here, and outputs are compared at a million; of so many normal changes the largest is 1.4 times as large. So it is
     `MARGIN` times the largest change of a gap, up to where a rerun parts from the reference, at least
     `LEAST_THRESHOLD`.
     """

@@ -53,7 +53,7 @@ class Verified:
 
 
 Verify = Callable[[Proposal, Tensor, torch.Generator, Any], Verified]
-# p [n, V], a drafted token [n, 1], q [n, V] it was drawn from → (judged, whole) [n, V] each, see `reject_in_turn`.
+# p [n, V], a drafted token [n, 1], q [n, V] it was drawn from → (relaxed, whole) [n, V] each, see `reject_in_turn`.
 See = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -142,13 +142,13 @@ def by_choice(choose: Callable[[Tensor, Tensor, Tensor, Any], Choice]) -> Verify
 def reject_in_turn(p: Tensor, token_ids: Tensor, q: Tensor, see: See | None = None) -> Choice:
     """Try siblings in turn: keep x with min(1, p(x) / q(x)), else go on with what it leaves of p, max(p − q, 0).
 
-    In rules that are not lossless `see` says what stands for p where x is judged: x is kept with
-    min(1, judged(x) / q(x)), and leaves max(whole − min(q, judged), 0).
+    In rules that are not lossless `see` says what stands for p where x is verified: x is kept with
+    min(1, relaxed(x) / q(x)), and leaves max(whole − min(q, relaxed), 0).
     """
     chances, reached = [], torch.ones_like(p[:, 0])
     for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
-        judged, whole = (p, p) if see is None else see(p, token, law)
-        taken = torch.minimum(judged, law)
+        relaxed, whole = (p, p) if see is None else see(p, token, law)
+        taken = torch.minimum(relaxed, law)
         kept = (taken.gather(1, token) / law.gather(1, token))[:, 0]
         chances.append(reached * kept)
         reached = reached * (1 - kept)

@@ -1,4 +1,4 @@
-"""LANTERN: a drafted token is judged by the probability of all tokens that stand for much the same, as image tokens do.
+"""LANTERN: a drafted token is verified by the probability of all tokens that stand for much the same, as in images.
 
 A(x) are the tokens nearest to x, added from the nearest on for as long as their probabilities sum to at most δ. The
 target's law as x sees it, pˣ, has all of p(A(x)) at x and none at the others of A(x); its total variation to p is at

@@ -159,7 +159,7 @@ def test_what_somebody_promotes_while_another_is_reverted_or_rolled_back_stays(
 
 
 @pytest.mark.slow
-def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(registry: Registry, drafts: Drafts) -> None:
+def test_of_two_that_were_gated_against_one_champion_the_first_is_promoted(registry: Registry, drafts: Drafts) -> None:
     drafts(3, 1)
     slow = Elsewhere(registry)
     raised = together(
@@ -202,7 +202,7 @@ else:
     assert ends == ["outdated", "outdated", f"promoted {champion_number(registry)}"]
 
 
-def test_what_was_judged_against_a_draft_that_is_gone_or_quarantined_is_outdated(
+def test_what_was_gated_against_a_draft_that_is_gone_or_quarantined_is_outdated(
     registry: Registry, drafts: Drafts
 ) -> None:
     drafts(2)
@@ -235,7 +235,7 @@ def test_reverting_goes_back_past_quarantined_versions(registry: Registry, draft
         registry.revert("draft", 1, "")
 
 
-def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_taken_back_to_the_one_that_it_was_judged_against(
+def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_rolled_back_to_the_one_that_it_was_gated_against(
     registry: Registry, drafts: Drafts, checkpoint: Make
 ) -> None:
     drafts(1, 1)

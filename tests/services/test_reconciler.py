@@ -34,7 +34,7 @@ from models import catalog
 from models.drafting.draft_families import family_named
 from models.drafting.eagle3_heads import WEIGHTS
 from models.drafting.proposal import Proposal
-from models.engines import Completion, Sampling
+from models.engines import Completion, NotSwitchable, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.evaluation.acceptance import AcceptanceCount
 from models.evaluation.canary import Params as CanaryParams
@@ -357,6 +357,22 @@ def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
     assert reason in running.registry.get("draft", bad.number).tags["quarantined"]
     assert running.champion() == 1
     assert read_memory(running.config.memory).refused == {label(bad): running.loop.state.refused[label(bad)]}
+
+
+@pytest.mark.slow
+def test_where_speculation_can_not_be_switched_off_another_output_is_no_drafts_fault(
+    running: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(on: bool) -> None:
+        if not on:
+            raise NotSwitchable("somebody else's server")
+
+    monkeypatch.setattr(running.engine, "set_speculation", refuse)
+    other = running.push(fault="corrupts")
+    running.tick(3)
+    assert (running.serving(), running.is_quarantined(other)) == (1, False)
+    assert running.loop.state.refused == {}
+    assert "unknown cause: somebody else's server" in running.loop.state.postponed[label(other)].reason
 
 
 def of_a_newer_release(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """A vLLM server that somebody else runs, asked over HTTP; its draft is replaced by the plugin `redraft_vllm`.
 
-The server needs `--per-request-spec-decode-metrics detailed`, else nothing is known of acceptance. Its speculation
-can't be switched off, so a draft that spoils an output can't be told from a target that does, and is refused.
+Its speculation can't be switched off. So where an output differs from the reference, draft and target can't be told
+apart: the draft is not served, and not quarantined either.
 """
 
 import hashlib

@@ -247,6 +247,7 @@ def test_a_server_without_the_plugins_token_is_told_what_is_missing(server: Serv
 CONFIG = SimpleNamespace(
     parallel_config=SimpleNamespace(worker_extension_cls=EXTENSION, data_parallel_size=1, pipeline_parallel_size=1),
     speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(model=str(PLUGIN))),
+    observability_config=SimpleNamespace(per_request_spec_decode_metrics="detailed"),
     lora_config=None,
     kv_transfer_config=None,
 )
@@ -256,6 +257,7 @@ CONFIG = SimpleNamespace(
     ("part", "changed", "said"),
     [
         ("parallel_config", {"worker_extension_cls": ""}, f"--worker-extension-cls {EXTENSION}"),
+        ("observability_config", {"per_request_spec_decode_metrics": "summary"}, "--per-request-spec-decode-metrics"),
         ("parallel_config", {"data_parallel_size": 2}, "several engines"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ("speculative_config", {"draft_model_config": SimpleNamespace(model="some/name")}, "some/name"),

@@ -21,6 +21,7 @@ from . import EXTENSION, ROUTES
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RESET_RUNNING = "REDRAFT_RESET_RUNNING_REQUESTS"  # "1": preempt running requests, so that no old key remains
+METRICS = "--per-request-spec-decode-metrics detailed"
 STAGE_S, CALL_S, POLL_S, RESET_S = 300.0, 60.0, 0.02, 0.5
 TOLERANCE = 0.02  # of bfloat16 products, relative to the largest value
 
@@ -223,6 +224,9 @@ def unsupported(config: Any, args: Any) -> list[str]:
         f"{TOKEN} is not set": not os.environ.get(TOKEN),
         f"start it with --worker-extension-cls {EXTENSION}, not {extension or 'without one'}": extension != EXTENSION,
         "it has no draft: start it with --speculative-config": speculative is None,
+        f"start it with {METRICS}, or acceptance is unknown": (
+            config.observability_config.per_request_spec_decode_metrics != "detailed"
+        ),
         "several engines in one server are not supported": parallel.data_parallel_size > 1,
         "several API servers are not supported": (getattr(args, "api_server_count", None) or 1) > 1,
         "pipeline parallelism is not tested": parallel.pipeline_parallel_size > 1,
