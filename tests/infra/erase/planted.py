@@ -72,8 +72,8 @@ def make_home(home: Path, store: Path) -> Settings:
     log.append(rows[6:])
     assert log.windows.claim("refresh 2", max_rows=6) is not None  # open, as a run that was killed leaves it
     second = log.rows(7, 12)
-    QueryLog(settings.querylog).sketches.keep(SECRET, [(row.seq or 0, b"turn", bytes(8)) for row in log.rows(1, 12)])
-    QueryLog(settings.querylog).regression_sets.apply(Change([1, 2], []))
+    log.sketches.keep(SECRET, [(row.seq or 0, b"turn", bytes(8)) for row in log.rows(1, 12)])
+    log.regression_sets.apply(Change([1, 2], []))
 
     windows = {"aaaa": {"train": rows[1:4], "held_out": rows[4:6], "regression": rows[:1]}}
     windows["bbbb"] = {"train": [rows[3], *second[:3]], "held_out": second[3:], "regression": rows[:1]}
