@@ -5,10 +5,10 @@
 FOLDER holds `gsm8k.jsonl`, `mbpp.jsonl` and `wikisql.jsonl`, chats a line. For each number of streams one compiled
 engine starts with an empty table of what steps take; it remembers no answers, since the same prompts come again. Each
 domain's prompts are first asked as a service asks them, twice, and the estimate is read then: no plain request has run
-by that time but the engine's own measurement. Then the same prompts are asked with drafting and without it in turn, in
-an order that flips from round to round, each with an empty prefix cache. On ÷ off is the ratio of tokens a second of
-one request, its prompt's reading included, with a 95% interval over rounds and requests. Prints a line for each number
-of streams and domain, and one JSON line.
+by that time but the engine's own measurement. Then the same prompts are asked with drafting and without it in turn, a
+few at a time, since a shared machine changes its speed within seconds; the order flips each time, and each time begins
+with an empty prefix cache. On ÷ off is the ratio of tokens a second of one request, its prompt's reading included, with
+a 95% interval over turns and requests. Prints a line for each number of streams and domain, and one JSON line.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from models.evaluation.latency import Decoded, compare_blocks
 
 DOMAINS = ("gsm8k", "mbpp", "wikisql")
 ALLOWED = {1: 0.05, 4: 0.08}  # streams to how far the estimate may be off
+TURN = 2  # requests of each stream that are asked on or off at once
 
 
 def prompts_of(data: Path, target: Path, count: int) -> dict[str, list[list[int]]]:
@@ -77,7 +78,8 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
     """Return a row for each domain."""
     rows, prompts = [], prompts_of(given.data, given.target, given.prompts)
     with tempfile.TemporaryDirectory() as costs:
-        params = served.Params(enforce_eager=given.eager, max_num_seqs=16, lookup=LookUp(remembered=0))
+        lookup = LookUp(num_tokens=0) if given.head_only else LookUp(remembered=0)
+        params = served.Params(enforce_eager=given.eager, max_num_seqs=16, lookup=lookup)
         engine = await VllmEngine.start(given.target, given.draft, params, draft_version="1", costs=Path(costs))
         try:
             await measure_steps(engine)
@@ -88,13 +90,13 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                     await ask(engine, of_domain, on, streams, given.tokens)
                 told, throughput = engine.llm.speeds[domain], engine.llm.throughput
                 blocks = []
-                for number in tqdm(range(given.rounds), f"{streams} streams, {domain}", mininterval=5):
+                size = TURN * streams
+                turns = [of_domain[start : start + size] for start in range(0, len(of_domain), size)] * given.rounds
+                for number, asked in enumerate(tqdm(turns, f"{streams} streams, {domain}", mininterval=5)):
                     pair = {}
                     for draft_options in (on, off) if number % 2 == 0 else (off, on):
                         await engine.llm.reset_prefix_cache()
-                        pair[draft_options.drafting] = await ask(
-                            engine, of_domain, draft_options, streams, given.tokens
-                        )
+                        pair[draft_options.drafting] = await ask(engine, asked, draft_options, streams, given.tokens)
                     blocks.append((pair["auto"], pair["off"]))
                 ratio = compare_blocks(blocks)
                 row = {
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--streams", type=int, nargs="+", default=[*ALLOWED])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--head-only", action="store_true", help="look nothing up")
     parser.add_argument("--eager", action="store_true", help="don't compile: a quick try")
     given = parser.parse_args()
     os.environ.update(served.child_environment(served.Params()) | openmp_preload())
