@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -38,11 +39,18 @@ def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
 
 
 def is_loaded(source: Path, without: str) -> bool:
-    """Load a file's operators by vLLM's cache folder; where that can't be, warn of what is done without them."""
+    """Load a file's operators; where that can't be, warn of what is done without them.
+
+    All homes of a user share torch's folder of extensions; where it can't be written, each has its own.
+    """
     from vllm import envs
 
+    shared = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
     try:
-        load(source, Path(envs.VLLM_CACHE_ROOT))
+        try:
+            load(source, Path(shared, "redraft"))
+        except OSError:
+            load(source, Path(envs.VLLM_CACHE_ROOT))
     except (OSError, ValueError) as error:
         log.warning("%s: %s", without, error)
         return False

@@ -26,6 +26,12 @@ NEW, LENGTHS = (40, 4, 1), (40, 70, 9)
 BLOCKS = ((0, 1, 0), (2, 3, 4), (5, 0, 0))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _tiles() -> None:
+    """Ask the kernel for AMX's tiles, as a worker does: without them vLLM's attention is an illegal instruction."""
+    torch.cpu._init_amx()
+
+
 @pytest.fixture
 def config(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The config of an engine whose layers attend in one call, and none of another test's layers."""
@@ -156,6 +162,7 @@ def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     attention._is_built.cache_clear()
     try:
@@ -202,8 +209,6 @@ def test_a_row_attends_to_the_same_bits_alone_as_beside_those_verified_with_it(n
         )
         return outputs
 
-    if isa == "amx":
-        torch.cpu._init_amx()
     torch.set_num_threads(2)
     try:
         together = attend(num_keys - 9, num_keys)

@@ -30,6 +30,23 @@ def test_a_library_is_compiled_once(source: Path, tmp_path: Path, monkeypatch: p
     assert [file.suffix for file in (tmp_path / "kept").iterdir()] == [".so"]
 
 
+@pytest.mark.engine
+def test_homes_share_a_library_and_one_has_its_own_where_nothing_can_be_shared(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(own))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
+    assert native_build.is_loaded(source, "slow")
+    assert [len(list(folder.glob("**/*.so"))) for folder in (shared, own)] == [1, 0]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    other = source.with_name("other.cpp")
+    other.write_text(SOURCE.replace("NAME", f"redraft_other_{tmp_path.name}"))
+    assert native_build.is_loaded(other, "slow")
+    assert len(list(own.glob("*.so"))) == 1
+
+
 def test_what_does_not_compile_is_told_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     source.write_text("int seven() { return }")
     with pytest.raises(ValueError, match="expected primary-expression"):

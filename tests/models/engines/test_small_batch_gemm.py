@@ -232,6 +232,7 @@ def test_where_nothing_can_be_compiled_floats_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     small_batch_gemm._is_built.cache_clear()
     try:
