@@ -4,6 +4,7 @@ This module is imported by the driver and the controller too, so the engine's li
 Serve builds the ASGI app after it, so that routes can close over the running service.
 """
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -39,8 +40,11 @@ class Replica:
     async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
         sys.setswitchinterval(SWITCH_S)
         with serve_log_kept():
+            gc.disable()  # of what is imported nothing is garbage, and to look for it takes a quarter of the time
             from services.service import Service
 
+            gc.freeze()
+            gc.enable()
             # Without a handler only warnings are shown.
             logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
             for name in ("services", "models.engines"):

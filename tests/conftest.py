@@ -5,6 +5,7 @@ starts: two engines of two threads each, which wait for each other, are far slow
 """
 
 import asyncio
+import gc
 import os
 import shutil
 import sys
@@ -57,6 +58,15 @@ _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
 _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+gc.disable()  # of what tests import nothing is garbage, and to look for it takes a quarter of the time
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
