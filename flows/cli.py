@@ -24,6 +24,7 @@ from flows.privacy_commands import erase, retain
 from flows.service_commands import attach, down, logs, serve, status, traffic, up
 from infra.priority import lower_session
 from infra.settings import load_settings
+from infra.views import taus_in_words
 from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
 
@@ -251,12 +252,8 @@ def doctor() -> None:
         raise RuntimeError(f"{faults} of {len(checks)} checks failed")
 
 
-def _taus(version: "Version") -> str:
-    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in version.lineage.tau.items())
-
-
 def _show_draft(outcome: str, version: "Version") -> None:
-    out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
+    out.print(f"{outcome}: draft {version.number}, τ {taus_in_words(version.lineage.tau)}")
     if version.lineage.source_reading:
         out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)
     for domain, nats in version.lineage.unlike.items():

@@ -164,7 +164,7 @@ def identity(card: TargetCard) -> Target:
 
 def _lineage(recipe: Recipe, target: Version, card: TargetCard, samples: Artifact, known: Mapping[str, Any]) -> Lineage:
     """Return the lineage of a draft of this run: its line, its figures and whatever else is known of it."""
-    common = {
+    common: dict[str, Any] = {
         "target": identity(card),
         "target_version": target.number,
         "parent": None,
@@ -178,7 +178,7 @@ def _lineage(recipe: Recipe, target: Version, card: TargetCard, samples: Artifac
         "samples_sha256": samples.sha256,
         "seed": recipe.seed,
     }
-    return Lineage(**(common | known))
+    return Lineage(**{**common, **known})
 
 
 def _figures(measured: Measured) -> dict[str, Any]:
