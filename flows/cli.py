@@ -24,7 +24,6 @@ from flows.privacy_commands import erase, retain
 from flows.service_commands import attach, down, logs, serve, status, traffic, up
 from infra.priority import lower_session
 from infra.settings import load_settings
-from infra.views import taus_in_words
 from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
 
@@ -253,6 +252,8 @@ def doctor() -> None:
 
 
 def _show_draft(outcome: str, version: "Version") -> None:
+    from infra.views.overview import taus_in_words
+
     out.print(f"{outcome}: draft {version.number}, τ {taus_in_words(version.lineage.tau)}")
     if version.lineage.source_reading:
         out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)

@@ -12,7 +12,6 @@ from infra.querylog import LogStats
 from infra.regression_sets import SIZE
 from infra.status import RunningService
 from infra.triggerfile import now_ms, since
-from infra.views import taus_in_words
 from infra.windows import MAX_ATTEMPTS
 
 
@@ -75,6 +74,11 @@ def _show_windows(log: LogStats, out: Console) -> None:
             f"{window.num_attempts} attempts failed: {window.error}",
             markup=False,
         )
+
+
+def taus_in_words(taus: Mapping[str, float]) -> str:
+    """Return domains with their τ, one after the other."""
+    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items())
 
 
 def counts(numbers: Mapping[str, int]) -> str:

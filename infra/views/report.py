@@ -13,11 +13,12 @@ from infra.overview import Overview
 from infra.querylog import LogStats
 from infra.supervisor import ProcessRecord
 from infra.versions import Version
-from infra.views import MEANING, taus_in_words
+from infra.views import MEANING
 from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
 from infra.views.gate import change_chart, evidence_table, explain, thresholds
+from infra.views.overview import taus_in_words
 from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
