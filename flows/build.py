@@ -6,7 +6,7 @@ from infra.artifacts import Artifact
 from infra.versions import Version
 from infra.watchdog import gives_way
 from models.recipe import Recipe
-from tasks.change_model import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
+from tasks.change_model import CHANGES, change_model
 from tasks.distill_draft import distill_draft
 from tasks.generate_answers import generate_answers
 from tasks.measure_draft import measure_draft
@@ -33,27 +33,16 @@ def build(recipe: Recipe) -> Version:
 
 
 def make_target(recipe: Recipe) -> Artifact:
-    """Return the target that will be served: the recipe's own, after each stage that the recipe has a table for.
-
-    Shapes come before zeros, which a smaller shape would tear out of their pattern, and few bits come last: a draft
-    learns from the target as it is served.
-    """
+    """Return the target that will be served: the recipe's own, after each stage that the recipe has a table for."""
     target = prepare_target(recipe.target)
     if not recipe.changes_target:
         return target
     text = prepare_text(recipe.text, recipe.seed)
     if recipe.select:
         text = select_text(recipe.select, recipe.seed, target, text)
-    if recipe.pretrain:
-        target = pretrain_model(recipe.pretrain, recipe.seed, target, text)
-    if recipe.shrink:
-        target = shrink_model(recipe.shrink, recipe.seed, target, text)
-    if recipe.prune:
-        target = prune_model(recipe.prune, recipe.seed, target, text)
-    if recipe.finetune:
-        target = finetune_model(recipe.finetune, recipe.seed, target, text)
-    if recipe.quantize:
-        target = quantize_target(recipe.quantize, recipe.seed, target, text)
+    for stage in CHANGES:
+        if table := getattr(recipe, stage):
+            target = change_model(stage, table, recipe.seed, target, text)
     return target
 
 

@@ -6,9 +6,7 @@ environment before that, because these libraries read it when they are imported.
 
 import atexit
 import gc
-import shlex
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +16,7 @@ from rich.table import Table
 
 from flows.bench import advise, bench
 from flows.command import RecipeName, command_of, complete_erasures, open_settings, out, prepare
+from flows.compare import compare
 from flows.home_commands import backup, clean, restore
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
@@ -27,14 +26,12 @@ from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
-from tasks.measure.comparisons import families
 
 if TYPE_CHECKING:
     from infra.versions import Version
 
 WIDEST = 60
 MEASURE = "Measure"
-ALL_ROWS: list[str] = []
 
 app = typer.Typer(
     name="redraft",
@@ -238,50 +235,6 @@ def demo(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     run(parsed, settings)
 
 
-def compare(
-    family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(families()) or 'none'}.")],
-    recipe: RecipeName = DEFAULT_RECIPE,
-    budget: Annotated[
-        float, typer.Option(min=0.001, help="Scales how much is trained or calibrated; 1 takes minutes per family.")
-    ] = 1.0,
-    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; fewer than 3 say little.")] = 3,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
-    ] = None,
-    only: Annotated[
-        list[str],
-        typer.Option(help='Measure the baseline and rows of this name alone, such as "gptq*"; give it once for each.'),
-    ] = ALL_ROWS,
-    fit: Annotated[
-        str | None,
-        typer.Option(
-            help='Of FAMILY "all": bounds such as "110 MiB, KL 0.1"; prints the fastest that fits as a recipe.'
-        ),
-    ] = None,
-    margin: Annotated[
-        str | None,
-        typer.Option(
-            help='A column and what makes no difference, such as "kl 0.05": adds seeds until rows are decided.'
-        ),
-    ] = None,
-    most_seeds: Annotated[
-        int | None, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin; by default 12.")
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Measure so many cells at once, where none is timed; more than 1 blurs seconds.")
-    ] = 1,
-) -> None:
-    """Measure every method of a family on a recipe's target and text. Finished cells are reused.
-
-    Example: redraft compare all --fit "110 MiB, KL 0.1"
-    """
-    settings = open_settings()
-    from flows.compare import compare as run
-
-    typed = shlex.join(["redraft", *sys.argv[1:]])
-    run(family, recipe, settings, budget, num_seeds, output, typed, fit, margin, most_seeds, only, jobs)
-
-
 def doctor() -> None:
     """Check that this machine can run redraft. Each fault comes with the command that fixes it.
 
@@ -298,12 +251,10 @@ def doctor() -> None:
         raise RuntimeError(f"{faults} of {len(checks)} checks failed")
 
 
-def _taus(version: "Version") -> str:
-    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in version.lineage.tau.items())
-
-
 def _show_draft(outcome: str, version: "Version") -> None:
-    out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
+    from infra.views.overview import taus_in_words
+
+    out.print(f"{outcome}: draft {version.number}, τ {taus_in_words(version.lineage.tau)}")
     if version.lineage.source_reading:
         out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)
     for domain, nats in version.lineage.unlike.items():

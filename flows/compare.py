@@ -1,59 +1,79 @@
 """`redraft compare FAMILY`: every method of a family on one target and one text, against a baseline, over seeds."""
 
-from collections.abc import Sequence
+import shlex
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from infra.settings import Settings
-from models.recipe import load_recipe
-from tasks.measure.comparisons import load_comparison
+import typer
 
+from flows.command import RecipeName, open_settings
+from models.recipe import DEFAULT_RECIPE, load_recipe
+from tasks.measure.comparisons import families, load_comparison
+
+ALL_ROWS: list[str] = []
 MOST_SEEDS = 12
 
 
 def compare(
-    family: str,
-    recipe_name: str,
-    settings: Settings,
-    budget: float,
-    num_seeds: int,
-    output: Path | None,
-    typed: str,
-    wanted: str | None = None,
-    margin: str | None = None,
-    most_seeds: int | None = None,
-    only: Sequence[str] = (),
-    num_jobs: int = 1,
-) -> dict[str, Any]:
-    """Measure what is missing and report; returns what `result.json` holds. Options are those of the command.
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(families()) or 'none'}.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    budget: Annotated[
+        float, typer.Option(min=0.001, help="Scales how much is trained or calibrated; 1 takes minutes per family.")
+    ] = 1.0,
+    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; fewer than 3 say little.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
+    ] = None,
+    only: Annotated[
+        list[str],
+        typer.Option(help='Measure the baseline and rows of this name alone, such as "gptq*"; give it once for each.'),
+    ] = ALL_ROWS,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help='Of FAMILY "all": bounds such as "110 MiB, KL 0.1"; prints the fastest that fits as a recipe.'
+        ),
+    ] = None,
+    margin: Annotated[
+        str | None,
+        typer.Option(
+            help='A column and what makes no difference, such as "kl 0.05": adds seeds until rows are decided.'
+        ),
+    ] = None,
+    most_seeds: Annotated[
+        int | None, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin; by default 12.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Measure so many cells at once, where none is timed; more than 1 blurs seconds.")
+    ] = 1,
+) -> None:
+    """Measure every method of a family on a recipe's target and text. Finished cells are reused.
 
-    `typed` is the command to repeat it. `margin` is read as `tasks.measure.decide` says.
-
-    Raises:
-        ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, bounds or
-            margin can't be read, or there are most seeds and no margin.
+    Example: redraft compare all --fit "110 MiB, KL 0.1"
     """
-    comparison = load_comparison(family)
+    settings, comparison = open_settings(), load_comparison(family)
     from infra.views.comparison import comparison_report, draw_tradeoffs
     from infra.views.results import publish
     from tasks.measure.compare_methods import compare_methods
     from tasks.measure.decide import parse_margin
     from tasks.measure.fit import fitted, parse_bounds
 
-    if wanted is not None and not hasattr(comparison, "BOUNDS"):
+    if fit is not None and not hasattr(comparison, "BOUNDS"):
         raise ValueError(f'--fit chooses a target to serve, of "redraft compare all"; {family} measures none')
-    bounds = None if wanted is None else parse_bounds(wanted, comparison.BOUNDS)
+    bounds = None if fit is None else parse_bounds(fit, comparison.BOUNDS)
     if margin is None and most_seeds is not None:
         raise ValueError(f"--max-seeds {most_seeds} is for rows under a --margin, and none is given; see --seeds")
     within = None if margin is None else parse_margin(margin, most_seeds or MOST_SEEDS)
-    recipe = load_recipe(recipe_name)
-    folder = (output or settings.home / "compare" / f"{family}-{Path(recipe_name).stem}").absolute()
-    found, setup = compare_methods(family, comparison, recipe, folder, budget, num_seeds, within, only, num_jobs)
+    parsed = load_recipe(recipe)
+    folder = (output or settings.home / "compare" / f"{family}-{Path(recipe).stem}").absolute()
+    found, setup = compare_methods(family, comparison, parsed, folder, budget, num_seeds, within, only, jobs)
     report = comparison_report(found, folder / "compare.png")
     if hasattr(comparison, "DRAWN"):
         draw_tradeoffs(found.figures, found.headings, "kl", comparison.DRAWN, folder / "compare.png")
     if hasattr(comparison, "claims"):
         report = comparison.claims(report, found)
     if bounds is not None:
-        report = fitted(report, found, comparison, bounds, recipe, budget)
-    return publish(report, folder, f"compare {family}", found.question, typed, setup)
+        report = fitted(report, found, comparison, bounds, parsed, budget)
+    typed = shlex.join(["redraft", *sys.argv[1:]])
+    publish(report, folder, f"compare {family}", found.question, typed, setup)

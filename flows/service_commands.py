@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows.command import RecipeName, complete_erasures, open_settings, out, prepare
 from models.recipe import DEFAULT_RECIPE
@@ -92,14 +91,14 @@ def traffic(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import client_of
+    from infra.views.results import counting
     from tasks.send_traffic import choose_requests, send_traffic
 
     domain = domain or next(iter(parsed.traffic))
     prompts = choose_requests(parsed, domain, num_requests)
     client = client_of(settings, url)
-    columns = (TextColumn(f"{domain} traffic"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out) as bar:
-        task = bar.add_task(domain, total=len(prompts))
+    with counting(console=out) as bar:
+        task = bar.add_task(f"{domain} traffic", total=len(prompts))
         traffic, max_tokens = parsed.traffic, parsed.generate.max_tokens
         report = send_traffic.fn(client, prompts, traffic, max_tokens, concurrency, lambda _: bar.advance(task))
     _show_traffic(report)

@@ -19,38 +19,15 @@ from models.learning.second_task import SecondTask
 from models.params import BaseParams
 from models.shrink import num_stored
 from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink
+from models.types import Frozen
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 from tasks.stages.task import task
 
 
 @task
-def pretrain_model(table: Pretrain, seed: int, target: Artifact, text: Artifact) -> Artifact:
-    """Train all of the target's weights on text, as the recipe's regimes say; an artifact of kind "target"."""
-    return change_target("pretrain", table, seed, target, text, (training,), _pretrained)
-
-
-@task
-def shrink_model(table: Shrink, seed: int, target: Artifact, text: Artifact) -> Artifact:
-    """Give the target a smaller shape; an artifact of kind "target"."""
-    return change_target("shrink", table, seed, target, text, (num_stored,), _shrunk)
-
-
-@task
-def prune_model(table: Prune, seed: int, target: Artifact, text: Artifact) -> Artifact:
-    """Zero weights of the decoder blocks' linear layers; an artifact of kind "target"."""
-    return change_target("prune", table, seed, target, text, (prune,), _pruned)
-
-
-@task
-def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact) -> Artifact:
-    """Train few parameters of the target on one domain, and merge them; an artifact of kind "target"."""
-    return change_target("finetune", table, seed, target, text, (training, SecondTask), _finetuned)
-
-
-@task
-def quantize_target(table: Quantize, seed: int, target: Artifact, text: Artifact) -> Artifact:
-    """Store the target in fewer bits, in a format that the engine serves; an artifact of kind "target"."""
-    return change_target("quantize", table, seed, target, text, (mixed, quantize), _quantized)
+def change_model(stage: str, table: Frozen, seed: int, target: Artifact, text: Artifact) -> Artifact:
+    """Make another target of one by a stage of the build and its table of the recipe; an artifact of kind "target"."""
+    return change_target(stage, table, seed, target, text, CODE[stage], CHANGES[stage])
 
 
 def _pretrained(table: Pretrain, seed: int, start: Start) -> Changed:
@@ -107,11 +84,20 @@ def _quantized(table: Quantize, seed: int, start: Start) -> Changed:
     return Changed(quantized.model, metrics, losses, save=partial(quantize.save, quantized))
 
 
-# In the order of the build.
+# In the order of the build: shapes come before zeros, which a smaller shape would tear out of their pattern, and few
+# bits come last, because a draft learns from the target as it is served.
 CHANGES: Mapping[str, Callable[[Any, int, Start], Changed]] = {
     "pretrain": _pretrained,
     "shrink": _shrunk,
     "prune": _pruned,
     "finetune": _finetuned,
     "quantize": _quantized,
+}
+# What computes them, besides the methods that their tables name.
+CODE: Mapping[str, tuple[object, ...]] = {
+    "pretrain": (training,),
+    "shrink": (num_stored,),
+    "prune": (prune,),
+    "finetune": (training, SecondTask),
+    "quantize": (mixed, quantize),
 }

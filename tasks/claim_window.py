@@ -307,7 +307,10 @@ def _write_parts(
         },
     )
     artifact = cached_step(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
-    _show(parts)
+    by_part = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
+    domains = sorted(set().union(*by_part.values()))
+    rows = [{"domain": domain, **{part: count[domain] for part, count in by_part.items()}} for domain in domains]
+    table("window", rows, "conversations")
     counts = Counter(sample.domain for sample in traffic if sample.id not in structured)
     return Parts(
         samples=artifact,
@@ -315,10 +318,3 @@ def _write_parts(
         fresh=tuple(sample.id for sample in traffic if sample.id in reserved),
         unlike=dict(unlike),
     )
-
-
-def _show(parts: Mapping[Split, Sequence[Sample]]) -> None:
-    counts = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
-    domains = sorted(set().union(*counts.values()))
-    rows = [{"domain": domain, **{part: count[domain] for part, count in counts.items()}} for domain in domains]
-    table("window", rows, "conversations")

@@ -153,7 +153,8 @@ def _train(
 
 def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples: Sequence[Sample]) -> Draft:
     """Return what training on samples begins with: the draft to go on from, or a new one that knows their tokens."""
-    counts = _count_tokens(samples, describe(target_dir).vocab_size)
+    tokens = [token for sample in samples for token in sample.completion_ids]  # no other ever has to be proposed
+    counts = np.bincount(tokens, minlength=describe(target_dir).vocab_size)
     if start is None:
         family = family_named(params.name)
         draft = family.create(params, target_dir, counts)
@@ -175,12 +176,6 @@ def _new_in(window: Window, samples: Sequence[Sample]) -> set[str]:
     """Return the ids of the samples that were made of a window's rows."""
     ids = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
     return {sample.id for sample in samples if row_of(sample.id) in ids}
-
-
-def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
-    """Return [V]: how often each token occurs in the answers; a draft never has to propose another."""
-    tokens = [token for sample in samples for token in sample.completion_ids]
-    return np.bincount(tokens, minlength=vocab_size)
 
 
 def _record(report: distill.Report, captured: Mapping[str, int], params: distill.Params, work: Path) -> None:

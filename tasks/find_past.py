@@ -67,7 +67,8 @@ def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past 
     """
     registry = open_registry()
     versions = registry.versions("draft") if recipe.refresh.pool else []
-    if len(versions) < 2 or not (domains := _untried(versions, pair)):
+    fallen = fallen_domains() if len(versions) > 1 else ()
+    if not (domains := [domain for domain in fallen if tried_again(versions, pair.draft.number, domain) is None]):
         return None
     seen = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
     rows = [sample for sample in read_samples(parts.samples, "train") if sample.id in seen]
@@ -84,10 +85,6 @@ def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past 
         run_logger().info("no past draft is better at %s than draft %d", domain, pair.draft.number)
         return None
     return Past(version=next(one for one in past if one.number == found), files=files[found], domain=domain)
-
-
-def _untried(versions: Sequence[Version], pair: Pair) -> list[str]:
-    return [domain for domain in fallen_domains() if tried_again(versions, pair.draft.number, domain) is None]
 
 
 def _of(domain: str, samples: Sequence[Sample]) -> list[Sample]:

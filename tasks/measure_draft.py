@@ -11,7 +11,7 @@ from infra.settings import load_settings
 from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
 from models.engines import Rules
-from models.evaluation.acceptance import CONFIDENCE, resample_sums
+from models.evaluation.acceptance import estimate, resample_sums
 from models.evaluation.golden import load_golden
 from models.evaluation.paired import Score
 from models.evaluation.scoring import STANDARD, score
@@ -149,5 +149,4 @@ def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
 def _estimate(scores: Sequence[Score], seed: int) -> Estimate:
     rows = np.array([(score.accepted, score.steps) for score in scores], dtype=np.float64)
     sums = resample_sums(rows, np.random.default_rng(seed), NUM_RESAMPLES)
-    low, high = np.quantile(1 + sums[:, 0] / sums[:, 1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(value=tau_of(scores), low=float(low), high=float(high))
+    return estimate(np.array([tau_of(scores), *(1 + sums[:, 0] / sums[:, 1])]))

@@ -4,8 +4,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-
-from pydantic import JsonValue
+from typing import Any
 
 from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
@@ -64,9 +63,9 @@ def register_draft(
             return found
     card = describe(target_files.path)
     check_draft(open_artifact(draft), None, card)
-    teachers = teachers_in(recipe.distill) if adopted is None else None
-    line = draft.sha256[:16]
-    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
+    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else _from_elsewhere(adopted)
+    known = {**_figures(measured), **origin, "line": draft.sha256[:16], "gate": None}
+    lineage = _lineage(recipe, target, card, samples, known)
     report = first_report(measured, recipe.num_draft_tokens)
     return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
@@ -80,17 +79,8 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
     registry, card = open_registry(), describe(pair.target_files.path)
     check_draft(open_artifact(adopted.draft), None, card)
     champion = pair.draft
-    lineage = _lineage(
-        recipe,
-        pair.target,
-        card,
-        samples,
-        gated.measured,
-        champion.lineage.line,
-        gated=gated,
-        adopted=adopted,
-        gated_against=champion.number,
-    )
+    known = {**_verdict(gated), **_from_elsewhere(adopted), "gated_against": champion.number}
+    lineage = _lineage(recipe, pair.target, card, samples, {**known, "line": champion.lineage.line})
     report = gated.origin(champion.number)
     return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
 
@@ -112,13 +102,9 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
             "flow_run": flow_run_id(),
             "gated_against": champion.number,
             "returns_for": past.domain,
-            "gate": gated.report.verdict,
-            "gate_reasons": "; ".join(gated.report.reasons),
-            "gate_test": gated.test.test_index,
-            "tau": _rounded(gated.measured.tau),
-            "coverage": _shares(gated.measured.coverage),
-            "golden_tau": round(gated.measured.golden_tau, 4),
-            "regression_sets": gated.regression_sets,
+            **_verdict(gated),
+            "gate_data": old.gate_data,
+            "unlike": old.unlike,
         }
     )
     report = gated.origin(champion.number, returns=past.version.number)
@@ -139,23 +125,19 @@ def register_candidate(
     """
     registry, card = open_registry(), describe(pair.target_files.path)
     check_draft(open_artifact(trained.draft), pair.draft_files.path, card)
-    parent = pair.draft
-    lineage = _lineage(
-        recipe,
-        pair.target,
-        card,
-        first_samples(parent),
-        gated.measured,
-        parent.lineage.line,
-        gated=gated,
-        parent=parent.number,
-        window=TrainedWindow(
+    parent, state = pair.draft, trained.state
+    known = {
+        **_verdict(gated),
+        "line": parent.lineage.line,
+        "parent": parent.number,
+        "window": TrainedWindow(
             first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=samples.uri
         ),
-        start=start,
-        state=trained.state,
-        teachers=teachers_in(recipe.refresh_distill()),
-    )
+        "continues": start.version.number if start.going_on else None,
+        "teachers": teachers_in(recipe.refresh_distill()),
+        **({} if state is None else {"state_uri": state.uri, "state_sha256": state.sha256}),
+    }
+    lineage = _lineage(recipe, pair.target, card, first_samples(parent), known)
     report = gated.origin(parent.number, window, lineage.continues)
     version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
     _record_curve(registry, version)
@@ -180,65 +162,53 @@ def identity(card: TargetCard) -> Target:
     )
 
 
-def _lineage(
-    recipe: Recipe,
-    target: Version,
-    card: TargetCard,
-    samples: Artifact,
-    measured: Measured,
-    line: str,
-    *,
-    gated: GateResult | None = None,
-    adopted: Adopted | None = None,
-    parent: int | None = None,
-    window: TrainedWindow | None = None,
-    gated_against: int | None = None,
-    start: Start | None = None,
-    state: Artifact | None = None,
-    teachers: Mapping[str, JsonValue] | None = None,
-) -> Lineage:
-    """Return the lineage of a draft of this run; without a verdict it is the first of its line."""
-    return Lineage(
-        target=identity(card),
-        target_version=target.number,
-        parent=parent,
-        window=window,
-        sampling={"max_tokens": recipe.generate.max_tokens, "temperature": 0.0},
-        quantization=recipe.quantize.method.name if recipe.quantize else "",
-        git_commit=git_commit(),
-        flow_run=flow_run_id(),
-        gate=None if gated is None else gated.report.verdict,
-        gate_reasons="" if gated is None else "; ".join(gated.report.reasons),
-        gate_test=0 if gated is None else gated.test.test_index,
-        gated_against=gated_against,
-        line=line,
-        tau=_rounded(measured.tau),
-        coverage=_shares(measured.coverage),
-        golden_tau=round(measured.golden_tau, 4),
-        regression_sets={} if gated is None else gated.regression_sets,
-        gate_data="" if gated is None else gated.gate_data,
-        unlike={} if gated is None else _rounded(gated.unlike),
-        num_draft_tokens=recipe.num_draft_tokens,
-        source="" if adopted is None else adopted.source,
-        source_sha256="" if adopted is None else adopted.source_sha256,
-        source_reading="" if adopted is None else adopted.reading,
-        source_layers=None if adopted is None else adopted.num_layers,
-        samples_uri=samples.uri,
-        samples_sha256=samples.sha256,
-        state_uri="" if state is None else state.uri,
-        state_sha256="" if state is None else state.sha256,
-        continues=start.version.number if start is not None and start.going_on else None,
-        teachers=dict(teachers or {}),
-        seed=recipe.seed,
-    )
+def _lineage(recipe: Recipe, target: Version, card: TargetCard, samples: Artifact, known: Mapping[str, Any]) -> Lineage:
+    """Return the lineage of a draft of this run: its line, its figures and whatever else is known of it."""
+    common: dict[str, Any] = {
+        "target": identity(card),
+        "target_version": target.number,
+        "parent": None,
+        "window": None,
+        "sampling": {"max_tokens": recipe.generate.max_tokens, "temperature": 0.0},
+        "quantization": recipe.quantize.method.name if recipe.quantize else "",
+        "git_commit": git_commit(),
+        "flow_run": flow_run_id(),
+        "num_draft_tokens": recipe.num_draft_tokens,
+        "samples_uri": samples.uri,
+        "samples_sha256": samples.sha256,
+        "seed": recipe.seed,
+    }
+    return Lineage(**{**common, **known})
+
+
+def _figures(measured: Measured) -> dict[str, Any]:
+    coverage = {domain: round(share, 4) for domain, share in measured.coverage.items()}
+    return {"tau": _rounded(measured.tau), "coverage": coverage, "golden_tau": round(measured.golden_tau, 4)}
+
+
+def _verdict(gated: GateResult) -> dict[str, Any]:
+    return {
+        **_figures(gated.measured),
+        "gate": gated.report.verdict,
+        "gate_reasons": "; ".join(gated.report.reasons),
+        "gate_test": gated.test.test_index,
+        "regression_sets": gated.regression_sets,
+        "gate_data": gated.gate_data,
+        "unlike": _rounded(gated.unlike),
+    }
+
+
+def _from_elsewhere(adopted: Adopted) -> dict[str, Any]:
+    return {
+        "source": adopted.source,
+        "source_sha256": adopted.source_sha256,
+        "source_reading": adopted.reading,
+        "source_layers": adopted.num_layers,
+    }
 
 
 def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
     return {domain: round(found.value, 4) for domain, found in tau.items()}
-
-
-def _shares(coverage: Mapping[str, float]) -> dict[str, float]:
-    return {domain: round(share, 4) for domain, share in coverage.items()}
 
 
 def _verdict_metrics(gated: GateResult) -> dict[str, float]:

@@ -10,9 +10,8 @@ from infra.files import write_atomic
 from infra.machine import git_commit
 from infra.overview import overview
 from infra.querylog import QueryLog
-from infra.registry import Registry, open_registry
+from infra.registry import open_registry
 from infra.settings import Settings
-from infra.versions import Version
 from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
 from infra.views.gate import DATA
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
@@ -47,23 +46,19 @@ def collect(settings: Settings) -> Findings:
     """
     registry = open_registry(settings)
     drafts = registry.versions("draft")
+    gates = {version.number: registry.attached(version, DATA) for version in drafts[:MAX_GATES]}
     rows = QueryLog(settings.querylog).latest(MAX_ROWS)
     return Findings(
         state=overview(settings),
         target=registry.champion("target"),
         drafts=drafts,
-        gates=_gates(registry, drafts[:MAX_GATES]),
+        gates={number: GateReport.model_validate_json(text) for number, text in gates.items() if text is not None},
         acceptance=_acceptance(from_log(rows)),
         num_rows=len(rows),
         demonstrations=[_demonstration(folder) for folder in sorted((settings.home / "demo").glob("*/"))],
         written=datetime.now(UTC),
         commit=git_commit(),
     )
-
-
-def _gates(registry: Registry, drafts: list[Version]) -> dict[int, GateReport]:
-    texts = {version.number: registry.attached(version, DATA) for version in drafts}
-    return {number: GateReport.model_validate_json(text) for number, text in texts.items() if text is not None}
 
 
 def _demonstration(folder: Path) -> Demonstration:
@@ -91,7 +86,7 @@ def sum_up(domain: str, draft: int, requests: Sequence[Served]) -> Group:
         draft=draft,
         num_requests=len(requests),
         tau=summary.tau,
-        rate=None if summary.rate is None else summary.rate,
+        rate=summary.rate,
         per_token_ms=median(times_ms) if times_ms else None,
     )
 

@@ -55,8 +55,8 @@ def draw_acceptance(answers: Sequence[Mapping[str, Any]], window: int, file: Pat
     return saved(figure, file)
 
 
-def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
-    """Draw a bar a side, the median, domain by domain, with a line from p10 to p90."""
+def draw_speeds(speeds: Mapping[str, Mapping[str, Mapping[str, float]]], x_label: str, file: Path) -> Path:
+    """Draw a bar a side, the median, domain by domain, with a line from p10 to p90; each is a dumped `Spread`."""
     sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
     width, height = SIZE_INCHES
     figure = new_figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)))
@@ -66,8 +66,8 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
         axes.set(title=domain)
         for place, side in enumerate(sides):
             if side in of_domain:
-                median, p10, p90 = of_domain[side]
-                axes.barh(place, median, xerr=[[median - p10], [p90 - median]])
+                one = of_domain[side]
+                axes.barh(place, one["median"], xerr=[[one["median"] - one["p10"]], [one["p90"] - one["median"]]])
     shared[0].set_yticks(range(len(sides)), sides)
     shared[0].invert_yaxis()
     return saved(figure, file)

@@ -11,7 +11,6 @@ from infra.post_promotion import RUNNING, PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import SIZE
 from infra.status import RunningService
-from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms, since
 from infra.windows import MAX_ATTEMPTS
 
@@ -48,16 +47,16 @@ def show_overview(seen: Overview, out: Console) -> None:
     _show_service(seen.service, out)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
-        out.print(f"{program.name}: {_how(program)}{restarts} {program.url}".rstrip(), soft_wrap=True)
+        how = "running" if program.ready else "starting" if program.pid else "down, restarts soon"
+        out.print(f"{program.name}: {how}{restarts} {program.url}".rstrip(), soft_wrap=True)
 
 
 def _drafts(seen: Overview) -> Table:
     table = Table("draft", "", "parent", "rows", "gate", "τ", title="drafts, newest first")
     for draft in seen.drafts:
         mark = "champion" if draft.champion else ""
-        taus = ", ".join(f"{domain} {tau:.2f}" for domain, tau in draft.tau.items())
         rows = draft.rows or draft.returns
-        table.add_row(str(draft.version), mark, draft.parent, rows, draft.verdict, taus)
+        table.add_row(str(draft.version), mark, draft.parent, rows, draft.verdict, taus_in_words(draft.tau))
     return table
 
 
@@ -77,6 +76,11 @@ def _show_windows(log: LogStats, out: Console) -> None:
         )
 
 
+def taus_in_words(taus: Mapping[str, float]) -> str:
+    """Return domains with their τ, one after the other."""
+    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items())
+
+
 def counts(numbers: Mapping[str, int]) -> str:
     """Return names with their numbers, one after the other."""
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
@@ -87,10 +91,6 @@ def _progress(test: PostPromotionTest) -> str:
         return test.told()
     how_far = f", {len(test.compared)} of {test.num_wanted} requests" if test.outcome == RUNNING else ""
     return f"draft {test.draft} {test.outcome}{how_far}: {test.told()}"
-
-
-def _how(program: ProcessRecord) -> str:
-    return "running" if program.ready else "starting" if program.pid else "down, restarts soon"
 
 
 def _show_service(service: RunningService | None, out: Console) -> None:

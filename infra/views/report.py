@@ -3,6 +3,7 @@
 What is not there is said.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,10 +14,11 @@ from infra.querylog import LogStats
 from infra.supervisor import ProcessRecord
 from infra.versions import Version
 from infra.views import MEANING
-from infra.views.acceptance import Acceptance, Group, curves, swaps
+from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
 from infra.views.gate import change_chart, evidence_table, explain, thresholds
+from infra.views.overview import taus_in_words
 from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
@@ -119,9 +121,11 @@ def page(found: Findings) -> str:
 
 def _cards(found: Findings) -> list[Card]:
     champion, service, log = found.state.champion, found.state.service, found.state.log
-    number, note = ("none", "nothing built yet") if champion is None else (champion.version, f"τ {_taus(champion.tau)}")
+    number, note = "none", "nothing built yet"
+    if champion is not None:
+        number, note = str(champion.version), f"τ {taus_in_words(champion.tau) or NONE}"
     return [
-        Card("Champion draft", str(number), note),
+        Card("Champion draft", number, note),
         Card(
             "Service",
             "not running" if service is None else f"draft {service.draft_version or 'none'}",
@@ -167,10 +171,10 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
     served, groups = acceptance
     if not served:
         return None
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for group in groups:
-        sizes[group.domain] = sizes.get(group.domain, 0) + group.num_requests
-    largest = sorted(sorted(sizes, key=lambda domain: -sizes[domain])[:MAX_SERIES])
+        sizes[group.domain] += group.num_requests
+    largest = sorted(domain for domain, _ in sizes.most_common(MAX_SERIES))
     drawn = {domain: parts for domain, parts in curves(served, WINDOW).items() if domain in largest}
     takeovers = swaps(served)
     chart = line_chart(
@@ -193,20 +197,19 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
         "Acceptance by domain and draft, with 95% intervals",
         ("domain", "draft", "requests", "τ", "acceptance rate", "ms a token"),
         frozenset({1, 2, 3, 4, 5}),
-        [_group_row(group) for group in groups],
+        [
+            (
+                group.domain,
+                str(group.draft),
+                f"{group.num_requests:,}",
+                group.tau.text(".2f"),
+                _interval(group.rate, ".1%"),
+                NONE if group.per_token_ms is None else f"{group.per_token_ms:.1f}",
+            )
+            for group in groups
+        ],
     )
     return Figure(chart, caption), table
-
-
-def _group_row(group: Group) -> tuple[str, ...]:
-    return (
-        group.domain,
-        str(group.draft),
-        f"{group.num_requests:,}",
-        group.tau.text(".2f"),
-        _interval(group.rate, ".1%"),
-        NONE if group.per_token_ms is None else f"{group.per_token_ms:.1f}",
-    )
 
 
 def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
@@ -273,7 +276,7 @@ def _versions(found: Findings) -> Table:
             NONE if version.lineage.parent is None else str(version.lineage.parent),
             shown[version.number].rows or shown[version.number].returns or NONE,
             version.lineage.gate or "none",
-            _taus(shown[version.number].tau),
+            taus_in_words(shown[version.number].tau) or NONE,
         )
         for version in found.drafts
     ]
@@ -337,10 +340,6 @@ def _log(log: LogStats) -> Table:
         ("size on disk", f"{log.bytes / 2**20:,.1f} MiB"),
     ]
     return Table("Query log", ("what", "count"), frozenset({1}), rows)
-
-
-def _taus(taus: Mapping[str, float]) -> str:
-    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items()) or NONE
 
 
 def _interval(found: Estimate | None, form: str) -> str:

@@ -8,12 +8,19 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, Field
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from models.types import Frozen
 
 RESULT, BLOCK = "result.json", "report.md"
 out = Console()
+
+
+def counting(*more: ProgressColumn, console: Console = out) -> Progress:
+    """Return a display of how many are done of how many, with further columns before the time that it took so far."""
+    counted = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*counted, *more, TimeElapsedColumn(), console=console)
 
 
 class Grid(NamedTuple):

@@ -48,7 +48,7 @@ class Golden(Frozen):
 
 
 def equal_output(
-    golden: Golden, token_ids: Sequence[int], threshold: float
+    golden: Answer, token_ids: Sequence[int], threshold: float
 ) -> Literal["equal", "near-tie", "different"]:
     """Judge an output of the same prompt and the same token limit."""
     position = first_difference(golden.token_ids, token_ids)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from models.drafts import Draft
 from models.evaluation.paired import Score
 from models.evaluation.scoring import STANDARD, greedy_scores
+from models.learning.answering import NO_STOPS, Ask, go_on
 from models.learning.hidden import HiddenStates, Sample
 from models.learning.training import IGNORED, pad
 
@@ -95,10 +96,10 @@ def accepted(
     """
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts must be of one length; got {sorted({len(prompt) for prompt in prompts})}")
-    asked = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    said = go_on(model, [Ask(prompt, num_tokens) for prompt in prompts], NO_STOPS, torch.Generator(model.device))
     samples = [
         Sample(f"{place:04d}", "text", list(prompt), answer)
-        for place, (prompt, answer) in enumerate(zip(prompts, answers(model, asked, num_tokens), strict=True))
+        for place, (prompt, answer) in enumerate(zip(prompts, said, strict=True))
     ]
     layers = sorted({*draft.taps, model.config.num_hidden_layers})
     states = HiddenStates(work_dir, samples, layers, model.config.hidden_size)
@@ -106,21 +107,3 @@ def accepted(
     draft.to(model.device)
     scores = greedy_scores(draft, states, samples, num_draft_tokens, STANDARD.greedy)
     return [scores[sample.id] for sample in samples]
-
-
-@torch.inference_mode()
-def answers(
-    model: PreTrainedModel, token_ids: Tensor, num_tokens: int, rng: torch.Generator | None = None
-) -> list[list[int]]:
-    """Return what a model goes on with after prompts [B, T], past the end of its answer too.
-
-    `rng` draws each token at temperature 1; None takes the likeliest.
-    """
-    said, cache, read = [], None, token_ids
-    for _ in range(num_tokens):
-        output = model(input_ids=read, past_key_values=cache, use_cache=True)
-        cache, logits = output.past_key_values, output.logits[:, -1]
-        read = logits.argmax(-1)[:, None] if rng is None else torch.multinomial(logits.softmax(-1), 1, generator=rng)
-        said.append(read)
-    found: list[list[int]] = torch.cat(said, 1).tolist()
-    return found

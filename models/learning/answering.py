@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+NO_STOPS: frozenset[int] = frozenset()  # an answer goes on past its end
+
 
 class Ask(NamedTuple):
     """A text that waits for more.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
@@ -33,6 +32,7 @@ from models.chats import ChatEncoder
 from models.engines import Sampling
 from models.params import BaseParams
 from models.sources import Prompt
+from models.types import Frozen
 from tasks.measure.run import Bar
 
 UNDRAFTED = "reference engine without a draft"
@@ -140,10 +140,8 @@ def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> 
     return answer
 
 
-class Job(BaseModel):
+class Job(Frozen):
     """What the process is to do; it writes one line a prompt and baseline to `answers`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target_dir: Path
     draft_dir: Path

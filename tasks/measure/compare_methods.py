@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing import active_children, get_context
@@ -29,16 +28,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
 from infra.artifacts import open_artifact
 from infra.machine import describe_machine, git_commit
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.comparison import Comparison, MethodFigure, number
-from infra.views.results import out
+from infra.views.results import counting, out
 from models.evaluation.acceptance import CONFIDENCE
-from models.evaluation.spread import Mean, differences, spread
+from models.evaluation.spread import Mean, spread
 from models.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.precision import gpu_name
@@ -162,16 +161,17 @@ def _measure(
         each = "tokens for each input of the widest layer"
         told = f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead"
         out.print(told, markup=False, highlight=False, soft_wrap=True)
-    with _bar(len(wanted) - len(missing), len(wanted)) as bar:
+    with counting(TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=len(wanted), completed=len(wanted) - len(missing))
 
         def begin(row: Row, seed: int) -> None:
-            bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
+            bar.update(task, description=f"{row.name}, seed {seed}")
 
         for row, seed, found in _side_by_side(comparison, bench, cells, missing, num_jobs, begin):
             said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
             told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
             out.print(told, markup=False, highlight=False, soft_wrap=True)
-            bar.advance(bar.task_ids[0])
+            bar.advance(task)
 
 
 def _side_by_side(
@@ -207,14 +207,6 @@ def _kept(comparison_name: str, bench: Bench, cells: Cells, row: Row, seed: int)
     tuned = sweep.tuned(comparison, bench, row, cells)
     found: dict[str, Any] = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed))
     return found
-
-
-@contextmanager
-def _bar(done: int, total: int) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=out) as progress:
-        progress.add_task("", total=total, completed=done)
-        yield progress
 
 
 def _cell(row: Row, seed: int) -> str:
@@ -270,19 +262,15 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
 
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
     """Return the modules that figures depend on, with all that they import: the comparison, the methods of its rows and
-    of its constants, the sweep, and the build's stages where it makes chains of them."""
-    named = methods_in([*(row.settings for row in rows), *_constants(comparison)])
+    of the constants that it reads, the sweep, and the build's stages where it makes chains of them."""
+    beside = [
+        one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOMS[1])
+    ]
+    constants = [value for module in (comparison, *beside) for name, value in vars(module).items() if name.isupper()]
+    named = methods_in([*(row.settings for row in rows), *constants])
     own = [comparison.__name__, *named, sweep.__name__]
     stages = {change.__module__ for change in CHANGES.values()}
     return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own, rooms=ROOMS) else own
-
-
-def _constants(comparison: ModuleType) -> list[object]:
-    """Return what stands in the constants of a comparison, and of the modules beside this one that it reads."""
-    shared = [
-        one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOMS[1])
-    ]
-    return [value for module in (comparison, *shared) for name, value in vars(module).items() if name.isupper()]
 
 
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
@@ -313,26 +301,17 @@ def metrics_of(cell: Mapping[str, Any]) -> Metrics:
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
     """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds."""
-    metrics = cells[baseline][0]
-    return {
-        row: {
-            metric: _figure(
-                [one[metric] for one in of_row],
-                None if row == baseline else [one[metric] for one in cells[baseline][: len(of_row)]],
+    figures: dict[str, dict[str, MethodFigure]] = {row: {} for row in cells}
+    for metric in cells[baseline][0]:
+        gains = decide.differences_from(cells, baseline, metric)
+        for row, of_row in cells.items():
+            values = [value for one in of_row if (value := one[metric]) is not None]
+            figures[row][metric] = MethodFigure(
+                value=fmean(values) if len(values) == len(of_row) else None,
+                interval=t_interval(values) if len(values) == len(of_row) else None,
+                gain=t_interval(gains[row]) if row in gains else None,
             )
-            for metric in metrics
-        }
-        for row, of_row in cells.items()
-    }
-
-
-def _figure(values: Sequence[float | None], baseline: Sequence[float | None] | None) -> MethodFigure:
-    found = [value for value in values if value is not None]
-    if len(found) < len(values):
-        return MethodFigure(value=None)
-    bases = [base for base in baseline or () if base is not None]
-    gain = t_interval(differences(found, bases)) if len(bases) == len(found) else None
-    return MethodFigure(value=fmean(found), interval=t_interval(found), gain=gain)
+    return figures
 
 
 def t_interval(values: Sequence[float]) -> Estimate | None:

@@ -72,11 +72,12 @@ def output_verdicts(
     """Return the verdict on each prompt's output, see `compare_outputs`."""
     _, threshold = load_golden(target_dir)
     by_prompt = {row["prompt_id"]: row for row in outputs}
-    verdicts: dict[str, str] = {}
-    for row in references:
-        golden = Golden(prompt_ids=(), token_ids=tuple(row["token_ids"]), gaps=tuple(row["gaps"]))
-        verdicts[str(row["prompt_id"])] = equal_output(golden, by_prompt[row["prompt_id"]]["token_ids"], threshold)
-    return verdicts
+    return {str(row["prompt_id"]): _verdict(row, by_prompt[row["prompt_id"]], threshold) for row in references}
+
+
+def _verdict(reference: Mapping[str, Any], output: Mapping[str, Any], threshold: float) -> str:
+    golden = Golden(prompt_ids=(), token_ids=tuple(reference["token_ids"]), gaps=tuple(reference["gaps"]))
+    return equal_output(golden, output["token_ids"], threshold)
 
 
 def traces_of(rows: Sequence[Mapping[str, Any]], domain: str = "") -> list[Trace]:
@@ -108,13 +109,10 @@ def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) ->
 
 def answer_verdicts(references: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Count the verdicts over answers that ended, of prompts that were asked any number of times."""
-    target_dir = open_champions.fn().target_files.path
+    _, threshold = load_golden(open_champions.fn().target_files.path)
     by_prompt = {row["prompt_id"]: row for row in references}
-    verdicts: Counter[str] = Counter()
-    for row in answers:
-        if row["status"] == "ok":
-            verdicts.update(output_verdicts([by_prompt[row["prompt_id"]]], [row], target_dir).values())
-    return verdicts
+    ended = (row for row in answers if row["status"] == "ok")
+    return Counter(_verdict(by_prompt[row["prompt_id"]], row, threshold) for row in ended)
 
 
 def sentence(verdicts: Mapping[str, int]) -> str:

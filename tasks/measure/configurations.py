@@ -85,20 +85,16 @@ class Target(NamedTuple):
         assert isinstance(params, EngineParams)
         if configuration is None:
             return TorchEngine(self.decoder, self.directory, None, None, params)
-        directory = self._directory(configuration)
-        return TorchEngine(self.decoder, self.directory, self._draft(configuration), directory, params)
+        draft, directory = self._open(configuration.draft)
+        return TorchEngine(self.decoder, self.directory, draft, directory, params)
 
-    def _directory(self, configuration: Configuration) -> Path | None:
-        if not isinstance(configuration.draft, str):
-            return None
-        return self.draft_dir if configuration.draft == SERVED else Path(configuration.draft)
-
-    def _draft(self, configuration: Configuration) -> Draft:
-        if (directory := self._directory(configuration)) is not None:
-            return open_for(self.decoder, directory, self.directory)
-        assert isinstance(configuration.draft, BaseParams)
+    def _open(self, named: BaseParams | str) -> tuple[Draft, Path | None]:
+        """Return a draft and its directory, None for a new one."""
+        if isinstance(named, str):
+            directory = self.draft_dir if named == SERVED else Path(named)
+            return open_for(self.decoder, directory, self.directory), directory
         counts = np.zeros(describe(self.directory).vocab_size, np.int64)
-        return family_named(configuration.draft.name).create(configuration.draft, self.directory, counts)
+        return family_named(named.name).create(named, self.directory, counts), None
 
 
 def open_target(run: Run) -> Target:

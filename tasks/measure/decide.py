@@ -38,7 +38,7 @@ def parse_margin(text: str, most_seeds: int) -> Margin:
 
 def decided(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
     """Return row to "differs" or "level", where that is known, or to "no figure", which no seed would change."""
-    known = _differences(cells, baseline, margin.metric)
+    known = differences_from(cells, baseline, margin.metric)
     found = {row: decide(of_row, margin.value, num_looks) for row, of_row in known.items()}
     none = dict.fromkeys(cells.keys() - known.keys() - {baseline}, "no figure")
     return {row: verdict for row, verdict in found.items() if verdict != "undecided"} | none
@@ -47,7 +47,7 @@ def decided(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margi
 def needed(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
     """Return each row to how many more seeds it needs, in words; see `decided`."""
     told = {}
-    for row, of_row in _differences(cells, baseline, margin.metric).items():
+    for row, of_row in differences_from(cells, baseline, margin.metric).items():
         more = seeds_needed(of_row, margin.value, num_looks)
         number = "far" if more is None else f"about {more}"
         told[row] = f"undecided, needs {number} more {'seed' if more == 1 else 'seeds'}"
@@ -83,7 +83,7 @@ def seeds_needed(found: Sequence[float], margin: float, num_looks: int) -> int |
     return None
 
 
-def _differences(cells: Mapping[str, Sequence[Metrics]], baseline: str, metric: str) -> dict[str, list[float]]:
+def differences_from(cells: Mapping[str, Sequence[Metrics]], baseline: str, metric: str) -> dict[str, list[float]]:
     """Return row to its differences from the baseline, by seed; rows of which one has no figure are left out."""
     found = {}
     for row, of_row in cells.items():

@@ -25,12 +25,12 @@ from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Took
-from models.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.evaluation.golden import LEAST_THRESHOLD, equal_output
 from models.evaluation.spread import Mean
 from models.layers.decoder import Decoder
 from models.learning import fitted
 from tasks.measure import lesson
-from tasks.measure.comparisons import Bench
+from tasks.measure.comparisons import Bench, Row
 
 COLUMNS = {
     "tau": "τ, tokens a step ↑",
@@ -58,13 +58,13 @@ class Answer(NamedTuple):
         return self.completion.per_token_ms * (len(self.completion.token_ids) - 1) / 1000
 
 
-def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]:
-    """Answer in one way and plainly, in turn; returns all of `COLUMNS`.
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """Answer in a row's way, the `engine` of its settings, and plainly, in turn; returns all of `COLUMNS`.
 
     A budget of 1 is 6 answers of 32 tokens; it scales what the draft learns, too.
     """
     draft, directory = _draft(bench, seed)
-    engine = _fitted(engine, draft, directory, bench, seed)
+    engine = _fitted(row.settings["engine"], draft, directory, bench, seed)
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
     decoder = Decoder.load(bench.target_dir, torch.float32, bench.device)
     draft = deepcopy(draft).to(decoder.device).pack(decoder.dtype)  # all rows of a seed share the one that learnt
@@ -91,7 +91,7 @@ def answer(engine: TorchEngine, prompt: list[int], sampling: Sampling = GREEDY) 
 
 def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
     """Sum up pairs of plain decoding's answer and that of the way; see `COLUMNS`."""
-    verdicts = [_verdict(plain.completion, one.completion) for plain, one in pairs]
+    verdicts = [equal_output(plain.completion, one.completion.token_ids, LEAST_THRESHOLD) for plain, one in pairs]
     answers = [one for _, one in pairs]
     weights = [float(len(one.steps)) for one in answers]
 
@@ -114,16 +114,9 @@ def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
     }
 
 
-def _verdict(plain: Completion, other: Completion) -> str:
-    golden = Golden(prompt_ids=plain.prompt_ids, token_ids=plain.token_ids, gaps=plain.gaps)
-    return equal_output(golden, other.token_ids, LEAST_THRESHOLD)
-
-
 def _params(keys: dict[str, Any]) -> Params:
-    shared = {"name": "torch", "dtype": "float32", "max_model_len": lesson.PROMPT_LENGTH + ANSWER_LENGTH}
-    params = catalog.parse("engines", {**shared, **keys})
-    assert isinstance(params, Params)
-    return params
+    shared = {"dtype": "float32", "max_model_len": lesson.PROMPT_LENGTH + ANSWER_LENGTH}
+    return Params.model_validate({**shared, **keys})
 
 
 def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench: Bench, seed: int) -> dict[str, Any]:

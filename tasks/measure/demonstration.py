@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import TextColumn, track
 
 from infra.client import Answer, Client, LogLevel, Speculation
 from infra.files import write_atomic
@@ -29,7 +30,7 @@ from infra.status import ServiceStatus
 from infra.versions import Version
 from infra.views.demonstration import show_demonstration
 from infra.views.figures import draw_acceptance
-from infra.views.results import out
+from infra.views.results import counting, out
 from models.recipe import Demo, Recipe
 from models.sources import Prompt
 from tasks.configure_service import configure_service
@@ -106,58 +107,52 @@ def demonstrating(
         beside.pop_all()  # `Demonstration.time_stock` asks it now, and stops it
 
 
+@dataclass
 class Demonstration:
     """Asks a service that runs; made by `demonstrating`."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        demo: Demo,
-        settings: Settings,
-        folder: Path,
-        client: Client,
-        stages: Stages,
-        target_dir: Path,
-        stock: Stock | None = None,
-    ) -> None:
-        self._recipe, self._demo, self._settings, self._stock = recipe, demo, settings, stock
-        self._folder, self._client, self._stages = folder, client, stages
-        self._target_dir = target_dir
-        self._domains = (demo.first_domain, demo.new_domain)
+    recipe: Recipe
+    demo: Demo
+    settings: Settings
+    folder: Path
+    client: Client
+    stages: Stages
+    target_dir: Path
+    stock: Stock | None = None
 
     @property
     def champion(self) -> int:
         """The draft that is to be served."""
-        champion = open_registry(self._settings).champion("draft")
+        champion = open_registry(self.settings).champion("draft")
         if champion is None:
             raise RuntimeError("the registry has no champion draft after a build")
         return champion.number
 
     def measure(self, phase: Literal["before", "after"]) -> None:
         """Ask the held-out prompts of both domains as soon as the champion drafts."""
-        self._client.wait_for_draft(self.champion, ServiceStatus.drafts_with)
-        self._stages.start(f"measure the {'first' if phase == 'before' else 'new'} draft on held-out prompts")
+        self.client.wait_for_draft(self.champion, ServiceStatus.drafts_with)
+        self.stages.start(f"measure the {'first' if phase == 'before' else 'new'} draft on held-out prompts")
         prompts = [prompt for of_domain in self._held_out() for prompt in of_domain]
-        self._ask(phase, prompts, concurrency=self._demo.concurrency)
+        self._ask(phase, prompts, concurrency=self.demo.concurrency)
 
     def change_traffic(self) -> None:
         """Ask and let the service log the requests of the new domain."""
-        self._stages.start(f"traffic changes to {self._demo.new_domain}")
-        prompts = requests_until(1, self._recipe, self._demo)
-        self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
+        self.stages.start(f"traffic changes to {self.demo.new_domain}")
+        prompts = requests_until(1, self.recipe, self.demo)
+        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
 
     def send_more(self, window: int, outcome: str) -> None:
         """Go on with requests of the new domain for a window, from 2, in all as many times those of the first one."""
         out.print(f"the refresh ended with: {outcome}; more requests for window {window}")
-        prompts = requests_until(window, self._recipe, self._demo)
-        self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
+        prompts = requests_until(window, self.recipe, self.demo)
+        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
         """Let a client go on asking while the block refreshes; then keep what the service says of itself."""
-        self._stages.start("refresh while serving")
+        self.stages.start("refresh while serving")
         stop = threading.Event()
-        spare = self._prompts(self._demo.new_domain, "requests")[self._demo.num_requests :]
+        spare = self._chosen[self.demo.new_domain]["requests"][self.demo.num_requests :]
         client = threading.Thread(target=self._keep_asking, args=(spare, stop), name="client")
         client.start()
         try:
@@ -165,7 +160,7 @@ class Demonstration:
         finally:
             stop.set()
             client.join()
-        (self._folder / "service.json").write_text(self._client.status().model_dump_json())
+        (self.folder / "service.json").write_text(self.client.status().model_dump_json())
 
     def follow(self, outcome: str, candidate: Version | None) -> None:
         """Wait until the service drafts with what a refresh promoted.
@@ -175,28 +170,28 @@ class Demonstration:
         """
         if outcome not in ("promoted", "already trained") or candidate is None:
             raise RuntimeError(f"the refresh ended with: {outcome}; see: redraft status")
-        self._client.wait_for_draft(candidate.number, ServiceStatus.drafts_with)
+        self.client.wait_for_draft(candidate.number, ServiceStatus.drafts_with)
 
     def time_in_turn(self) -> None:
         """One stream, each prompt once with and once without speculation, the first of the two alternating."""
-        self._stages.start("speculation on and off in turn")
+        self.stages.start("speculation on and off in turn")
         prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
         answered = {name: {row["prompt_id"] for row in self._rows(name)} for name in ("timed-on", "timed-off")}
         for number, prompt in enumerate(track(prompts, "timed", console=out)):
             for name in ("timed-on", "timed-off") if number % 2 == 0 else ("timed-off", "timed-on"):
                 if prompt.id not in answered[name]:
-                    self._client.speculate(name == "timed-on")
+                    self.client.speculate(name == "timed-on")
                     with self._keeper(name) as keep:
                         self._send([prompt], keep, speculation="on")
-        self._client.speculate(True)
+        self.client.speculate(True)
 
     def record_reference(self) -> None:
         """Ask some held-out prompts without speculation, with what tells a near-tie."""
         held_out = self._held_out()
         prompts = [prompt for of_domain in held_out for prompt in of_domain[: NUM_EQUALITY // len(held_out)]]
-        self._client.speculate(False)
-        self._ask("reference", prompts, concurrency=self._demo.concurrency, gaps=True)
-        self._client.speculate(True)
+        self.client.speculate(False)
+        self._ask("reference", prompts, concurrency=self.demo.concurrency, gaps=True)
+        self.client.speculate(True)
 
     def time_stock(self) -> None:
         """Time vLLM's own endpoint, compiled and without a draft, one stream; call it when the service has ended.
@@ -208,12 +203,12 @@ class Demonstration:
         """
         answered = {row["prompt_id"] for row in self._rows(STOCK)}
         prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        if self._stock is None or answered.issuperset(prompt.id for prompt in prompts):
+        if self.stock is None or answered.issuperset(prompt.id for prompt in prompts):
             return
-        self._stages.start("vLLM compiled, without a draft")
-        if not self._stock.runs:
+        self.stages.start("vLLM compiled, without a draft")
+        if not self.stock.runs:
             out.print("starting vLLM's own endpoint; its first start on a machine compiles its model for minutes")
-        with self._stock as stock, self._keeper(STOCK) as keep:
+        with self.stock as stock, self._keeper(STOCK) as keep:
             stock.ask(prompts[:1])  # the first answer of a server is slow
             for prompt in track([one for one in prompts if one.id not in answered], "timed", console=out):
                 (answer,) = stock.ask([prompt])
@@ -227,21 +222,21 @@ class Demonstration:
         Raises:
             RuntimeError: a request failed.
         """
-        self._stages.start("result")
+        self.stages.start("result")
         before, after = self._rows("before"), self._rows("after")
         comparisons = compare_acceptance(before, after)
-        registry = open_registry(self._settings)
+        registry = open_registry(self.settings)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
-        plot = draw_acceptance(sent, PLOT_WINDOW, self._folder / "acceptance.png")
-        status = json.loads((self._folder / "service.json").read_text())
+        plot = draw_acceptance(sent, PLOT_WINDOW, self.folder / "acceptance.png")
+        status = json.loads((self.folder / "service.json").read_text())
         result = {
-            "recipe": self._recipe.name,
-            "num_draft_tokens": self._recipe.num_draft_tokens,
+            "recipe": self.recipe.name,
+            "num_draft_tokens": self.recipe.num_draft_tokens,
             "commit": git_commit(),
-            "device": f"{self._settings.device}, {platform.machine()}",
+            "device": f"{self.settings.device}, {platform.machine()}",
             "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
-            "outputs": compare_outputs(self._rows("reference"), after, self._target_dir).model_dump(),
+            "outputs": compare_outputs(self._rows("reference"), after, self.target_dir).model_dump(),
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "stock": self._against_stock(),
             "requests": dict(Counter(row["status"] for row in everything)),
@@ -250,10 +245,10 @@ class Demonstration:
                 {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
                 for run in reversed(registry.store.recorded("distill")[:2])
             ],
-            "stage_seconds": self._stages.seconds,
-            "seconds": self._stages.total_s(),
+            "stage_seconds": self.stages.seconds,
+            "seconds": self.stages.total_s(),
         }
-        write_atomic(self._folder / RESULT, json.dumps(result) + "\n")
+        write_atomic(self.folder / RESULT, json.dumps(result) + "\n")
         show_demonstration(result, out)
         out.print(f"plot: {plot}", soft_wrap=True)
         print(json.dumps(result))
@@ -264,25 +259,26 @@ class Demonstration:
 
     def _held_out(self) -> list[list[Prompt]]:
         """Return what is measured on, domain by domain."""
-        return [self._prompts(domain, "held_out")[: self._demo.held_out_per_domain] for domain in self._domains]
+        return [self._chosen[domain]["held_out"][: self.demo.held_out_per_domain] for domain in self._domains]
 
-    def _prompts(self, domain: str, part: str) -> list[Prompt]:
-        return self._chosen[domain][part]
+    @property
+    def _domains(self) -> tuple[str, str]:
+        return self.demo.first_domain, self.demo.new_domain
 
     @cached_property
     def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
         """What is asked, by domain and part; to read the sources takes seconds."""
-        recipe = self._recipe
+        recipe = self.recipe
         return {domain: choose_prompts(domain, recipe.traffic[domain], recipe.seed) for domain in self._domains}
 
     def _rows(self, phase: str) -> list[Row]:
         """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
-        return answers_of(self._folder, phase)
+        return answers_of(self.folder, phase)
 
     @contextmanager
     def _keeper(self, phase: str) -> Iterator[Callable[[Answer], None]]:
         """Yield what adds an answer to a phase's as it ends."""
-        with (self._folder / f"{phase}.jsonl").open("a") as file:
+        with (self.folder / f"{phase}.jsonl").open("a") as file:
 
             def keep(answer: Answer) -> None:
                 file.write(answer.model_dump_json() + "\n")
@@ -296,14 +292,7 @@ class Demonstration:
         """Send what the phase has not sent yet, and keep each answer as it ends."""
         answered = {row["prompt_id"] for row in self._rows(phase)}
         waiting = [prompt for prompt in prompts if prompt.id not in answered]
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("τ {task.fields[tau]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=out) as bar, self._keeper(phase) as keep:
+        with counting(TextColumn("τ {task.fields[tau]}")) as bar, self._keeper(phase) as keep:
             task = bar.add_task(phase, total=len(prompts), completed=len(prompts) - len(waiting), tau="")
             steps = accepted = 0
 
@@ -334,10 +323,10 @@ class Demonstration:
     ) -> None:
         """Send prompts, drafted by the head alone unless speed is what is measured."""
         asyncio.run(
-            self._client.send(
-                as_chats(prompts, self._recipe.traffic),
+            self.client.send(
+                as_chats(prompts, self.recipe.traffic),
                 concurrency=concurrency,
-                max_tokens=self._recipe.generate.max_tokens,
+                max_tokens=self.recipe.generate.max_tokens,
                 log=log,
                 gaps=gaps,
                 speculation=speculation,
@@ -356,7 +345,7 @@ class Demonstration:
 
     def _against_stock(self) -> Row | None:
         """Return vLLM's own endpoint beside the service, on the same prompts; None where it is not wanted."""
-        if not self._demo.stock:
+        if not self.demo.stock:
             return None
         answers = self._rows(STOCK)
         prompts = {row["prompt_id"] for row in answers}
@@ -365,7 +354,7 @@ class Demonstration:
         return {
             "tokens_per_s": stock,
             "gain": {domain: round(on[domain] / stock[domain], 2) for domain in self._domains},
-            "outputs": compare_outputs(references, answers, self._target_dir).model_dump(),
+            "outputs": compare_outputs(references, answers, self.target_dir).model_dump(),
         }
 
 

@@ -208,11 +208,7 @@ class _Lab:
 
     def scratch(self, step: int) -> Row:
         """Train a new draft on all requests so far."""
-        requests, started_s = self._stream.learnt(step), time.monotonic()
-        draft = untrained(self._run.recipe.draft, None, self._target_dir, requests)
-        work = self._run.folder / "scratch" / f"{step}"
-        self._train(draft, requests, self._run.recipe.distill, work / "work")
-        return self._saved(draft, work / WEIGHTS, time.monotonic() - started_s)
+        return self._made(f"scratch/{step}", None, self._stream.learnt(step), self._run.recipe.distill)
 
     def pool(self, step: int, past: Sequence[Path]) -> Row:
         """Take the draft that accepts most of a window."""
@@ -225,14 +221,16 @@ class _Lab:
 
     def specialist(self) -> Row:
         """Let the served draft learn the further domain only, and twice as much of it."""
-        stream, started_s = self._stream, time.monotonic()
-        requests = [*stream.learnt(stream.num_shifted), *stream.more]
-        draft = untrained(self._run.recipe.draft, self._champion, self._target_dir, requests)
-        work = self._run.folder / "specialist"
-        params = self._params
+        stream, params = self._stream, self._params
         assert isinstance(params, distill.Params)  # which a recipe's fields can't say without importing torch
         longer = params.model_copy(update={"num_epochs": 2 * params.num_epochs})
-        self._train(draft, requests, longer, work / "work")
+        return self._made("specialist", self._champion, [*stream.learnt(stream.num_shifted), *stream.more], longer)
+
+    def _made(self, name: str, start: Path | None, requests: Sequence[Sample], params: Any) -> Row:
+        """Let a draft learn requests, a new one or one that goes on from another, and score it."""
+        started_s, work = time.monotonic(), self._run.folder / name
+        draft = untrained(self._run.recipe.draft, start, self._target_dir, requests)
+        self._train(draft, requests, params, work / "work")
         return self._saved(draft, work / WEIGHTS, time.monotonic() - started_s)
 
     def _train(

@@ -5,7 +5,8 @@ import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from infra.client import Answer, Client, LogLevel, Speculation
@@ -23,11 +24,11 @@ from tasks.select_data import as_chats
 class ChatServer(ABC):
     """Answers chats on a port that stays the same when it is started again; a `with` block starts and ends it."""
 
-    def __init__(self, host: str, api_key: str | None, max_tokens: int) -> None:
-        """Take a free port of the host, for what asks for a bearer key if one is given."""
+    def __init__(self, host: str, api_key: str | None, max_tokens: int, grace_s: float = END_TIMEOUT_S) -> None:
+        """Take a free port of the host, for what asks for a bearer key if one is given and ends in `grace_s`."""
         self.host, self.port = host, free_port(host)
         self.url = f"http://{host}:{self.port}"
-        self._max_tokens = max_tokens
+        self._max_tokens, self._grace_s = max_tokens, grace_s
         self._child: Child | None = None
         self._client = self._asker = Client(self.url, api_key)
 
@@ -49,9 +50,11 @@ class ChatServer(ABC):
     def start(self) -> None:
         """Start it and wait until it answers; RuntimeError if it ends by itself."""
 
-    @abstractmethod
     def stop(self) -> None:
-        """End it, if it runs."""
+        """End it with all of its processes, if it runs; the service answers running requests first."""
+        if self._child is not None:
+            self._child.stop(self._grace_s)
+            self._child = None
 
     def ask(
         self,
@@ -78,20 +81,26 @@ class ChatServer(ABC):
             )
         )
 
-    def load(self, prompts: Sequence[Prompt], concurrency: int, pause_s: float = 0.0) -> "Load":
-        """Return a constant load on it, for a `with` block."""
-
-        async def ask(stop: Callable[[], bool], on_answer: Callable[[Answer], None]) -> None:
-            await self._asker.keep_asking(
-                as_chats(prompts),
-                concurrency=concurrency,
-                max_tokens=self._max_tokens,
-                stop=stop,
-                on_answer=on_answer,
-                pause_s=pause_s,
-            )
-
-        return Load(ask)
+    @contextmanager
+    def load(self, prompts: Sequence[Prompt], concurrency: int, pause_s: float = 0.0) -> Iterator[list[Answer]]:
+        """Let clients in a thread ask while the block runs; yields what has ended so far, in that order."""
+        answers: list[Answer] = []
+        stop = threading.Event()
+        asking = self._asker.keep_asking(
+            as_chats(prompts),
+            concurrency=concurrency,
+            max_tokens=self._max_tokens,
+            stop=stop.is_set,
+            on_answer=answers.append,
+            pause_s=pause_s,
+        )
+        thread = threading.Thread(target=asyncio.run, args=(asking,), name="load")
+        thread.start()
+        try:
+            yield answers
+        finally:
+            stop.set()
+            thread.join()
 
 
 class Endpoint(ChatServer):
@@ -99,7 +108,8 @@ class Endpoint(ChatServer):
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         """Say what is to run."""
-        super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens)
+        grace_s = recipe.serve.drain_s + END_TIMEOUT_S
+        super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens, grace_s)
         serve = recipe.serve.model_copy(update={"port": self.port})
         self._recipe, self._settings = recipe.model_copy(update={"serve": serve}), settings
         self._key_name = ""
@@ -112,12 +122,6 @@ class Endpoint(ChatServer):
         """Start the service and wait until it answers; RuntimeError if it ends by itself."""
         config = configure_service.fn(self._recipe)
         self._child, _ = start_service(config, self._settings)
-
-    def stop(self) -> None:
-        """End the service; running requests get their answers first."""
-        if self._child is not None:
-            self._child.stop(self._recipe.serve.drain_s + END_TIMEOUT_S)
-            self._child = None
 
     def status(self) -> ServiceStatus:
         """Return what the service says of itself."""
@@ -134,6 +138,11 @@ class Endpoint(ChatServer):
         """Switch speculation."""
         self._client.speculate(on)
 
+    def speculate_afresh(self, on: bool) -> None:
+        """Switch speculation with nothing in the prefix cache, which is emptied when it is switched on."""
+        for state in (False, True, on):
+            self._client.speculate(state)
+
     def wait_for_draft(self, number: int) -> None:
         """Wait until the service drafts with a version that has passed its probation; see `Client.wait_for_draft`."""
         self._client.wait_for_draft(number, ServiceStatus.has_proven)
@@ -142,29 +151,6 @@ class Endpoint(ChatServer):
         if self._key_name:
             revoke_key(keys_path(self._settings), self._key_name)
             self._key_name = ""
-
-
-class Load:
-    """Clients in a thread of their own that ask from the block's start to its end.
-
-    Attributes:
-        answers: what has ended so far, in that order.
-    """
-
-    def __init__(self, ask: Callable[[Callable[[], bool], Callable[[Answer], None]], Any]) -> None:
-        self.answers: list[Answer] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(ask(self._stop.is_set, self.answers.append)), name="load"
-        )
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:

@@ -4,30 +4,26 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
-from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
 
 from infra.artifacts import Artifact, publish
 from infra.lines import ancestors
-from infra.registry import Registry, open_registry
+from infra.registry import open_registry
 from infra.secret import NAME, home_secret
 from infra.settings import Settings
 from infra.versions import Kind, Pair
+from models.types import Frozen
 from tasks.promote import MADE_BY
 
 COPIED = "copied.json"
 
 
-class Served(BaseModel):
+class Served(Frozen):
     """What a home's registry holds, numbered from 1.
 
     Attributes:
         originals: the numbers that the drafts have in the registry they were copied from, oldest first; the first was
             trained from nothing, the last is the champion.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     originals: tuple[int, ...]
 
@@ -110,9 +106,3 @@ def copy_log(source: Settings, home: Settings) -> None:
     with closing(sqlite3.connect(source.querylog)) as rows, closing(sqlite3.connect(temporary)) as copy:
         rows.backup(copy)
     temporary.replace(home.querylog)
-
-
-def register_again(registry: Registry, number: int, cache: Path) -> int:
-    """Register a draft's files once more and return the new number: something to swap to where no other draft is."""
-    version = registry.get("draft", number)
-    return registry.register("draft", registry.download(version, cache), version.lineage.to_tags()).number

@@ -6,7 +6,7 @@ ones, and ones that are drawn at temperature 1. The seed draws the documents, th
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +20,14 @@ from models import catalog
 from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_named
 from models.drafts import Draft
-from models.evaluation.likeness import answers
 from models.evaluation.paired import Score
 from models.evaluation.scoring import score
 from models.evaluation.spread import Mean
 from models.learning import distill
+from models.learning.answering import NO_STOPS, Ask, go_on
 from models.learning.hidden import Sample
-from tasks.measure.comparisons import Bench, draw
+from tasks.measure import sweep
+from tasks.measure.comparisons import Bench, Row, draw
 
 COLUMNS = {
     "tau": "τ on greedy answers, tokens a step ↑",
@@ -40,15 +41,15 @@ LEARNING_RATE = 1.5e-3  # where sweeps begin
 HEAD = {"name": "eagle3"}
 
 
-def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> tuple[Draft, dict[str, float]]:
-    """Train a new draft as `train` does, and return it with `COLUMNS` on answers to other documents."""
-    taught, train_s = train(bench, draft, training, seed)
-    return taught, {**accepted(bench, taught, seed), "train_s": train_s}
+def teach(bench: Bench, row: Row, seed: int) -> tuple[Draft, dict[str, float]]:
+    """Train a row's draft as `train` does, and return it with `COLUMNS` on answers to other documents, and its rate."""
+    taught, train_s = train(bench, row.settings, seed)
+    return taught, {**accepted(bench, taught, seed), "train_s": train_s, "rate": sweep.rate_of(row)}
 
 
-def refused(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> float:
-    """Train a new draft as `train` does, and return what a sweep makes least: minus the mean of both τ."""
-    found = accepted(bench, train(bench, draft, training, seed)[0], seed)
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Train a row's draft as `train` does, and return what a sweep makes least: minus the mean of both τ."""
+    found = accepted(bench, train(bench, row.settings, seed)[0], seed)
     return -(found["tau"] + found["tau_sampled"]) / 2
 
 
@@ -76,26 +77,33 @@ def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: floa
     with TemporaryDirectory(prefix="redraft-lesson-") as folder:
         text = {"text": [list(one) for one in documents]}
         bench = Bench(target_dir, text, {}, budget, Path(folder), device=device)
-        return train(bench, HEAD, TRAINING, seed)[0]
+        return train(bench, {"draft": HEAD, **TRAINING}, seed)[0]
 
 
-def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> tuple[Draft, float]:
+def train(bench: Bench, settings: Mapping[str, Any], seed: int) -> tuple[Draft, float]:
     """Train a new draft on answers of the target, and return it with the seconds that took.
 
-    A budget of 1 is 96 answers of 48 tokens. A family with a vocabulary of its own gets as large a one as the target
-    has, and at most 4,096 tokens.
+    Settings are its table, `draft`, and beside that keys of [distill]. A budget of 1 is 96 answers of 48 tokens. A
+    family with a vocabulary of its own gets as large a one as the target has, and at most 4,096 tokens.
     """
+    draft, training = settings["draft"], {name: value for name, value in settings.items() if name != "draft"}
     learnt = answered(bench, num_answers(bench), seed)
     vocab_size = json.loads((bench.target_dir / "config.json").read_text())["vocab_size"]
     family = family_named(draft["name"])
     counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
     own = {"vocab_size": min(MOST_TOKENS, vocab_size)} if "vocab_size" in family.Params.model_fields else {}
     model = family.create(catalog.parse("drafts", {**own, **draft}), bench.target_dir, counts)
-    params = distill.Params.model_validate(training)
-    started = time.perf_counter()
+    return model, learn(bench, model, learnt, training, seed)[1]
+
+
+def learn(
+    bench: Bench, draft: Draft, samples: Sequence[Sample], training: dict[str, Any], seed: int
+) -> tuple[distill.Report, float]:
+    """Let a draft learn in place from answers, by keys of [distill], and return the report and the seconds it took."""
+    params, started = distill.Params.model_validate(training), time.perf_counter()
     work_dir, device = bench.work_dir / "train", bench.device
-    distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, work_dir, seed, device=device)
-    return model, time.perf_counter() - started
+    report = distill.train(draft, bench.target_dir, samples, params, NUM_DRAFT_TOKENS, work_dir, seed, device=device)
+    return report, time.perf_counter() - started
 
 
 def answered(bench: Bench, number: int, seed: int) -> list[Sample]:
@@ -124,8 +132,9 @@ def _load(bench: Bench) -> PreTrainedModel:
 def _samples(
     name: str, target: PreTrainedModel, prompts: Sequence[list[int]], rng: torch.Generator | None
 ) -> list[Sample]:
-    said = answers(target, torch.tensor(prompts, device=target.device), ANSWER_LENGTH, rng)
     temperature = 0.0 if rng is None else 1.0
+    asks = [Ask(prompt, ANSWER_LENGTH, temperature) for prompt in prompts]
+    said = go_on(target, asks, NO_STOPS, rng or torch.Generator(target.device))
     return [
         Sample(f"{name}-{place:04d}", "text", prompt, answer, temperature)
         for place, (prompt, answer) in enumerate(zip(prompts, said, strict=True))

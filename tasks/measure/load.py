@@ -67,7 +67,7 @@ class _Load(NamedTuple):
                         if isinstance(endpoint, Stock):
                             endpoint.forget()
                         else:
-                            _switch(endpoint, on)
+                            endpoint.speculate_afresh(on)
                             endpoint.ask_as_another()
                         answers = endpoint.ask(
                             prompts[:size],
@@ -93,14 +93,18 @@ def measure(
     if unknown := [name for name in drafts if name not in DRAFTS]:
         raise ValueError(f'there is no draft "{unknown[0]}"{did_you_mean(unknown[0], DRAFTS)}')
     served = run.served()
-    ways = _stock_ways(run, served) if baselines else {}
+    ways: dict[str, Mapping[str, Any] | None] = {}
+    if baselines:
+        own = speculations(run.recipe.num_draft_tokens, served, run.settings)
+        most = getattr(run.recipe.engine, "max_num_seqs", 1)
+        ways = {PLAIN: None, **own, BY_BATCH_SIZE: by_batch_size(own[SERVED_DRAFT], most)}
     if unknown := [name for name in baselines if name not in ways]:
         raise ValueError(f'there is no baseline "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
     run.prompts("held_out", num_prompts)
-    most = max(num_prompts, 2 * max(streams))
-    prompts = {domain: found[:most] for domain, found in _by_domain(run, "held_out").items()}
+    most_asked = max(num_prompts, 2 * max(streams))
+    prompts = {domain: found[:most_asked] for domain, found in _by_domain(run, "held_out").items()}
     load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
     cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *baselines))}
     _ask_service(load, served, streams, {name: cells[name] for name in drafts})
@@ -122,13 +126,6 @@ def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
     for prompt in run.prompts(part):
         found[prompt.domain].append(prompt)
     return found
-
-
-def _stock_ways(run: Run, served: Served) -> dict[str, Mapping[str, Any] | None]:
-    """Return vLLM's `speculative_config` by baseline, None for no draft."""
-    num_draft_tokens, most = run.recipe.num_draft_tokens, getattr(run.recipe.engine, "max_num_seqs", 1)
-    ways = speculations(num_draft_tokens, served, run.settings)
-    return {PLAIN: None, **ways, BY_BATCH_SIZE: by_batch_size(ways[SERVED_DRAFT], most)}
 
 
 def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
@@ -155,14 +152,6 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
         asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
         run.cells.keep("reference", lambda: record_reference(run, endpoint, asked))
     registry.promote("draft", served.champion)
-
-
-def _switch(endpoint: Endpoint, on: bool) -> None:
-    """Switch speculation with nothing in the prefix cache, which is forgotten when it is switched on."""
-    endpoint.speculate(False)
-    endpoint.speculate(True)
-    if not on:
-        endpoint.speculate(False)
 
 
 class _Way:

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
 from infra.environment import environment_of
 from infra.machine import describe_machine, git_commit
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
-from infra.views.results import out
+from infra.views.results import counting
 from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
@@ -111,8 +111,7 @@ class Run:
     @contextmanager
     def bar(self, what: str, total: int) -> "Iterator[Bar]":
         """Show how far a cell is."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=out) as progress:
+        with counting() as progress:
             yield Bar(progress, progress.add_task(what, total=total))
 
 

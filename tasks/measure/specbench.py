@@ -204,7 +204,7 @@ def make_report(
     if left_out := num_rows - num_told:
         notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
     speeds = {
-        f"{task}{_at(at)}": {way: _bar(of[way]) for way in ways if of[way]["speedup"]}
+        f"{task}{_at(at)}": {way: of[way]["speedup"]["prompts"] for way in ways if of[way]["speedup"]}
         for at, tasks in found.items()
         for task, of in tasks.items()
     }
@@ -260,11 +260,6 @@ def _decoding(rows: Iterable[Row]) -> dict[str, Decoded]:
     """Return what the tokens after the first took, by prompt."""
     timed = {row["prompt_id"]: Decoded(len(row["token_ids"]) - 1, row["decode_s"]) for row in rows}
     return {prompt: one for prompt, one in timed.items() if one.seconds > 0}
-
-
-def _bar(found: Row) -> tuple[float, float, float]:
-    prompts = found["speedup"]["prompts"]
-    return prompts["median"], prompts["p10"], prompts["p90"]
 
 
 def _speeds(tasks: Mapping[str, Mapping[str, Row]], ways: Iterable[str], at: float) -> Iterator[Grid]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.baselines import SUFFIX_PACKAGE, suffix_version
-from infra.registry import Registry, open_registry
+from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
@@ -58,21 +58,12 @@ class Stage(NamedTuple):
     prompts: Sequence[Prompt]
     bar: Bar
 
-    def stock(self, speculation: Mapping[str, Any] | None = None) -> Stock:
-        """Return vLLM's own endpoint for the served target."""
-        return Stock(self.run.recipe, self.run.settings, open_champions.fn().target_files.path, speculation)
-
     def ask(self, endpoint: ChatServer, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
         """Ask prompts one after the other and return the answers as rows of a side."""
         rows: list[Row] = []
         for prompt in prompts:  # a connection each, so that no side has older ones
             rows += dump(endpoint.ask([prompt], gaps=gaps, on_answer=self.bar.advance))
         return [{"side": side, **row} for row in rows]
-
-    @property
-    def registry(self) -> Registry:
-        """The benchmark's own."""
-        return open_registry(self.run.settings)
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
@@ -88,7 +79,15 @@ def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str
     prompts = run.prompts("held_out", num_prompts)
     num_rounds = min(num_rounds, num_prompts)
     rows: list[Row] = []
-    hosts = _chosen(_hosts(run, served), baselines)
+    ways = speculations(run.recipe.num_draft_tokens, served, run.settings)
+    hosts = {
+        OURS: _Host(_pair, 3 if served.champion > 1 else 2),
+        PLAIN: _Host(partial(_stock, PLAIN, None), 2),
+        **{side: _Host(partial(_stock, side, way), 1) for side, way in ways.items()},
+        "offline": _Host(_offline, 4),
+        **({} if why_not(run.recipe) else {LLAMACPP: _Host(_llamacpp, len(SIDES))}),
+    }
+    hosts = _chosen(hosts, baselines)
     for number in range(num_rounds):
         share = prompts[number::num_rounds]
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
@@ -103,18 +102,6 @@ class _Host(NamedTuple):
 
     ask: Callable[[Stage], list[Row]]
     num_sides: int
-
-
-def _hosts(run: Run, served: Served) -> dict[str, _Host]:
-    """Return what is started in each round, in that order."""
-    ways = speculations(run.recipe.num_draft_tokens, served, run.settings)
-    return {
-        OURS: _Host(_pair, 3 if served.champion > 1 else 2),
-        PLAIN: _Host(_stock, 2),
-        **{side: _Host(partial(_drafting_stock, side, way), 1) for side, way in ways.items()},
-        "offline": _Host(_offline, 4),
-        **({} if why_not(run.recipe) else {LLAMACPP: _Host(_llamacpp, len(SIDES))}),
-    }
 
 
 def _chosen(hosts: dict[str, _Host], baselines: Sequence[str]) -> dict[str, _Host]:
@@ -136,39 +123,33 @@ def _pair(stage: Stage) -> list[Row]:
 
     Before each answer speculation is switched on anew, which empties the prefix cache: a prompt is read alike by both.
     """
-    stage.registry.promote("draft", stage.served.champion)
+    registry = open_registry(stage.run.settings)
+    registry.promote("draft", stage.served.champion)
     rows: list[Row] = []
     with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
         endpoint.wait_for_draft(stage.served.champion)
         endpoint.ask(stage.run.warming(NUM_WARM))
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
-                for on in (False, True, side == PAIR):
-                    endpoint.speculate(on)
+                endpoint.speculate_afresh(side == PAIR)
                 rows += stage.ask(endpoint, side, [prompt])
         endpoint.speculate(True)
         if stage.served.champion > 1:
-            stage.registry.promote("draft", 1)
+            registry.promote("draft", 1)
             endpoint.wait_for_draft(1)
             endpoint.ask_as_another()  # else the answers of before would be looked up
             rows += stage.ask(endpoint, FIRST, stage.prompts)
-    stage.registry.promote("draft", stage.served.champion)
+    registry.promote("draft", stage.served.champion)
     return rows
 
 
-def _stock(stage: Stage) -> list[Row]:
-    """Ask vLLM without a draft; the outputs that all others are held to are recorded here."""
-    with stage.stock() as endpoint:
-        endpoint.ask(stage.run.warming())
-        rows = stage.ask(endpoint, PLAIN, stage.prompts)
-        return rows + stage.ask(endpoint, REFERENCE, stage.prompts, gaps=True)
-
-
-def _drafting_stock(side: str, speculation: Mapping[str, Any], stage: Stage) -> list[Row]:
-    """Ask vLLM that drafts by itself."""
-    with stage.stock(speculation) as endpoint:
-        endpoint.ask(stage.run.warming())
-        return stage.ask(endpoint, side, stage.prompts)
+def _stock(side: str, speculation: Mapping[str, Any] | None, stage: Stage) -> list[Row]:
+    """Ask vLLM by itself; without a draft, the outputs that all others are held to are recorded too."""
+    run, target_dir = stage.run, open_champions.fn().target_files.path
+    with Stock(run.recipe, run.settings, target_dir, speculation) as endpoint:
+        endpoint.ask(run.warming())
+        rows = stage.ask(endpoint, side, stage.prompts)
+        return rows if speculation else rows + stage.ask(endpoint, REFERENCE, stage.prompts, gaps=True)
 
 
 def _offline(stage: Stage) -> list[Row]:
@@ -230,7 +211,11 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         notes.append(f"{LLAMACPP} was left out: {missing}.")
     if served.champion == 1:
         notes.append("The served draft is the first one, so there is no static draft to compare with.")
-    picture = draw_speeds(_speeds(figures), "tokens/s, one stream", run.folder / "speed.png")
+    speeds = {
+        domain: {side: one["tokens_per_s"] for side, one in sides.items() if one["tokens_per_s"]}
+        for domain, sides in figures.items()
+    }
+    picture = draw_speeds(speeds, "tokens/s, one stream", run.folder / "speed.png")
     return Report(
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
@@ -266,7 +251,12 @@ class _Side:
         self.rows = [row for row in rows if verdicts[row["prompt_id"]] != "different"]
         found = {row["prompt_id"]: _decoded(row) for row in self.rows}
         self.decoded: dict[str, Decoded] = {prompt: one for prompt, one in found.items() if one is not None}
-        self.requests = {row["prompt_id"]: Decoded(row["num_tokens"], _last_s(row)) for row in self.rows}
+        self.requests = {
+            row["prompt_id"]: Decoded(
+                row["num_tokens"], row["arrival_ms"][-1] / 1000 if row["arrival_ms"] else row["seconds"]
+            )
+            for row in self.rows
+        }  # from sending to the last token
 
     def speeds(self) -> list[float]:
         """Tokens/s, prompt by prompt."""
@@ -300,26 +290,12 @@ class _Side:
         }
 
 
-def _speeds(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """Return domain to side to median, p10 and p90 of the tokens/s."""
-    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
-    for domain, sides in figures.items():
-        found = {side: one["tokens_per_s"] for side, one in sides.items() if one["tokens_per_s"]}
-        speeds[domain] = {side: (one["median"], one["p10"], one["p90"]) for side, one in found.items()}
-    return speeds
-
-
 def _decoded(row: Row) -> Decoded | None:
     """Return what decoding took, from the arrivals or, where a baseline tells only the ends, from those."""
     if row["arrival_ms"]:
         return decoded(row["arrival_ms"])
     seconds = row["seconds"] - row["first_token_ms"] / 1000
     return Decoded(row["num_tokens"] - 1, seconds) if row["num_tokens"] > 1 and seconds > 0 else None
-
-
-def _last_s(row: Row) -> float:
-    """Return the seconds from sending to the last token."""
-    return float(row["arrival_ms"][-1] / 1000 if row["arrival_ms"] else row["seconds"])
 
 
 def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:

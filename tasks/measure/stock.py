@@ -16,7 +16,6 @@ from infra.baselines import SUFFIX_TREES, suffix_version
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
-from infra.service_process import END_TIMEOUT_S
 from infra.serving import SERVED_NAME
 from infra.settings import Settings
 from models.drafting.draft_families import family_of
@@ -101,12 +100,6 @@ class Stock(ChatServer):
             return bool(answer.raise_for_status().json()["success"])
 
         wait_until(emptied, FORGET_TIMEOUT_S, self._child, "an empty prefix cache of vLLM's own endpoint")
-
-    def stop(self) -> None:
-        """End it with all of its processes."""
-        if self._child is not None:
-            self._child.stop(END_TIMEOUT_S)
-            self._child = None
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -9,9 +9,11 @@ costs, the golden prompts that are answered beside the traffic, is shown apart.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from infra.client import Answer
 from infra.registry import Registry, open_registry
 from infra.status import ServiceStatus
 from infra.views.figures import draw_latency
@@ -26,8 +28,7 @@ from models.evaluation.latency import (
 )
 from models.evaluation.latency import spread as spread_of
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
-from tasks.measure.endpoint import Endpoint, Load, dump, forgetful
-from tasks.measure.home import register_again
+from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.run import Run
 
 QUESTION = "what does a swap cost?"
@@ -39,6 +40,7 @@ QUIET_S = 2 * NEAR_S + 1.5
 SWAP_TIMEOUT_S = 180.0
 
 Row = dict[str, Any]
+Load = Callable[[], AbstractContextManager[list[Answer]]]
 
 
 def measure(run: Run, num_prompts: int, num_swaps: int, per_cell: int, concurrency: int) -> Report:
@@ -71,19 +73,22 @@ def measure(run: Run, num_prompts: int, num_swaps: int, per_cell: int, concurren
 
 def _same_twice(run: Run, registry: Registry) -> tuple[int, int]:
     """Return two versions with one draft's files; the second is made if no run before this one made it."""
-    newest = registry.versions("draft")[0].number
-    return 1, newest if newest > 1 else register_again(registry, 1, run.settings.cache)
+    newest = registry.versions("draft")[0]
+    if newest.number > 1:
+        return 1, newest.number
+    files = registry.download(newest, run.settings.cache)
+    return 1, registry.register("draft", files, newest.lineage.to_tags()).number
 
 
-def _swaps(run: Run, endpoint: Endpoint, load: Callable[[], Load], versions: tuple[int, int], num_swaps: int) -> Row:
+def _swaps(run: Run, endpoint: Endpoint, load: Load, versions: tuple[int, int], num_swaps: int) -> Row:
     """Return the swaps with their times, on the monotonic clock, and all answers."""
     swaps, registry = [], open_registry(run.settings)
-    with run.bar("swaps under load", num_swaps) as bar, load() as running:
+    with run.bar("swaps under load", num_swaps) as bar, load() as answers:
         _watch(endpoint, SETTLE_S)
         for _ in range(num_swaps):
             swaps.append(_swap(endpoint, registry, versions))
             bar.advance()
-    return {"swaps": swaps, "answers": dump(running.answers)}
+    return {"swaps": swaps, "answers": dump(answers)}
 
 
 def _swap(endpoint: Endpoint, registry: Registry, versions: tuple[int, int]) -> dict[str, float]:
@@ -115,23 +120,23 @@ def _watch(endpoint: Endpoint, seconds: float) -> tuple[ServiceStatus, float]:
         time.sleep(POLL_S)
 
 
-def _restart(run: Run, endpoint: Endpoint, load: Callable[[], Load]) -> Row:
+def _restart(run: Run, endpoint: Endpoint, load: Load) -> Row:
     """Stop the service and start it again while clients go on asking."""
     with run.bar("restart under load", 1) as bar:
-        with load() as running:
+        with load() as answers:
             time.sleep(SETTLE_S)
             started_s = time.monotonic()
             endpoint.stop()
             endpoint.start()
-            _wait_for_answers(running, since_s=time.monotonic())
+            _wait_for_answers(answers, since_s=time.monotonic())
             ended_s = time.monotonic()
         bar.advance()
-    return {"started_s": started_s, "ended_s": ended_s, "answers": dump(running.answers)}
+    return {"started_s": started_s, "ended_s": ended_s, "answers": dump(answers)}
 
 
-def _wait_for_answers(load: Load, since_s: float) -> None:
+def _wait_for_answers(answers: Sequence[Answer], since_s: float) -> None:
     until_s = since_s + SWAP_TIMEOUT_S
-    while not any(answer.status == "ok" and answer.sent_s > since_s for answer in list(load.answers)):
+    while not any(answer.status == "ok" and answer.sent_s > since_s for answer in list(answers)):
         if time.monotonic() > until_s:
             raise RuntimeError(f"nothing was answered for {SWAP_TIMEOUT_S:g} s after a restart")
         time.sleep(POLL_S)
@@ -147,13 +152,14 @@ def windows(swap: Mapping[str, float]) -> dict[str, Span]:
 def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[Row], same_files: bool) -> Report:
     answers = [row for cell in cells for row in cell["answers"]]
     groups: dict[str, list[list[float]]] = {"near a swap": [], "without": [], "probation": []}
-    points: dict[str, list[tuple[float, float]]] = {"": []}
+    points: list[tuple[float, float]] = []
     for cell in cells:
         spans = [span for row in cell["answers"] for span in inter_token_spans(row["sent_s"], row["arrival_ms"])]
         for swap in cell["swaps"]:
             for kind, window in windows(swap).items():
                 groups[kind].append(touching(spans, window))
-            points[""] += _around(spans, swap["seen_s"])
+            after = [(end - swap["seen_s"], 1000 * (end - start)) for start, end in spans]
+            points += [(seconds, ms) for seconds, ms in after if abs(seconds) <= NEAR_S + QUIET_S]
     swaps = [swap for cell in cells for swap in cell["swaps"]]
     p99 = compare_percentiles(groups["near a swap"], groups["without"], 99, run.recipe.seed)
     pooled = {kind: [ms for group in of_kind for ms in group] for kind, of_kind in groups.items()}
@@ -204,14 +210,8 @@ def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[R
         grids=[Grid("under constant load", columns, rows), costs],
         notes=notes,
         failures=differing(verdicts),
-        picture=draw_latency({"all clients": points[""]}, "seconds from a swap", run.folder / "swap.png"),
+        picture=draw_latency({"all clients": points}, "seconds from a swap", run.folder / "swap.png"),
     )
-
-
-def _around(spans: Sequence[Span], moment_s: float) -> list[tuple[float, float]]:
-    """Return (seconds from the moment, milliseconds) of the spans that end within some seconds of it."""
-    reach = NEAR_S + QUIET_S
-    return [(end - moment_s, 1000 * (end - start)) for start, end in spans if abs(end - moment_s) <= reach]
 
 
 def _figures(values: Sequence[float]) -> dict[str, float]:

@@ -108,7 +108,7 @@ def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
 
     A row that says `against` which other one it is measured gets that one's rate too, as `against_rate`.
     """
-    if not sweeps(comparison, row):
+    if not hasattr(comparison, "tune") or row.settings.get("learning_rate") is None:
         return row
     found = at_rate(row, _rate(comparison, bench, row, cells))
     if (against := row.settings.get("against")) is not None:
@@ -120,11 +120,6 @@ def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
 def seconds(row: Row, cells: Cells) -> float:
     """Return what the sweep of a row took, 0 where it has none."""
     return float(cells.read(_cell(row))["seconds"]) if cells.has(_cell(row)) else 0.0
-
-
-def sweeps(comparison: ModuleType, row: Row) -> bool:
-    """Whether a row's learning rate is looked for."""
-    return hasattr(comparison, "tune") and row.settings.get("learning_rate") is not None
 
 
 def at_rate(row: Row, rate: float) -> Row:

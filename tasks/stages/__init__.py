@@ -86,11 +86,12 @@ def _made(final: Path, kind: str) -> Artifact | None:
 
 def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: Sequence[object]) -> str:
     """Return the first 16 hexadecimal digits of the hash of all that a stage's result depends on."""
+    modules = (one.__name__ if isinstance(one, ModuleType) else one.__module__ for one in code)
     parts = {
         "stage": stage,
         "params": params,
         "inputs": {role: artifact.sha256 for role, artifact in inputs.items()},
-        "code": code_version(*map(_module_of, code), *methods_in(params)),
+        "code": code_version(*modules, *methods_in(params)),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
@@ -146,10 +147,6 @@ def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, 
             if imported.startswith(tuple(f"{room}." for room in rooms)) and imported not in SCHEMAS
         ]
     return hashes
-
-
-def _module_of(code: object) -> str:
-    return code.__name__ if isinstance(code, ModuleType) else code.__module__
 
 
 def methods_in(params: object) -> list[str]:

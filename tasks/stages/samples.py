@@ -84,18 +84,14 @@ def usable(
         else:
             seen.add(content)
             sample = Sample(row.id, row.domain, row.prompt_ids, row.completion_ids, float(temperature))
-            kept.append((row.key, sample._replace(rejected=_rejected(row, len(row.completion_ids)))))
+            if row.drafted_ids is not None and row.accepted is not None:  # else nobody knows what was drafted
+                drafted, length = list(map(len, row.drafted_ids)), len(row.completion_ids)
+                sample = sample._replace(rejected=rejected_places(drafted, row.accepted, row.matches or [], length))
+            kept.append((row.key, sample))
     samples = _within_share(kept, max_share_per_key, min_rows)
     if above := len(kept) - len(samples):
         left_out["above one key's share"] = above
     return samples, left_out
-
-
-def _rejected(row: QueryRow, length: int) -> list[int] | None:
-    """Return where a draft's token was rejected; None where it is not known what was drafted."""
-    if row.drafted_ids is None or row.accepted is None:
-        return None
-    return rejected_places([len(step) for step in row.drafted_ids], row.accepted, row.matches or [], length)
 
 
 def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float, min_rows: int) -> list[Sample]:

@@ -92,7 +92,7 @@ def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], given: argpa
     """Measure one refresh, which works in the folder `home`."""
     training = _training_home(run, home)
     with run.bar("load without, with and without a refresh", 3) as bar:
-        with endpoint.load(prompts, given.concurrency, given.pause_s) as load:
+        with endpoint.load(prompts, given.concurrency, given.pause_s) as answers:
             before = _wait(given.quiet_s)
             bar.advance()
             span, outcome = _refresh(run, training, given.most_s)
@@ -105,7 +105,7 @@ def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], given: argpa
         "windows": {QUIET: [before, after], TRAINING: [span]},
         "outcome": outcome,
         "trainer": trained[0] if trained else None,
-        "answers": dump(load.answers),
+        "answers": dump(answers),
     }
 
 

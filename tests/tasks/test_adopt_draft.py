@@ -14,7 +14,7 @@ from models.checkpoints.loading import load_model
 from models.drafting.draft_families import open_draft
 from models.drafts import eagle3, lm
 from models.drafts.eagle3.layouts import TAPS
-from models.evaluation.likeness import answers
+from models.learning.answering import NO_STOPS, Ask, go_on
 from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import random
@@ -45,7 +45,8 @@ def test_a_nested_draft_is_taken_by_itself_and_remembered(home: Path, tmp_path: 
 def answers_of(target: Path, folder: Path) -> Artifact:
     """Return what a target says greedily to seeded prompts, as samples that were held out."""
     prompts = torch.randint(3, 259, (24, 8), generator=torch.Generator().manual_seed(0))
-    said = answers(load_model(target, torch.float32, "cpu"), prompts, 24)
+    model, asks = load_model(target, torch.float32, "cpu"), [Ask(prompt, 24) for prompt in prompts.tolist()]
+    said = go_on(model, asks, NO_STOPS, torch.Generator())
     samples = [Sample(f"s{n}", "chat", prompts[n].tolist(), answer) for n, answer in enumerate(said)]
     return samples_files(folder, [], held_out=samples)
 

@@ -14,7 +14,7 @@ from models.learning import training
 from models.params import TrainingParams
 from models.recipe import Recipe, load_recipe
 from models.targets import describe
-from tasks.change_model import finetune_model, pretrain_model, prune_model
+from tasks.change_model import change_model
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import prepare_text, read_documents, tokenise
 from tasks.stages.change_target import held_out_losses
@@ -39,7 +39,7 @@ def start(recipe: Recipe) -> tuple[Artifact, Artifact]:
 
 
 def pretrained(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
-    return pretrain_model.fn(recipe.pretrain, recipe.seed, target, text)
+    return change_model.fn("pretrain", recipe.pretrain, recipe.seed, target, text)
 
 
 def held_out(target: Artifact, text: Artifact) -> float:
@@ -91,7 +91,9 @@ def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(home
     for second in ({}, {"second": {"domain": "chat", "weight": 0.0}}, {"second": {"domain": "chat"}}):
         table = {"method": {"name": "lora"}, "domain": "code", "max_length": 64, **second}
         recipe = recipe_of(text={"code": size, "chat": size}, finetune=table)
-        made.append(load_model(finetune_model.fn(recipe.finetune, recipe.seed, *start(recipe)).path).state_dict())
+        made.append(
+            load_model(change_model.fn("finetune", recipe.finetune, recipe.seed, *start(recipe)).path).state_dict()
+        )
     plain, without, heard = made
     assert all(torch.equal(tensor, without[name]) for name, tensor in plain.items())
     assert any(not torch.equal(tensor, heard[name]) for name, tensor in plain.items())
@@ -101,8 +103,8 @@ def test_too_short_a_calibration_is_told_with_what_would_do(home: Path, caplog: 
     recipe = load_recipe("full-chain-tiny")
     target, text = start(recipe)
     with caplog.at_level(logging.WARNING, "redraft"):
-        prune_model.fn(recipe.prune, recipe.seed, target, text)
+        change_model.fn("prune", recipe.prune, recipe.seed, target, text)
         assert "1024 are 4 times the widest layer's inputs" in caplog.text
         caplog.clear()
-        prune_model.fn(recipe.prune.model_copy(update={"num_documents": 60}), recipe.seed, target, text)
+        change_model.fn("prune", recipe.prune.model_copy(update={"num_documents": 60}), recipe.seed, target, text)
         assert "widest layer" not in caplog.text

@@ -66,9 +66,17 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": _num_bytes(model) / _MIB}
     else:
         costs = _learn(bench, row, model, seed)
-    documents = [document[:LENGTH] for document in bench.held_out[min(bench.train)][:NUM_HELD_OUT]]
-    like = likeness.measure_likeness(bench, model, documents)
-    return {**_losses(bench, model), **like, **costs, "rate": sweep.rate_of(row)}
+    new = min(bench.train)
+    documents = [document[:LENGTH] for document in bench.held_out[new][:NUM_HELD_OUT]]
+    of_others = (bench.held_out[domain][:NUM_HELD_OUT] for domain in sorted(bench.held_out) if domain != new)
+    others = [document for of_domain in of_others for document in of_domain][:NUM_HELD_OUT]
+    return {
+        "loss": _loss(model, documents),
+        "other_loss": _loss(model, others) if others else math.nan,
+        **likeness.measure_likeness(bench, model, documents),
+        **costs,
+        "rate": sweep.rate_of(row),
+    }
 
 
 def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
@@ -102,20 +110,6 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         # A gradient and AdamW's two moments in float32 for each trained parameter.
         "state_mib": (_num_bytes(model) + 12 * num_trained) / _MIB,
         "train_s": trained.seconds,
-    }
-
-
-def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
-    new = min(bench.train)
-    others = [
-        document
-        for domain in sorted(bench.held_out)
-        if domain != new
-        for document in bench.held_out[domain][:NUM_HELD_OUT]
-    ]
-    return {
-        "loss": _loss(model, bench.held_out[new][:NUM_HELD_OUT]),
-        "other_loss": _loss(model, others[:NUM_HELD_OUT]) if others else math.nan,
     }
 
 

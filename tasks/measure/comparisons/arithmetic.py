@@ -143,8 +143,9 @@ def _texts(bench: Bench, seed: int) -> Texts:
     ]
     chosen = up_to(shuffled(pieces, torch.Generator().manual_seed(seed)), NUM_TOKENS * bench.budget)
     held_out = chain.from_iterable(first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH).values())
-    return Texts(*(tuple(_renumbered(one, known) for one in documents) for documents in (chosen, held_out)))
-
-
-def _renumbered(document: list[int], known: dict[int, int]) -> tuple[int, ...]:
-    return tuple(known.get(token, VOCABULARY - 1) for token in document)
+    return Texts(
+        *(
+            tuple(tuple(known.get(token, VOCABULARY - 1) for token in document) for document in documents)
+            for documents in (chosen, held_out)
+        )
+    )

@@ -6,8 +6,6 @@ Chains of K tokens are scored; trees and speed, to which families come in differ
 specbench`, which takes their directories.
 """
 
-from typing import Any
-
 from models import catalog
 from models.drafting.draft_families import family_named
 from tasks.measure import lesson, sweep
@@ -21,21 +19,15 @@ COLUMNS = {**lesson.COLUMNS, **sweep.COLUMNS, "parameters_m": "trained parameter
 def rows(budget: float) -> list[Row]:
     """Return every family that is trained; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens."""
     trained = [name for name in catalog.names("drafts") if family_named(name).TRAINED]
-    how = {"training": lesson.TRAINING, "learning_rate": lesson.LEARNING_RATE}
+    how = {**lesson.TRAINING, "learning_rate": lesson.LEARNING_RATE}
     return [Row(name, {"draft": {"name": name}, **how}) for name in trained]
 
 
-def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train one draft; see `tasks.measure.comparisons`."""
-    return lesson.refused(bench, row.settings["draft"], _training(row), seed)
+tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train one draft; see `tasks.measure.comparisons`."""
-    draft, figures = lesson.teach(bench, row.settings["draft"], _training(row), seed)
+    draft, figures = lesson.teach(bench, row, seed)
     trained = sum(one.numel() for one in draft.parameters() if one.requires_grad)
-    return {**figures, "rate": sweep.rate_of(row), "parameters_m": trained / 1e6}
-
-
-def _training(row: Row) -> dict[str, Any]:
-    return {**row.settings["training"], "learning_rate": row.settings["learning_rate"]}
+    return {**figures, "parameters_m": trained / 1e6}

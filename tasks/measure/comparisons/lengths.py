@@ -6,7 +6,7 @@ steps are decoded. A chain is drafted but where a policy chooses the size of a t
 
 from models import catalog
 from tasks.measure import decoding
-from tasks.measure.comparisons import Bench, Row
+from tasks.measure.comparisons import Row
 
 QUESTION = "Which length policy drafts as many tokens as pay?"
 LIMIT, SHORTER = 8, (1, 3)
@@ -27,6 +27,4 @@ def rows(budget: float) -> list[Row]:
     return found
 
 
-def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Decode with one policy; see `tasks.measure.decoding`."""
-    return decoding.measure(bench, row.settings["engine"], seed)
+measure = decoding.measure

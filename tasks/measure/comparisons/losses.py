@@ -14,20 +14,17 @@ from tasks.measure.comparisons import Bench, Row
 QUESTION = "Which loss teaches a draft head most, at equal steps on the same answers?"
 BASELINE = "forward_kl"
 COLUMNS = {**lesson.COLUMNS, **sweep.COLUMNS}
-DRAFT = {"name": "eagle3"}
 
 
 def rows(budget: float) -> list[Row]:
     """Return every loss; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens."""
-    training = {**lesson.TRAINING, "follow": "all", "learning_rate": lesson.LEARNING_RATE}
+    training = {"draft": lesson.HEAD, **lesson.TRAINING, "follow": "all", "learning_rate": lesson.LEARNING_RATE}
     return [Row(name, {"loss": {"name": name}, **training}) for name in catalog.names("losses")]
 
 
-def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train one draft; see `tasks.measure.comparisons`."""
-    return lesson.refused(bench, DRAFT, row.settings, seed)
+tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train one draft; see `tasks.measure.comparisons`."""
-    return {**lesson.teach(bench, DRAFT, row.settings, seed)[1], "rate": sweep.rate_of(row)}
+    return lesson.teach(bench, row, seed)[1]

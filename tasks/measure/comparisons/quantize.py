@@ -181,9 +181,12 @@ def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> tuple[Quanti
     """Make what a row says; returns how many tokens it was calibrated on too."""
 
     def text() -> list[list[int]]:
-        return up_to(_sample(bench.train, 10**6, Random(seed)), settings["num_tokens"])
+        """Draw documents of all domains together, each as likely as any other."""
+        long_enough = [one for domain in sorted(bench.train) for one in bench.train[domain] if len(one) > 1]
+        pool = [document[:MAX_LENGTH] for document in long_enough]
+        return up_to(Random(seed).sample(pool, len(pool)), settings["num_tokens"])
 
-    model = MODELS[settings["model"]](bench, seed)
+    model = _model(settings["model"], bench, seed)
     num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
     calibration = draw(bench.train, num_tokens, MAX_LENGTH, seed) if _reads_text(settings) else []
     loop = TrainingParams(batch_tokens=512, max_length=MAX_LENGTH)
@@ -210,26 +213,11 @@ def _reads_text(settings: dict[str, Any]) -> bool:
     return any(table and catalog.load(family, table["name"]).CALIBRATED for family, table in named)
 
 
-def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:
-    """Draw documents of all domains together, each as likely as any other, cut to MAX_LENGTH tokens."""
-    whole = [document for domain in sorted(documents) for document in documents[domain] if len(document) > 1]
-    pool = [document[:MAX_LENGTH] for document in whole]
-    return rng.sample(pool, min(count, len(pool)))
-
-
-def _target(bench: Bench, seed: int) -> PreTrainedModel:
-    return load_model(bench.target_dir, device=bench.device)
-
-
-def _outliers(bench: Bench, seed: int) -> PreTrainedModel:
-    model = _target(bench, seed)
-    plant(model, torch.Generator().manual_seed(seed))
+def _model(kind: str, bench: Bench, seed: int) -> PreTrainedModel:
+    if kind == "scratch":
+        vocab_size = AutoConfig.from_pretrained(bench.target_dir).vocab_size
+        return evidence.small_llama(vocab_size, 128, 3, (4, 2), seed, bench.device, intermediate_size=384)
+    model = load_model(bench.target_dir, device=bench.device)
+    if kind == "outliers":
+        plant(model, torch.Generator().manual_seed(seed))
     return model
-
-
-def _scratch(bench: Bench, seed: int) -> PreTrainedModel:
-    vocab_size = AutoConfig.from_pretrained(bench.target_dir).vocab_size
-    return evidence.small_llama(vocab_size, 128, 3, (4, 2), seed, bench.device, intermediate_size=384)
-
-
-MODELS = {"target": _target, "outliers": _outliers, "scratch": _scratch}

@@ -6,14 +6,12 @@ were refused, as a query log tells them. From there on rows differ in whose answ
 nothing else; the head that learns no more is a row too. Seconds include what is written on the way.
 """
 
-import time
 from copy import deepcopy
 
 from models import catalog
 from models.drafts import Draft
 from models.evaluation.acceptance import rejected_places
 from models.evaluation.scoring import trace
-from models.learning import distill
 from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
@@ -37,18 +35,16 @@ def rows(budget: float) -> list[Row]:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Let the head learn on; see `tasks.measure.comparisons`."""
-    first, then = (bench._replace(train=_half(bench.train, number)) for number in (0, 1))
+    first, then = (
+        bench._replace(train={domain: of_domain[number::2] for domain, of_domain in bench.train.items()})
+        for number in (0, 1)
+    )
     draft = deepcopy(lesson.head(first, seed))
     num_tokens, train_s = 0, 0.0
     if row.settings["answers"] is not None:
-        samples = served(draft, then, seed)
-        params = distill.Params.model_validate({**lesson.TRAINING, "answers": row.settings["answers"]})
-        started = time.perf_counter()
-        work_dir, device = bench.work_dir / "train", bench.device
-        report = distill.train(
-            draft, bench.target_dir, samples, params, lesson.NUM_DRAFT_TOKENS, work_dir, seed, device=device
-        )
-        num_tokens, train_s = report.num_tokens, time.perf_counter() - started
+        training = {**lesson.TRAINING, "answers": row.settings["answers"]}
+        report, train_s = lesson.learn(bench, draft, served(draft, then, seed), training, seed)
+        num_tokens = report.num_tokens
     return {**lesson.accepted(bench, draft, seed), "train_s": train_s, "tokens_k": num_tokens / 1000}
 
 
@@ -59,7 +55,3 @@ def served(draft: Draft, bench: Bench, seed: int) -> list[Sample]:
     traces = trace(draft, bench.target_dir, samples, lesson.NUM_DRAFT_TOKENS, work_dir, bench.device)
     refused = {one.request_id: rejected_places(one.drafted, one.accepted, [], len(one.token_ids)) for one in traces}
     return [sample._replace(rejected=refused[sample.id]) for sample in samples]
-
-
-def _half(documents: dict[str, list[list[int]]], number: int) -> dict[str, list[list[int]]]:
-    return {domain: of_domain[number::2] for domain, of_domain in documents.items()}

@@ -6,7 +6,7 @@ what it said before they go on.
 
 from models import catalog
 from tasks.measure import decoding
-from tasks.measure.comparisons import Bench, Row
+from tasks.measure.comparisons import Row
 
 QUESTION = "Which tree of drafted tokens has most accepted, and which pays on this machine?"
 BASELINE = "chain, 4 tokens"
@@ -24,6 +24,4 @@ def rows(budget: float) -> list[Row]:
     ]
 
 
-def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Decode with one tree; see `tasks.measure.decoding`."""
-    return decoding.measure(bench, row.settings["engine"], seed)
+measure = decoding.measure

@@ -12,7 +12,8 @@ ANSWERS = [
     {"domain": "chat", "draft_version": str(1 + number // 10), "drafted_per_step": (3,), "accepted_per_step": (2,)}
     for number in range(20)
 ]
-SPEEDS = {"chat": {"pair": (11.0, 9.0, 12.0), "alone": (7.0, 7.0, 7.0)}, "code": {"alone": (7.0, 6.0, 8.0)}}
+ALONE = {"median": 7.0, "p10": 6.0, "p90": 8.0}
+SPEEDS = {"chat": {"pair": {"median": 11.0, "p10": 9.0, "p90": 12.0}, "alone": ALONE}, "code": {"alone": ALONE}}
 RATIOS = {"chat": {"bad": [(1, 0.98, 0.97, 1.0), (64, 0.9, 0.8, 1.0)]}, "code": {"bad": [(1, 1.0, 0.9, 1.1)]}}
 TAU = [Estimate(value=1.5, low=1.4, high=1.6), Estimate(value=1.7, low=1.6, high=1.9)]
 

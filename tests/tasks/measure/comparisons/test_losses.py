@@ -28,7 +28,9 @@ def test_a_row_has_all_columns_and_the_same_seed_gives_the_same(tiny_target: Pat
 @pytest.mark.slow
 def test_what_is_learnt_is_accepted(tiny_target: Path, tmp_path: Path) -> None:
     bench = bench_of(tiny_target, tmp_path / "long", end=259)
-    longer = Row("forward_kl", {"loss": {"name": "forward_kl"}, **lesson.TRAINING, "num_epochs": 60})
+    longer = Row(
+        "forward_kl", {"draft": lesson.HEAD, "loss": {"name": "forward_kl"}, **lesson.TRAINING, "num_epochs": 60}
+    )
     shorter = Row("forward_kl", {**longer.settings, "num_epochs": 1})
     after = losses.measure(bench, longer, seed=0)["tau"]
     before = losses.measure(bench._replace(work_dir=tmp_path / "short"), shorter, seed=0)["tau"]
