@@ -5,6 +5,7 @@ Commands use these functions without a flow, through `.fn`. Nothing is cached by
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
+from inspect import signature
 from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -27,4 +28,5 @@ class task(Generic[P, R]):
         import prefect
         from prefect.cache_policies import NO_CACHE
 
-        return prefect.task(cache_policy=NO_CACHE)(self.fn)
+        name = "{stage}" if "stage" in signature(self.fn).parameters else None  # of one task for several stages
+        return prefect.task(cache_policy=NO_CACHE, task_run_name=name)(self.fn)
