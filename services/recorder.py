@@ -295,7 +295,7 @@ class Recorder:
         same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
         content: dict[str, Any] = {"prompt": prompt, "completion": text}
         content |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        if same and len(completion.drafted_ids) == len(completion.drafted):
+        if same and completion.drafted_ids:
             content["drafted_ids"] = [list(step) for step in completion.drafted_ids]
         if not same:
             content |= {"drafted": None, "accepted": None, "matches": None}

@@ -185,7 +185,7 @@ class RecordingProxy:
             if not started:
                 message = f"the server behind this one does not answer ({type(error).__name__})"
                 await RequestError(502, message, code="bad_gateway").response()(scope, receive, seen)
-            # Else nothing more is sent, and uvicorn cuts the connection: the answer must not look whole.
+            # Otherwise nothing more is sent, and uvicorn cuts the connection: the answer must not look whole.
 
     def status(self) -> dict[str, Any]:
         """Return what was recorded, and what was not for which reason."""
