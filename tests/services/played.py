@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -94,15 +95,15 @@ class PlayedServer:
         connections: how many were opened.
     """
 
-    def __init__(self, play: Play) -> None:
-        self.play = play
+    def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
+        self.play, self._tls = play, tls
         self.requests: list[Request] = []
         self.left, self.connections = asyncio.Event(), 0
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

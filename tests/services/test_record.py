@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sqlite3
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -78,8 +80,10 @@ class Recorded:
 
 
 @asynccontextmanager
-async def recording(play: Play, home: Path, token: str = "", **changed: Any) -> AsyncIterator[Recorded]:
-    async with PlayedServer(play) as server:
+async def recording(
+    play: Play, home: Path, token: str = "", tls: ssl.SSLContext | None = None, **changed: Any
+) -> AsyncIterator[Recorded]:
+    async with PlayedServer(play, tls) as server:
         made = Recorded(server, config(home, server.url, **changed))
         running = asyncio.create_task(record(made.config, token))
         try:
@@ -294,6 +298,27 @@ async def test_connections_are_kept_and_a_server_that_is_away_is_told(tmp_path: 
     async with recording(answering(STEPS), tmp_path, server=away) as made:
         answer = await made.http.post(f"{made.url}/v1/completions", json=TEXT, headers=FULL)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate of this machine's address; its key lies next to it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes it")
+    file = tmp_path / "ca.pem"
+    named = ["-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem")]
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *named, "-out", str(file)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return file
+
+
+async def test_a_server_with_tls_is_known_by_the_certificates_that_are_named(tmp_path: Path, certificate: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, tmp_path / "key.pem")
+    for ca, status in ((str(certificate), 200), ("", 502)):
+        async with recording(answering(STEPS), tmp_path, tls=tls, ca=ca) as made:
+            answer = await made.http.post(f"{made.url}/v1/completions", json=TEXT, headers=FULL)
+            assert answer.status_code == status
 
 
 async def test_with_a_log_that_takes_no_rows_requests_pass_and_rows_are_counted(tmp_path: Path) -> None:
