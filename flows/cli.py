@@ -21,7 +21,7 @@ from flows.home_commands import backup, clean, restore
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
 from flows.privacy_commands import erase, retain
-from flows.service_commands import attach, down, logs, serve, status, traffic, up
+from flows.service_commands import attach, down, logs, record, serve, status, traffic, up
 from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.watchdog import go_first
@@ -273,7 +273,7 @@ def _example(function: Callable[..., None]) -> str:
 
 # In the order of `redraft --help`.
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Every day": (build, serve, attach, refresh, up, down, status, logs, report, doctor),
+    "Every day": (build, serve, attach, record, refresh, up, down, status, logs, report, doctor),
     "Drafts": (promote, rollback, diff, import_draft, export_draft, import_logs),
     "Privacy": (erase, retain),
     "Home": (backup, restore, clean),

@@ -78,6 +78,27 @@ def attach(
         child.stop(END_TIMEOUT_S)
 
 
+def record(
+    server: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server, without /v1.")],
+    model: Annotated[list[str], typer.Option(help="Name by which the server knows the target; may be given again.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    ca: Annotated[str, typer.Option(help="File of the certificates that sign the server's.")] = "",
+) -> None:
+    """Pass requests on to a server that you run, and log those whose clients consent, until Ctrl-C.
+
+    Example: redraft record http://127.0.0.1:8001 --port 8000 --model target
+    """
+    settings, parsed = prepare(recipe)
+    from infra.service_process import keep_recording
+    from tasks.configure_service import configure_service
+
+    told = configure_service.fn(parsed)
+    config = {"server": server.rstrip("/"), "models": model, "port": port, "ca": ca}
+    config |= {name: told[name] for name in ("target_dir", "target_version")}
+    keep_recording(config, settings, lambda line: out.print(line, soft_wrap=True, markup=False))
+
+
 def traffic(
     recipe: RecipeName = DEFAULT_RECIPE,
     domain: Annotated[str, typer.Option(help="One of the recipe's domains; by default the first.")] = "",

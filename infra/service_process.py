@@ -1,11 +1,12 @@
 """The service as a process of its own: started with a file of settings, and found again by that file."""
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NoReturn
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -26,6 +27,8 @@ START_TIMEOUT_S = 900.0
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 2.0
 TELL_S = 1.0
+WATCH_S = 0.1
+WRONG = 2  # exit code of a program that can't run with its settings
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 
@@ -123,17 +126,66 @@ def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
     Raises:
         ValueError: the server's address is no URL.
     """
-    address = urlsplit(config["server"])
+    address = _address(config["server"])
+    serve = {**config["serve"], "port": address.port or 80}  # the server's own, whatever a service would bind
+    return _start_beside("services.attach", "attached", {**config, "serve": serve}, settings)
+
+
+def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable[[str], None]) -> NoReturn:
+    """Keep running what records the requests to somebody else's server (services/record.py), until Ctrl-C.
+
+    Args:
+        config: what its RecordConfig holds, without `host` and `settings`.
+        settings: where everything lies.
+        tell: gets what happens, in words.
+
+    Raises:
+        ValueError: the server's address is no URL, or the port can't be bound.
+        RuntimeError: it ends as soon as it is started.
+    """
+    _address(config["server"])
+    require_port_free(settings.host, config["port"])
+    whole, first = {**config, "host": settings.host}, True
+    while True:
+        child, listened = _start_beside("services.record", "recorded", whole, settings), False
+        tell(f"{settings.host}:{config['port']} passes requests on to {config['server']}, log in {child.log_path}")
+        try:
+            while (code := child.poll()) is None:
+                listened = listened or _listens(settings.host, config["port"])
+                time.sleep(WATCH_S)
+        finally:
+            child.stop(END_TIMEOUT_S)
+        if first and (code == WRONG or not listened):
+            raise RuntimeError(f"{child.name} ended with exit code {code}\n{child.tail()}")
+        tell(f"{child.name} ended with exit code {code}, and is started again")
+        first = False
+        time.sleep(0 if listened else TELL_S)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), ASK_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _address(server: str) -> SplitResult:
+    address = urlsplit(server)
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise ValueError(f'server is "{config["server"]}", wanted a URL such as http://127.0.0.1:8000')
-    name = address.netloc.replace(":", "-")
-    path = settings.home / "attached" / f"{name}.json"
+        raise ValueError(f'server is "{server}", wanted a URL such as http://127.0.0.1:8000')
+    return address
+
+
+def _start_beside(module: str, name: str, config: Mapping[str, Any], settings: Settings) -> Child:
+    """Start a program that works on somebody else's server, with its settings in a file of the home."""
+    host = urlsplit(config["server"]).netloc.replace(":", "-")
+    path = settings.home / name / f"{host}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
-    serve = {**config["serve"], "port": address.port or 80}  # the server's own, whatever a service would bind
-    write_atomic(path, json.dumps({**config, "settings": told, "serve": serve}, indent=1) + "\n")
-    argv = [sys.executable, "-m", "services.attach", "--config", str(path)]
-    return Child.start(argv, None, settings.home / "logs" / f"attached-{name}.log", f"what follows {config['server']}")
+    write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
+    argv = [sys.executable, "-m", module, "--config", str(path)]
+    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {config['server']}")
 
 
 def last_url(settings: Settings) -> str:

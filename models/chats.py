@@ -16,7 +16,6 @@ has when it is served.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -138,33 +137,8 @@ class ChatEncoder:
         return [*self.encode_text(text), self._tokenizer.eos_token_id]
 
     def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
-        """Change the text of a token sequence in the stretches between markers.
-
-        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text.
-
-        Args:
-            token_ids: prompt or completion.
-            change: text to text.
-
-        Returns:
-            The ids and their text, markers included; equal to what came where nothing changed.
-        """
-        ids: list[int] = []
-        texts: list[str] = []
-        for is_marker, group in groupby(token_ids, key=self._markers.ids.__contains__):
-            stretch = list(group)
-            before = ids[-1:]  # the tokens of a text depend on whether it is a start
-            text = self._decoded([*before, *stretch]).removeprefix(self._decoded(before))
-            changed = text if is_marker else change(text)
-            if changed != text:
-                stretch = self._markers.encode_plain(changed, *before)
-            ids += stretch
-            texts.append(changed)
-        return ids, "".join(texts)
-
-    def _decoded(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return text
+        """See `models.markers.Markers.rewrite`."""
+        return self._markers.rewrite(token_ids, change)
 
 
 def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ the model reads text.
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -31,15 +33,16 @@ class Markers:
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
-        """Rename the markers of a Hugging Face tokenizer in a copy; `ends` are ids that end an answer.
+        """Rename the markers of a tokenizer or its backend in a copy; `ends` are ids that end an answer.
 
         Raises:
             ValueError: it is not one of the `tokenizers` library, the copy has other ids, or a special token is one
                 character.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, wanted one of the tokenizers library")
+        self._backend = backend
         state = json.loads(backend.to_str())
         tokens = [token for token in state["added_tokens"] if _is_marker(token)]
         self._names = {token["content"]: f"<{secrets.token_hex(16)}>" for token in tokens}
@@ -52,6 +55,47 @@ class Markers:
         self._whole, self._own = _Breaker(self._names), _Breaker(closing)
         self._any = _compiled(self._names)
         self._not_closing = _compiled(self._names.keys() - closing)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Markers":
+        """Read those of a target's `tokenizer.json`, to rewrite token ids where transformers is not to be loaded.
+
+        Raises:
+            ValueError: there is no such file, or as above.
+        """
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{directory} has no tokenizer.json, wanted one of the tokenizers library")
+        return cls(Tokenizer.from_file(str(file)), ())
+
+    def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
+        """Change the text of a token sequence in the stretches between markers.
+
+        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text.
+
+        Args:
+            token_ids: prompt or completion.
+            change: text to text.
+
+        Returns:
+            The ids and their text, markers included; equal to what came where nothing changed.
+        """
+        ids: list[int] = []
+        texts: list[str] = []
+        for is_marker, group in groupby(token_ids, key=self.ids.__contains__):
+            stretch = list(group)
+            before = ids[-1:]  # the tokens of a text depend on whether it is a start
+            text = self._decoded([*before, *stretch]).removeprefix(self._decoded(before))
+            changed = text if is_marker else change(text)
+            if changed != text:
+                stretch = self.encode_plain(changed, *before)
+            ids += stretch
+            texts.append(changed)
+        return ids, "".join(texts)
+
+    def _decoded(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
 
     def broken(self, value: Any, named: Collection[str], own: bool = False) -> Any:
         """Return a value of JSON whose texts and keys hold no marker, and can't become a part of one.

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infra.consent import Consent
-from infra.keys import Role, read_keys, sha256_of
+from infra.keys import Key, Role, read_keys, sha256_of
 from services.failures import place_of
 
 OPEN_PATHS = ("/healthz",)
@@ -130,10 +130,7 @@ class Keys:
             challenge = 'Basic realm="redraft", charset="UTF-8"'
             if scheme == "basic":
                 scheme, sent = "bearer", _password(sent)
-        digest, found = sha256_of(sent), None
-        for key in self._keys:
-            if hmac.compare_digest(key.sha256, digest) and key.accepted:
-                found = key
+        found = self._find(sha256_of(sent))
         roles = next((roles for start, roles in ROLES_OF.items() if path.startswith(start)), OPERATORS)
         if found is not None and scheme == "bearer":
             if found.role not in roles:
@@ -145,6 +142,23 @@ class Keys:
         if not _is_own_name(headers.get("host", "")):
             raise RequestError(403, "without a key this machine is asked by its own name", "Host", "foreign_host")
         return None
+
+    def caller(self, headers: Headers) -> Caller | None:
+        """Return who asks a server elsewhere, which has keys of its own: by the policy of a key that is ours too."""
+        self._refresh()
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not sent.strip():
+            return None
+        digest = sha256_of(sent.strip())
+        found = self._find(digest)
+        return Caller(digest, "client", None if found is None else found.log)
+
+    def _find(self, digest: str) -> Key | None:
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.sha256, digest) and key.accepted:
+                found = key
+        return found
 
     def _refresh(self) -> None:
         if (stamp := self._stamp()) == self._seen:

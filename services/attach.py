@@ -4,7 +4,7 @@
 
 The server has the plugin `redraft_vllm`. What follows the registry in a replica of ours follows it here: probation on
 golden prompts through the server's own API, canaries, the last good draft again when one fails. A server that comes
-back with its start-up draft gets the champion again. Its requests reach the query log by `redraft import-logs`.
+back with its start-up draft gets the champion again. Its requests reach the query log by `services/record.py`.
 """
 
 import argparse

@@ -10,7 +10,7 @@ for its own. A request that asks to be drafted so does not count, or a client co
 nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
-dropped.
+dropped. A server elsewhere (services/record.py) counts its steps, but does not tell what it drafted.
 """
 
 import itertools
@@ -20,14 +20,13 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
 from infra.consent import CONSENT_LEVELS, OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
-from models.chats import ChatEncoder
 from models.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen
 from services.coverage import MAX_DOMAINS, VocabularyCoverage
@@ -47,6 +46,8 @@ MAX_DRAFTS = 4
 MAX_LEFT = 256
 
 Settle = Callable[["Completion", str | None], None]
+# Changes the text of token ids, see `models.markers.Markers.rewrite`.
+Rewrite = Callable[[Sequence[int], Callable[[str], str]], tuple[list[int], str]]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Recorder:
     def __init__(
         self,
         writer: BackgroundWriter,
-        tokenizer: Any,
+        rewrite: Rewrite,
         target_version: int,
         capacity: int = 1024,
         settle: Settle | None = None,
@@ -109,7 +110,7 @@ class Recorder:
         self.accepted = Counter(head=0, lookup=0, structured=0)
         self.coverage = VocabularyCoverage()
         self._settle = settle
-        self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
+        self._writer, self._rewrite, self._target_version = writer, rewrite, target_version
         self._running: dict[str, Origin] = {}
         self._finished: dict[str, list[Completion]] = {}
         self._left: OrderedDict[str, Origin] = OrderedDict()
@@ -289,15 +290,14 @@ class Recorder:
         # Text that teaches nothing, as of a gateway's health probes, isn't kept and makes no refresh due.
         if origin.consent != "full" or len(completion.token_ids) < MIN_COMPLETION:
             return redact(row, min(origin.consent, "metadata", key=CONSENT_LEVELS.index))
-        encoder = ChatEncoder.of(self._tokenizer)
-        prompt_ids, prompt = encoder.rewrite(completion.prompt_ids, scrub.scrub)
-        completion_ids, text = encoder.rewrite(completion.token_ids, scrub.scrub)
+        prompt_ids, prompt = self._rewrite(completion.prompt_ids, scrub.scrub)
+        completion_ids, text = self._rewrite(completion.token_ids, scrub.scrub)
         same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
         content: dict[str, Any] = {"prompt": prompt, "completion": text}
         content |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        if same:
+        if same and completion.drafted_ids:
             content["drafted_ids"] = [list(step) for step in completion.drafted_ids]
-        else:
+        if not same:
             content |= {"drafted": None, "accepted": None, "matches": None}
         return QueryRow(**row.model_dump() | content)
 

@@ -22,6 +22,7 @@ from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
+from models.chats import ChatEncoder
 from models.drafting.draft_files import read_vocabulary
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
@@ -114,7 +115,7 @@ class Service:
             reasoning = await _reasoning(config, engine, built)
             settle = None if capture is None else capture.settle
             writer = BackgroundWriter(QueryLog(config.settings.querylog))
-            recorder = Recorder(writer, built.tokenizer, config.target_version, settle=settle)
+            recorder = Recorder(writer, ChatEncoder.of(built.tokenizer).rewrite, config.target_version, settle=settle)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
         except BaseException:
             await engine.close()

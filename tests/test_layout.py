@@ -20,7 +20,7 @@ ALLOWED = {
 }
 VERBS = [file for file in sorted((ROOT / "tasks").glob("*.py")) if file.name != "__init__.py"]
 # What a room starts as a process, by import path.
-STARTED = {"infra": {"services.main", "services.attach"}}
+STARTED = {"infra": {"services.main", "services.attach", "services.record"}}
 WATCHED = {*ROOMS, *OPEN, "prefect", "ray", "mlflow", "torch", "vllm"}
 
 

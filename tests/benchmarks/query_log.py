@@ -28,6 +28,7 @@ from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import LogCounts
 from infra.views.results import interval
+from models.chats import ChatEncoder
 from models.engines import Completion
 from models.evaluation.latency import Decoded, compare_blocks, inter_token_spans, percentile
 from models.sources import Prompt
@@ -172,7 +173,7 @@ def measure_rate(rows: Sequence[QueryRow], tokenizer: Any, log: Path, num_rows: 
         raise ValueError(f"none of {len(rows)} rows holds token ids; wanted rows with full consent")
     log.parent.mkdir(parents=True, exist_ok=True)
     store = QueryLog(log)
-    recorder = Recorder(BackgroundWriter(store), tokenizer, target_version=1)
+    recorder = Recorder(BackgroundWriter(store), ChatEncoder.of(tokenizer).rewrite, target_version=1)
     try:
         started_s = time.monotonic()
         for number, row in zip(range(num_rows), itertools.cycle(material), strict=False):

@@ -11,6 +11,7 @@ from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
 from infra.views.acceptance import from_log
+from models.chats import ChatEncoder
 from models.engines import Completion
 from models.evaluation.acceptance import UNDRAFTED
 from models.targets.random import byte_tokenizer
@@ -19,6 +20,7 @@ from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder
 
 ID = f"{1:032x}"
 TOKENIZER = byte_tokenizer()
+REWRITE = ChatEncoder.of(TOKENIZER).rewrite
 
 
 class Settings(NamedTuple):
@@ -60,7 +62,7 @@ def querylog(tmp_path: Path) -> QueryLog:
 
 @pytest.fixture
 def recorder(querylog: QueryLog) -> Iterator[Recorder]:
-    made = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=2)
+    made = Recorder(BackgroundWriter(querylog), REWRITE, target_version=2)
     yield made
     made.close()
     querylog.close()
@@ -222,7 +224,7 @@ def test_states_that_can_not_be_settled_do_not_end_the_recorder(querylog: QueryL
     def fails(completion: Completion, row_id: str | None) -> None:
         raise RuntimeError("Event loop is closed")
 
-    recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=2, settle=fails)
+    recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=2, settle=fails)
     for number in range(2):
         record(recorder, number)
     recorder.close()
@@ -233,7 +235,7 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
     querylog = QueryLog(tmp_path / "queries.db")
     querylog.stats()
     monkeypatch.setattr("infra.logfile.BUSY_TIMEOUT_S", 600.0)
-    recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=0, capacity=1)
+    recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=0, capacity=1)
     recorder.expect(origin())
     with closing(sqlite3.connect(querylog.path, isolation_level=None)) as locker:
         locker.execute("BEGIN IMMEDIATE")

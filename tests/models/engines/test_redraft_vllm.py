@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
+from infra.querylog import QueryLog
+from infra.settings import Settings
 from models.drafting.draft_families import family_of
 from models.engines import NotSwitchable
 from models.engines.vllm import child_environment
@@ -31,6 +34,7 @@ from models.engines.vllm.attached import AttachedEngine, NoPlugin
 from models.engines.vllm.redraft_vllm import EXTENSION, announce
 from models.engines.vllm.redraft_vllm.routes import TOKEN, Broken, Order, Refused, Swapper, unsupported
 from models.evaluation.golden import Golden, save_golden
+from services.record import RecordConfig
 from tests.conftest import make_draft
 from tests.imports import ROOT
 from tests.world import World
@@ -228,6 +232,52 @@ def test_a_server_follows_the_registry_and_a_draft_that_lies_is_taken_back(
         wait_for(second)
         assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
         wait_for(second)
+
+
+GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "write to ann"}], **GREEDY}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": prompts(1)[0], "stream": True, **GREEDY}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "max_tokens": -1}),
+    ("/v1/completions", {"prompt": "hi", "echo": True, **GREEDY}),
+]
+
+
+def test_a_recorder_changes_no_answer_and_logs_the_servers_own_ids(
+    server: Server, tiny_target: Path, tmp_path: Path
+) -> None:
+    port, settings = free_port(), Settings(home=tmp_path / "home")
+    config = RecordConfig(
+        server=server.url, models=("target",), port=port, target_dir=tiny_target, target_version=1, settings=settings
+    )
+    (tmp_path / "record.json").write_text(config.model_dump_json())
+    argv = [sys.executable, "-m", "services.record", "--config", str(tmp_path / "record.json")]
+    environment = {"PYTHONPATH": str(ROOT), TOKEN: SECRET}
+
+    def said(url: str, path: str, body: dict[str, Any]) -> bytes:
+        answer = server.client.post(url + path, json={"model": "target", **body}, headers={"X-Redraft-Log": "full"})
+        return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", answer.content)
+
+    with Child.start(argv, environment, tmp_path / "record.log", "the recorder") as child:
+        recorder = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(f"{recorder}/health"), 60, child, "the recorder")
+        for path, body in ASKED:
+            assert said(recorder, path, body) == said(server.url, path, body), body
+        asked = {"model": "target", **ASKED[1][1], "return_token_ids": True}
+        told = server.client.post("/v1/chat/completions", json=asked).json()
+    log = QueryLog(settings.querylog)
+    rows = log.latest(9)
+    log.close()
+    assert len(rows) == 3
+    for row in rows[:2]:
+        assert row.prompt_ids == told["prompt_token_ids"]
+        assert row.completion_ids == told["choices"][0]["token_ids"]
+    for row in rows:
+        assert row.drafted and row.accepted is not None and row.speculating
+        assert sum(row.accepted) + len(row.accepted) + 1 >= len(row.completion_ids or ()) == 24
 
 
 def test_a_server_without_the_plugins_token_is_told_what_is_missing(server: Server, tmp_path: Path) -> None:

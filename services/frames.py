@@ -1,0 +1,170 @@
+"""What an OpenAI-compatible server answers, as it passes: it is read, and what only we asked for is taken out.
+
+A request is sent on with `return_token_ids` and `stream_options.include_usage`. vLLM then fills fields that are null
+otherwise, sends a chunk of its own for tokens that a parser held back, and a last one with the usage, on which the
+fingerprint stands that the last choice has without it. All that is undone in the bytes, so that the rest is what the
+server wrote; what can't be read passes as it came. A stream is held up by one frame at most, the last choice's.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from models.engines import Completion
+
+# A key of JSON has no backslash before its last quote, so that no text of an answer looks like one.
+IDS = re.compile(rb'("(?:prompt_)?token_ids":\s*)\[[\d,\s]*\]')
+ENDS = (b"\n\n", b"\r\n\r\n")
+MAX_FRAME_BYTES = 64 << 20
+UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+
+
+class Added(NamedTuple):
+    """What a request is sent on with that its client did not ask for."""
+
+    ids: bool
+    usage: bool
+
+
+class AnswerReader:
+    """Reads one answer of one choice.
+
+    Attributes:
+        fault: why nothing can be learnt from it, "" if nothing speaks against it so far.
+    """
+
+    def __init__(self, added: Added) -> None:
+        self.fault = ""
+        self._added = added
+        self._began_s = time.monotonic()
+        self._first_s = self._last_s = self._began_s
+        self._prompt_ids: list[int] = []
+        self._token_ids: list[int] = []
+        self._told: Mapping[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._forced_usage = False
+
+    def whole(self, body: bytes) -> bytes:
+        """Read an answer that is no stream; return what the client gets of it."""
+        try:
+            self._read(json.loads(body))
+        except UNREADABLE:
+            self.fault = "an answer that can't be read"
+            return body
+        return IDS.sub(rb"\1null", body) if self._added.ids else body
+
+    def completion(self, request_id: str, draft_version: str, structured: bool) -> Completion:
+        """Return what was answered so far; ValueError if its counts don't fit."""
+        drafted = tuple(self._told.get("per_step_drafted") or ())
+        return Completion(
+            request_id=request_id,
+            prompt_ids=tuple(self._prompt_ids),
+            token_ids=tuple(self._token_ids),
+            drafted=drafted,
+            accepted=tuple(self._told.get("per_step_accepted") or ()),
+            drafted_ids=(),
+            finish_reason="stop" if self._finish_reason == "tool_calls" else self._finish_reason,
+            first_token_ms=1000 * (self._first_s - self._began_s),
+            per_token_ms=1000 * (self._last_s - self._first_s) / max(1, len(self._token_ids) - 1),
+            draft_version=draft_version,
+            speculating=bool(drafted),
+            structured=structured,
+        )
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the server told the token ids of prompt and answer."""
+        return bool(self._prompt_ids and self._token_ids)
+
+    def _read(self, body: dict[str, Any]) -> None:
+        if "error" in body:
+            self.fault = "an error"
+            return
+        self._told = (body.get("metrics") or {}).get("speculative_decoding") or self._told
+        self._prompt_ids = body.get("prompt_token_ids") or self._prompt_ids
+        for choice in body["choices"]:
+            self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if new := choice.get("token_ids"):
+                self._last_s = time.monotonic()
+                if not self._token_ids:
+                    self._first_s = self._last_s
+                self._token_ids += new
+
+
+class StreamReader(AnswerReader):
+    """Reads a stream of server-sent events of one choice."""
+
+    def __init__(self, added: Added) -> None:
+        super().__init__(added)
+        self._rest = bytearray()
+        self._searched = 0
+        self._held = b""
+
+    def feed(self, part: bytes) -> bytes:
+        """Take what came; return what of it may go on to the client now."""
+        self._rest += part
+        out = []
+        while end := self._end():
+            out.append(self._passed(bytes(self._rest[:end])))
+            del self._rest[:end]
+            self._searched = 0
+        if len(self._rest) > MAX_FRAME_BYTES:
+            self.fault = "a frame that does not end"
+            out.append(self.rest())
+        return b"".join(out)
+
+    def rest(self) -> bytes:
+        """Return what has not gone on yet: nothing more comes, or nothing that could be read."""
+        rest, self._held = self._held + bytes(self._rest), b""
+        self._rest.clear()
+        self._searched = 0
+        return rest
+
+    def _end(self) -> int:
+        """Return where the first frame ends, 0 if it is not complete."""
+        found = [at + len(end) for end in ENDS if (at := self._rest.find(end, self._searched)) >= 0]
+        self._searched = max(0, len(self._rest) - len(ENDS[-1]) + 1)
+        return min(found, default=0)
+
+    def _passed(self, frame: bytes) -> bytes:
+        held, self._held = self._held, b""
+        told = frame.strip()
+        if not told.startswith(b"data:") or (told := told[len(b"data:") :].strip()) == b"[DONE]":
+            return held + frame
+        try:
+            body = json.loads(told)
+            self._read(body)
+            if not (choices := body.get("choices") or []):
+                ours = self._added.usage and not self._forced_usage and isinstance(body.get("usage"), dict)
+                return _stamped(held, body.get("system_fingerprint")) if ours else held + frame
+            self._forced_usage |= self._added.usage and body.get("usage") is not None
+            if self._added.ids:
+                if all(map(_is_held_back, choices)):
+                    return held
+                frame = IDS.sub(rb"\1null", frame)
+            if self._added.usage and not self._forced_usage and any(one.get("finish_reason") for one in choices):
+                self._held, frame = frame, b""
+        except UNREADABLE:
+            self.fault = "a frame that can't be read"
+        return held + frame
+
+
+def _is_held_back(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice has nothing but token ids: a parser holds their text back, or takes it for its own."""
+    return (
+        choice.get("delta") == {}
+        and isinstance(choice.get("token_ids"), list)
+        and choice.get("finish_reason") is None
+        and choice.get("logprobs") is None
+    )
+
+
+def _stamped(frame: bytes, fingerprint: object) -> bytes:
+    """Return the last choice's frame with the fingerprint that it has where no usage comes after it."""
+    if not frame or not isinstance(fingerprint, str):
+        return frame
+    at = frame.rindex(b"}")
+    return frame[:at] + b',"system_fingerprint":' + json.dumps(fingerprint).encode() + frame[at:]

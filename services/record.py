@@ -1,0 +1,171 @@
+"""Record the requests to somebody else's server: pass each on, and log those whose client consented.
+
+    python -m services.record --config FILE
+
+A process of its own without Ray, MLflow, torch or vLLM, so that it starts in a second and goes on while all else of
+redraft is down. What may be logged becomes a row as in a replica of ours (services/recorder.py). A row says which draft
+answered only where the server said the same version before the request began and after it ended; without the plugin's
+token it says none.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from pydantic import Field
+
+from infra.keys import is_loopback, keys_path
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
+from infra.secret import home_secret
+from infra.settings import OF_ATTACHED, AbsolutePath, Settings
+from models.markers import Markers
+from models.params import validate
+from models.types import Frozen
+from services.access import Keys
+from services.recorder import SAMPLING, Recorder
+from services.recording_proxy import DraftVersions, RecordingProxy
+
+CONNECT_S, DRAIN_S = 10.0, 20.0
+KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
+BACKLOG = 1024
+
+log = logging.getLogger(__name__)
+
+
+class RecordConfig(Frozen):
+    """What is recorded.
+
+    Attributes:
+        server: URL of the server, without `/v1`.
+        models: names by which the server knows the target; requests for others pass unlogged.
+        host, port: where clients ask.
+        ca: file of the certificates that sign the server's, "" for the system's.
+        target_dir: the target's Hugging Face directory.
+        target_version: its number in the registry.
+        settings: where everything lies, without clients' keys.
+    """
+
+    server: str
+    models: tuple[str, ...] = Field(min_length=1)
+    host: str = "127.0.0.1"
+    port: int = Field(ge=1, le=65535)
+    ca: str = ""
+    target_dir: AbsolutePath
+    target_version: int = Field(ge=0)
+    settings: Settings
+
+
+def default_sampling(target_dir: Path) -> dict[str, Any]:
+    """Return how vLLM samples where a request says nothing: as the target's generation_config.json has it."""
+    file = target_dir / "generation_config.json"
+    told = json.loads(file.read_bytes()) if file.is_file() else {}
+    numbers = {name: told[name] for name in SAMPLING if isinstance(told.get(name), int | float)}
+    return {"temperature": 1.0, **numbers}
+
+
+async def record(config: RecordConfig, token: str) -> None:
+    """Pass requests on until SIGTERM or SIGINT, then let the running ones end.
+
+    Raises:
+        ValueError: the port can't be bound, or the certificates or the target's tokenizer can't be read.
+    """
+    try:
+        verify = ssl.create_default_context(cafile=config.ca or None)
+    except OSError as error:
+        raise ValueError(f"{config.ca} holds no certificates: {error}") from error
+    listened = _listen(config.host, config.port)
+    markers = cache(lambda: Markers.read(config.target_dir))
+    recorder = Recorder(
+        BackgroundWriter(QueryLog(config.settings.querylog)),
+        lambda ids, change: markers().rewrite(ids, change),
+        config.target_version,
+    )
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
+    timeout = httpx.Timeout(None, connect=CONNECT_S)
+    server = config.server.rstrip("/")
+    async with httpx.AsyncClient(verify=verify, limits=limits, timeout=timeout, trust_env=False) as http:
+        versions = DraftVersions(http, server, token)
+        keys = Keys(keys_path(config.settings), is_loopback(config.host))
+        secret, defaults = home_secret(config.settings.home), default_sampling(config.target_dir)
+        app = RecordingProxy(http, server, config.models, recorder, versions, keys, secret, defaults)
+        asking = asyncio.create_task(versions.run())
+        try:
+            await _serve(app, listened, asyncio.create_task(asyncio.to_thread(markers)))
+        finally:
+            asking.cancel()
+            versions.close()
+            log.info("%s", json.dumps(app.status()))
+            await asyncio.to_thread(recorder.close)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen, so that whoever connects from now on is answered; ValueError if the address can't be bound."""
+    listened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listened.bind((host, port))
+        listened.listen(BACKLOG)
+    except OSError as error:
+        listened.close()
+        raise ValueError(f"port {port} of {host} can't be bound: {error.strerror}") from error
+    return listened
+
+
+async def _serve(app: RecordingProxy, listened: socket.socket, loading: asyncio.Task[Markers]) -> None:
+    """Serve until a signal comes; ValueError if what is loaded meanwhile can't be."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="critical",  # what it tells of a failure quotes the request
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=int(DRAIN_S),
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await server.startup(sockets=[listened])
+    try:
+        await loading
+        await told.wait()
+    finally:
+        await server.shutdown(sockets=[listened])
+
+
+def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Run until a signal comes; return 2, with a line that says why, if nothing can be recorded so."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        path = parser.parse_args(argv).config
+        config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))
+        asyncio.run(record(config, environment.get(OF_ATTACHED[0], "")))
+    except (ValueError, OSError) as error:
+        print(f"services.record: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,440 @@
+"""The recorder of somebody else's server: what a client gets is what the server says, and rows are what it said."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra import scrub
+from infra.consent import QueryRow
+from infra.keys import add_key, operator_key
+from infra.processes import Child, answers, free_port, wait_until
+from infra.querylog import QueryLog
+from infra.settings import Settings, load_settings
+from models.chats import ChatEncoder
+from models.markers import Markers
+from models.targets.random import byte_tokenizer
+from services.record import RecordConfig, main, record
+from services.recording_proxy import STATUS_PATH, DraftVersions
+from tests.imports import ROOT
+from tests.services.played import PROMPT_IDS, Play, PlayedServer, Request, Step, answering, chunk, frames, head
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 60.0
+FULL = {"X-Redraft-Log": "full", "X-Redraft-Domain": "code", "Authorization": "Bearer key-of-the-server"}
+CHAT = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 32}
+TEXT = {"model": "target", "prompt": "hi", "temperature": 0.5}
+STEPS = [Step([80, 81], {"content": "Hé"}), Step([82], {"content": "l"}), Step([83, 84], {"content": "lo"}, "stop")]
+HELD_BACK = [
+    Step([80], {"reasoning": "so"}),
+    Step([81, 82], None),
+    Step([83], {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": '{"token_ids":[1]}'}}]}),
+    Step([84], {"content": '"token_ids":[7, 8]'}),
+    Step([85], None, logprobs={"content": []}),
+    Step([86], None, "tool_calls"),
+]
+CHOICES = [Step([80], {"content": "a"}), Step([81], {"content": "b"}, index=1), Step([82], {"content": "c"}, "stop")]
+
+
+def config(home: Path, url: str, **changed: Any) -> RecordConfig:
+    (target := home / "target").mkdir(exist_ok=True)
+    byte_tokenizer().save_pretrained(target)
+    told = {"server": url, "models": ("target", "lora"), "port": free_port(), "target_dir": target}
+    return RecordConfig(**{**told, "target_version": 3, "settings": Settings(home=home), **changed})
+
+
+class Recorded:
+    """A recorder before a server."""
+
+    def __init__(self, server: PlayedServer, config: RecordConfig) -> None:
+        self.server, self.config, self.url = server, config, f"http://127.0.0.1:{config.port}"
+        self.http = httpx.AsyncClient(trust_env=False, timeout=WAIT_S)
+
+    async def rows(self, number: int) -> list[QueryRow]:
+        """Wait until so many rows are written, and return them."""
+        async with asyncio.timeout(WAIT_S):
+            while (await self.status())["log"]["written"] < number:
+                await asyncio.sleep(0.02)
+        log = QueryLog(self.config.settings.querylog)
+        try:
+            return log.latest(number + 1)
+        finally:
+            log.close()
+
+    async def status(self) -> dict[str, Any]:
+        key = operator_key(self.config.settings.home)
+        answer = await self.http.get(self.url + STATUS_PATH, headers={"Authorization": f"Bearer {key}"})
+        return dict(answer.raise_for_status().json())
+
+
+@asynccontextmanager
+async def recording(
+    play: Play, home: Path, token: str = "", tls: ssl.SSLContext | None = None, **changed: Any
+) -> AsyncIterator[Recorded]:
+    async with PlayedServer(play, tls) as server:
+        made = Recorded(server, config(home, server.url, **changed))
+        running = asyncio.create_task(record(made.config, token))
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not running.done():
+                    with suppress(OSError):
+                        (await asyncio.open_connection("127.0.0.1", made.config.port))[1].close()
+                        break
+                    await asyncio.sleep(0.02)
+            yield made
+        finally:
+            await made.http.aclose()
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def post(made: Recorded, url: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    answer = await made.http.post(url + path, json=body, headers=FULL)
+    assert answer.headers["x-server"] == "vllm"
+    return answer.status_code, answer.content
+
+
+STREAM = {"stream": True}
+USAGE = {"stream_options": {"include_usage": True}}
+LAWS: dict[str, tuple[dict[str, Any], list[Step], dict[str, Any], bool]] = {
+    "a chat": (CHAT | STREAM, STEPS, {}, True),
+    "a fingerprint": (CHAT | STREAM, STEPS, {"fingerprint": "vllm-0.32"}, True),
+    "usage in every chunk": (CHAT | STREAM, STEPS, {"forced": True, "fingerprint": "vllm"}, True),
+    "tools and thoughts": (CHAT | STREAM | {"tools": []}, HELD_BACK, {}, True),
+    "bytes that come in pieces": (CHAT | STREAM, STEPS, {"piece": 7}, True),
+    "frames of 64 KiB": (CHAT | STREAM, [Step([80] * 9, {"content": "é" * 40_000}), *STEPS], {"piece": 1460}, True),
+    "ids that the client asked for": (CHAT | STREAM | {"return_token_ids": True}, HELD_BACK, {}, True),
+    "ids that it did not want": (CHAT | STREAM | {"return_token_ids": False}, HELD_BACK, {}, True),
+    "usage that it asked for": (CHAT | STREAM | USAGE, STEPS, {"fingerprint": "vllm"}, True),
+    "usage that has no effect": (CHAT | STREAM | {"stream_options": {"continuous_usage_stats": True}}, STEPS, {}, True),
+    "all that it asked for": (CHAT | STREAM | USAGE | {"return_token_ids": True}, STEPS, {}, True),
+    "two choices": (CHAT | STREAM | {"n": 2}, CHOICES, {}, False),
+    "hidden thoughts": (CHAT | STREAM | {"include_reasoning": False}, STEPS, {}, False),
+    "a repeated prompt": (TEXT | STREAM | {"echo": True}, STEPS, {}, False),
+    "another model": (CHAT | STREAM | {"model": "other"}, STEPS, {}, False),
+    "a completion": (TEXT | STREAM, STEPS, {}, True),
+    "a whole chat": (CHAT, STEPS, {}, True),
+    "a whole completion": (TEXT, STEPS, {}, True),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+async def test_with_and_without_the_recorder_a_client_gets_the_same_bytes(tmp_path: Path, law: str) -> None:
+    body, steps, told, learnt = LAWS[law]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with recording(answering(steps, **told), tmp_path) as made:
+        direct, passed = await post(made, made.server.url, path, body), await post(made, made.url, path, body)
+        assert passed == direct
+        assert direct[1].count(b"data: ") > 3 or "stream" not in body
+        first, second = made.server.requests
+        assert "x-redraft-log" in first.headers and not any(name.startswith("x-redraft-") for name in second.headers)
+        if not learnt:
+            assert first.raw == second.raw
+            assert sum((await made.status())["passed"].values()) == 1
+            return
+        assert second.body["return_token_ids"] is True
+        [row] = await made.rows(1)
+        assert (row.prompt_ids, row.completion_ids) == (PROMPT_IDS, [one for step in steps for one in step.ids])
+        assert (row.finish_reason, row.domain, row.consent, row.target_version) == ("stop", "code", "full", 3)
+        if not told.get("forced"):
+            assert (row.drafted, row.accepted, row.drafted_ids, row.speculating) == ([3, 3], [2, 0], None, True)
+
+
+async def test_without_consent_no_byte_is_changed_and_no_row_is_written(tmp_path: Path) -> None:
+    spaced = json.dumps(CHAT | STREAM, indent=3).encode()
+    refused = json.dumps(CHAT | {"store": False}).encode()
+    async with recording(answering(STEPS), tmp_path) as made:
+        for raw, headers in (
+            (spaced, {}),
+            (spaced, {"X-Redraft-Log": "metadata"}),
+            (refused, FULL),
+            (b"{nonsense", FULL),
+        ):
+            said = {"Content-Type": "application/json", **headers}
+            await made.http.post(f"{made.url}/v1/chat/completions?a=b%20c", content=raw, headers=said)
+            assert made.server.requests[-1].raw == raw
+        assert made.server.requests[-1].target == "/v1/chat/completions?a=b%20c"
+        await made.http.post(f"{made.url}/v1/responses", json={**CHAT, "input": "x"}, headers=FULL)
+        await made.http.get(f"{made.url}/v1/models")
+        status = await made.status()
+    assert status["passed"] == {"another path": 1, "a request that can't be read": 1, "no consent": 3}
+    assert status["recorded"] == 0
+
+
+async def test_the_policy_of_a_key_speaks_for_its_requests_and_hashes_name_who_asked(tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.json", "team", "client", "full")
+    async with recording(answering(STEPS), tmp_path) as made:
+        body = CHAT | {"user": "ann", "temperature": 0.25, "max_completion_tokens": 9}
+        headers = {"Authorization": f"Bearer {key}", "X-Redraft-Group": "ticket-7"}
+        await made.http.post(f"{made.url}/v1/chat/completions", json=body, headers=headers)
+        [row] = await made.rows(1)
+    assert made.server.requests[0].headers["authorization"] == headers["Authorization"]
+    assert row.subject != row.key and row.key is not None and row.group is not None
+    assert (row.sampling, row.draft_version) == ({"temperature": 0.25, "max_tokens": 9}, None)
+    assert "ann" not in row.model_dump_json() and "ticket" not in row.model_dump_json()
+
+
+async def test_a_client_holds_each_frame_before_the_one_after_the_next_is_written(tmp_path: Path) -> None:
+    holds, num = asyncio.Condition(), 0
+
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        yield head()
+        for number, frame in enumerate(frames(request.body, STEPS, fingerprint="vllm")):
+            async with holds:
+                await holds.wait_for(lambda number=number: num >= number - 1)  # type: ignore[misc]
+            yield chunk(frame)
+        yield chunk(b"")
+
+    async with recording(play, tmp_path) as made, asyncio.timeout(WAIT_S):
+        url = f"{made.url}/v1/chat/completions"
+        async with made.http.stream("POST", url, json=CHAT | STREAM, headers=FULL) as answer:
+            async for part in answer.aiter_raw():
+                async with holds:
+                    num += part.count(b"data: ")
+                    if b'"stop"' in part:
+                        num += 1  # the usage, which is not the client's
+                    holds.notify_all()
+    assert num == len(STEPS) + 3
+
+
+@pytest.mark.parametrize("headers", [FULL, {}], ids=["recorded", "passed"])
+async def test_a_client_that_leaves_is_told_to_the_server(tmp_path: Path, headers: dict[str, str]) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        yield head()
+        for frame in frames(request.body, STEPS)[:3]:
+            yield chunk(frame)
+        await asyncio.Event().wait()
+
+    async with recording(play, tmp_path) as made, asyncio.timeout(WAIT_S):
+        url = f"{made.url}/v1/chat/completions"
+        async with made.http.stream("POST", url, json=CHAT | STREAM, headers=headers) as answer:
+            got = b""
+            async for part in answer.aiter_raw():
+                if (got := got + part).count(b"data: ") == 3:
+                    break
+        await made.server.left.wait()
+        if headers:
+            [row] = await made.rows(1)
+            assert (row.finish_reason, row.completion_ids, row.speculating) == ("abort", [80, 81, 82], False)
+
+
+async def test_an_answer_that_is_cut_is_cut_for_the_client_too(tmp_path: Path) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        yield head()
+        for frame in frames(request.body, STEPS)[:4]:
+            yield chunk(frame)
+        yield b""
+
+    async def got(made: Recorded, url: str) -> bytes:
+        found = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with made.http.stream(
+                "POST", f"{url}/v1/chat/completions", json=CHAT | STREAM, headers=FULL
+            ) as answer:
+                async for part in answer.aiter_raw():
+                    found += part
+        return found
+
+    async with recording(play, tmp_path) as made:
+        assert await got(made, made.url) == await got(made, made.server.url)
+        assert (await made.status())["passed"] == {"an answer that was cut": 1}
+
+
+async def test_errors_are_the_servers_own(tmp_path: Path) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        if not request.body.get("stream"):
+            told = json.dumps({"error": {"message": str(sorted(request.body))}}).encode()
+            yield head("application/json", "400 Bad Request", len(told)) + told
+            return
+        first, *_ = frames(request.body, STEPS)
+        yield head()
+        for frame in (first, b": ping\n\n", b'data: {"error":{"message":"no memory"}}\n\n', b"data: [DONE]\n\n"):
+            yield chunk(frame)
+        yield chunk(b"")
+
+    async with recording(play, tmp_path) as made:
+        for body in (CHAT, CHAT | STREAM):
+            passed = await post(made, made.url, "/v1/chat/completions", body)
+            assert passed == await post(made, made.server.url, "/v1/chat/completions", body)
+        assert (await made.status())["passed"] == {"an error": 2}
+
+
+async def test_a_server_that_refuses_what_is_added_is_asked_as_the_client_asked(tmp_path: Path) -> None:
+    usual = answering(STEPS)
+
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        if "return_token_ids" in request.body:
+            yield head("application/json", "400 Bad Request", 2) + b"{}"
+            return
+        async for part in usual(request):
+            yield part
+
+    async with recording(play, tmp_path) as made:
+        for _ in range(2):
+            assert (await post(made, made.url, "/v1/chat/completions", CHAT))[0] == 200
+        assert len(made.server.requests) == 3
+        assert (await made.status())["passed"]["a server that refuses return_token_ids"] == 1
+
+
+async def test_connections_are_kept_and_a_server_that_is_away_is_told(tmp_path: Path) -> None:
+    async with recording(answering(STEPS), tmp_path) as made:
+        for _ in range(5):
+            await post(made, made.url, "/v1/chat/completions", CHAT | STREAM)
+        assert made.server.connections == 1
+    away = f"http://127.0.0.1:{free_port()}"
+    async with recording(answering(STEPS), tmp_path, server=away) as made:
+        answer = await made.http.post(f"{made.url}/v1/completions", json=TEXT, headers=FULL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate of this machine's address; its key lies next to it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes it")
+    file = tmp_path / "ca.pem"
+    named = ["-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem")]
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *named, "-out", str(file)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return file
+
+
+async def test_a_server_with_tls_is_known_by_the_certificates_that_are_named(tmp_path: Path, certificate: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, tmp_path / "key.pem")
+    for ca, status in ((str(certificate), 200), ("", 502)):
+        async with recording(answering(STEPS), tmp_path, tls=tls, ca=ca) as made:
+            answer = await made.http.post(f"{made.url}/v1/completions", json=TEXT, headers=FULL)
+            assert answer.status_code == status
+
+
+async def test_with_a_log_that_takes_no_rows_requests_pass_and_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "queries.db").mkdir()
+    with pytest.raises(sqlite3.Error):
+        QueryLog(tmp_path / "queries.db").last_seq()
+    async with recording(answering(STEPS), tmp_path) as made, asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            assert (await post(made, made.url, "/v1/chat/completions", CHAT | STREAM))[1].endswith(b"[DONE]\n\n")
+        while (await made.status())["log"]["dropped"] < 3:
+            await asyncio.sleep(0.02)
+        assert (await made.status())["log"]["written"] == 0
+
+
+async def test_a_row_names_the_draft_that_answered_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    """The server has draft 7, and 8 from the moment at which the second request is answered."""
+    serves, usual, swaps = "7", answering(STEPS), False
+
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        nonlocal serves
+        if request.target == "/redraft/draft":
+            known = request.headers["authorization"] == "Bearer token"
+            told = json.dumps({"version": serves if known else "", "state": "serving"}).encode()
+            yield head("application/json", length=len(told)) + told
+            return
+        async for part in usual(request):
+            yield part
+            serves = "8" if swaps else serves
+
+    async with recording(play, tmp_path, token="token") as made, asyncio.timeout(WAIT_S):
+
+        async def wait_for(version: str) -> None:
+            while (await made.status())["draft"] != version:
+                await asyncio.sleep(0.02)
+
+        await wait_for("7")
+        await post(made, made.url, "/v1/completions", TEXT | STREAM)
+        await made.rows(1)
+        swaps = True
+        await post(made, made.url, "/v1/completions", TEXT | STREAM)
+        await wait_for("8")
+        await post(made, made.url, "/v1/completions", TEXT | STREAM)
+        assert [row.draft_version for row in await made.rows(3)] == [7, None, 8]
+
+
+async def test_what_is_no_number_of_the_registry_is_no_version() -> None:
+    async def version(told: Callable[[], httpx.Response]) -> str:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: told())) as http:
+            versions = DraftVersions(http, "http://server", "token")
+            asking = asyncio.create_task(versions.run())
+            settled = asyncio.get_running_loop().create_future()
+            versions.after("7", settled.set_result)
+            found = await settled
+            asking.cancel()
+            return str(found)
+
+    said = [{"version": "7"}, {"version": "start-up"}, {"version": "7", "state": "unknown"}, ["7"]]
+    assert [await version(lambda one=one: httpx.Response(200, json=one)) for one in said] == ["7", "", "", ""]  # type: ignore[misc]
+    assert await version(lambda: httpx.Response(401)) == ""
+
+
+def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    ids = byte_tokenizer().encode("<|im_start|>write to ann@example.org<|im_end|>")
+    code = (
+        "import sys, json, pathlib, services.record; from infra import scrub; from models.markers import Markers;"
+        f"print(json.dumps(Markers.read(pathlib.Path({str(tmp_path)!r})).rewrite({ids}, scrub.scrub)));"
+        "heavy = {'torch', 'ray', 'mlflow', 'vllm', 'transformers', 'prefect'};"
+        "assert not (found := heavy & sys.modules.keys()), found"
+    )
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert tuple(json.loads(told)) == ChatEncoder.of(byte_tokenizer()).rewrite(ids, scrub.scrub)
+    assert json.loads(told)[1] == "<|im_start|>write to [EMAIL]<|im_end|>"
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        Markers.read(tmp_path / "absent")
+
+
+def test_a_recorder_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    made = config(tmp_path, f"http://127.0.0.1:{free_port()}")
+    told = made.model_dump(mode="json", exclude={"host", "settings"})
+    code = (
+        "import json, sys; from infra.service_process import keep_recording; from infra.settings import Settings;"
+        f"keep_recording(json.loads(sys.argv[1]), Settings(home={str(tmp_path)!r}), print)"
+    )
+    url = f"http://127.0.0.1:{made.port}{STATUS_PATH}"
+
+    def pid() -> int:
+        found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], check=True, capture_output=True, text=True).stdout
+        lines = [line for line in found.splitlines() if f"{tmp_path}/recorded" in line and "processes.py" not in line]
+        return int(lines[0].split()[0]) if lines else 0
+
+    def refuses() -> bool:
+        return httpx.get(url, trust_env=False).status_code == 401
+
+    def up() -> bool:
+        with suppress(httpx.HTTPError):
+            return refuses()
+        return False
+
+    argv = [sys.executable, "-c", code, json.dumps(told)]
+    with Child.start(argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "keeper.log", "what keeps the recorder") as keeper:
+        wait_until(up, WAIT_S, keeper, "the recorder")
+        assert not answers(url)
+        first = pid()
+        assert first
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: pid() not in (0, first) and up(), WAIT_S, keeper, "the recorder again")
+
+
+def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path, "http://127.0.0.1:1")
+    for changed, said in (({"models": []}, "models"), ({"ca": "absent.pem"}, "absent.pem"), ({"port": 0}, "port")):
+        (file := tmp_path / "record.json").write_text(json.dumps(made.model_dump(mode="json") | changed))
+        assert main(["--config", str(file)], {}) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_token_of_an_attached_server_is_no_setting() -> None:
+    assert load_settings({"REDRAFT_ATTACH_TOKEN": "secret"}) == Settings()
