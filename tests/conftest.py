@@ -5,6 +5,7 @@ starts: two engines of two threads each, which wait for each other, are far slow
 """
 
 import asyncio
+import gc
 import os
 import shutil
 import sys
@@ -78,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         num_tests = Counter(files)
         ranks = {file: (not file.startswith(LONG), -num_tests[file], file) for file in num_tests}
         items.sort(key=lambda item: ranks[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later collections: it stays, and looking through it takes most of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -200,6 +207,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("store")
     Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
+    gc.freeze()  # MLflow is imported at its first use
     return home / "mlflow.db"
 
 
