@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -129,22 +130,22 @@ def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
 
 def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, str]:
     """Return what `code_version` hashes: each module's own hash."""
-    waiting, hashes = list(modules), {}
+    waiting, seen, hashes = list(modules), set[str](), {}
     for name in modules:
         if _source(name) is None:
             raise ValueError(f'no module "{name}" under {ROOT}')
     while waiting:
         name = waiting.pop()
-        source = _source(name)
-        if name in hashes or source is None:
+        if name in seen:
             continue
-        tree = ast.parse(source.read_bytes())
-        hashes[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-        waiting += [
-            imported
-            for imported in _imports(tree)
-            if imported.startswith(tuple(f"{room}." for room in rooms)) and imported not in SCHEMAS
-        ]
+        seen.add(name)
+        if (source := _source(name)) is not None:
+            hashes[name], imports = _hash_and_imports(source.read_bytes())
+            waiting += [
+                imported
+                for imported in imports
+                if imported.startswith(tuple(f"{room}." for room in rooms)) and imported not in SCHEMAS
+            ]
     return hashes
 
 
@@ -172,6 +173,13 @@ def _source(module: str) -> Path | None:
     folders = [ROOT.joinpath(*package.split(".")), *map(Path, getattr(sys.modules.get(package), "__path__", ()))]
     files = (file for folder in folders for file in (folder / f"{name}.py", folder / name / "__init__.py"))
     return next((file for file in files if file.is_file()), None)
+
+
+@cache
+def _hash_and_imports(source: bytes) -> tuple[str, tuple[str, ...]]:
+    """Return the hash of a module's syntax, and the names that it imports; stages have most modules in common."""
+    tree = ast.parse(source)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(_imports(tree))
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
