@@ -35,7 +35,7 @@ NAMES = sorted(SHAPES)
 LEARNT = 3.0  # tokens a step after so little training, 5 at most
 # Answers of either kind that are learnt, and passes over them. Some need more answers, not more passes: of as few as
 # the others dflash learnt 2.3 to 2.9, falcon 3.1 and parallel_eagle 2.8; in three times the passes 3.0 and 3.2.
-ANSWERS, MANY = (40, 24, 16), (120, 72, 8)
+ANSWERS, MANY = (40, 24, 12), (120, 72, 8)
 MORE = dict.fromkeys(("dflash", "falcon", "parallel_eagle"), MANY)
 VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
 # The likeliest tokens of a tree are certain.
