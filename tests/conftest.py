@@ -207,7 +207,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("store")
     Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
-    gc.freeze()  # MLflow is imported at its first use
     return home / "mlflow.db"
 
 
