@@ -312,7 +312,8 @@ def import_logs(
     reader = _Reader(domain, max_len, strict, answering is not None)
     with progress("import") as show:
         added = asyncio.run(_add(reader, files, max_len, answering, lambda: show(reader.num_read, total)))
-    gc.collect()  # an engine is in reference cycles, and complains if it is still there when Python ends
+    if answering is not None:
+        gc.collect()  # an engine is in reference cycles, and complains if it is still there when Python ends
     num_skipped = sum(reader.skipped.counts.values())
     return ImportReport(
         num_read=reader.num_read,

@@ -63,12 +63,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 gc.disable()  # of what tests import nothing is garbage, and to look for it takes a quarter of the time
 
 
-def pytest_collection_finish() -> None:
-    """Look for garbage from now on, but not among what was imported."""
-    gc.freeze()
-    gc.enable()
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files of engine tests unread where none is wanted, as importing vLLM takes longer than most tests, and
     files of other tests where only those of engines are.
@@ -88,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         num_tests = Counter(files)
         ranks = {file: (not file.startswith(LONG), -num_tests[file], file) for file in num_tests}
         items.sort(key=lambda item: ranks[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

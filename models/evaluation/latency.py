@@ -117,8 +117,10 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     rng = np.random.default_rng(seed)
     sums = np.zeros((NUM_RESAMPLES, 4))
     for _ in blocks:  # one draw of a pair each
-        drawn = np.stack([resample_sums(block, rng, NUM_RESAMPLES) for block in blocks])
-        sums += drawn[rng.integers(len(blocks), size=NUM_RESAMPLES), np.arange(NUM_RESAMPLES)]
+        drawn = rng.integers(len(blocks), size=NUM_RESAMPLES)
+        for number, block in enumerate(blocks):
+            chosen = np.flatnonzero(drawn == number)
+            sums[chosen] += resample_sums(block, rng, len(chosen))
     return estimate(_speed_ratio(np.vstack([np.concatenate(blocks).sum(axis=0), sums])))
 
 

@@ -12,8 +12,9 @@ import ast
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -130,22 +131,15 @@ def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
 
 def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, str]:
     """Return what `code_version` hashes: each module's own hash."""
-    waiting, hashes = list(modules), {}
+    waiting, hashes, packages = list(modules), dict[str, str](), tuple(f"{room}." for room in rooms)
     for name in modules:
         if _source(name) is None:
             raise ValueError(f'no module "{name}" under {ROOT}')
     while waiting:
         name = waiting.pop()
-        source = _source(name)
-        if name in hashes or source is None:
-            continue
-        tree = ast.parse(source.read_bytes())
-        hashes[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-        waiting += [
-            imported
-            for imported in _imports(tree)
-            if imported.startswith(tuple(f"{room}." for room in rooms)) and imported not in SCHEMAS
-        ]
+        if name not in hashes and (source := _source(name)) is not None:
+            hashes[name], imports = _hash_and_imports(source.read_bytes())
+            waiting += [one for one in imports if one.startswith(packages) and one not in SCHEMAS]
     return hashes
 
 
@@ -171,10 +165,13 @@ def _source(module: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+@cache
+def _hash_and_imports(source: bytes) -> tuple[str, list[str]]:
+    """Return the hash of a module's syntax, and the names that it imports; stages have most modules in common."""
+    tree, imports = ast.parse(source), list[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imports += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imports

@@ -140,35 +140,35 @@ def test_rows_that_are_timed_are_not_measured_at_once(run, family: str) -> None:
     assert f"--jobs: rows of {family} are told apart by what they take; wanted 1, got 2" in refused.output
 
 
-def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, tmp_path: Path) -> None:
-    found = []
-    for jobs in ("1", "2"):
-        asked = ("verify", "--seeds", "2", "--budget", "0.1", "--only", "spectr, 2*", "--output", str(tmp_path / jobs))
-        found.append(told(run(*asked, "--jobs", jobs)))
-    assert [one["jobs"] for one in found] == [1, 2]
-    alone, together = (one["rows_measured"] for one in found)
-    assert len(alone) == 3
-    for row, figures in alone.items():  # another number of threads rounds otherwise
-        assert together[row]["kept_pct"]["value"] == pytest.approx(figures["kept_pct"]["value"], rel=1e-3)
-
-
-def test_an_interrupt_ends_what_is_measured_at_once_and_keeps_what_is_finished(run, tmp_path: Path) -> None:
-    asked = ["compare", "verify", "--recipe", "tiny", "--seeds", "200", "--jobs", "2"]
+def test_an_interrupt_ends_what_is_measured_at_once_and_its_cells_are_those_of_one_after_the_other(
+    run, tmp_path: Path
+) -> None:
+    asked = ["verify", "--budget", "0.1", "--only", "spectr, 2*"]
     environment = {**os.environ, "REDRAFT_HOME": str(tmp_path / "home")}
     # A shell that runs tests in its background has them ignore the signal, and so what they start.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "flows.cli", *asked]
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "flows.cli", "compare", *asked]
+    running = subprocess.Popen(
+        [*command, "--recipe", "tiny", "--seeds", "400", "--jobs", "2"], env=environment, stdout=subprocess.DEVNULL
+    )
     cells = tmp_path / "home" / "compare" / "verify-tiny" / "cells"
     until = time.monotonic() + 240
-    while len(finished := list(cells.glob("*-seed-*.json"))) < 2 and time.monotonic() < until:
+    while len(finished := list(cells.glob("*-seed-[01].json"))) < 6 and time.monotonic() < until:
         time.sleep(0.2)
     children = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGINT)
     assert running.wait(timeout=60) == 130
-    assert len(finished) >= 2 and len(children) >= 2
+    assert len(finished) == 6 and len(children) >= 2
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert all(json.loads(one.read_text())["metrics"] for one in cells.glob("*-seed-*.json"))
+
+    kept = told(run(*asked, "--seeds", "2", "--jobs", "2"))
+    measured_now = told(run(*asked, "--seeds", "2", "--jobs", "1", "--output", str(tmp_path / "alone")))
+    assert [one["jobs"] for one in (kept, measured_now)] == [2, 1]
+    alone, together = (one["rows_measured"] for one in (measured_now, kept))
+    assert len(alone) == 3
+    for row, figures in alone.items():  # another number of threads rounds otherwise
+        assert together[row]["kept_pct"]["value"] == pytest.approx(figures["kept_pct"]["value"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "only"), [("trees", "dynamic, 4*"), ("lengths", "confidence*")])

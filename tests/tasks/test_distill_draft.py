@@ -143,7 +143,8 @@ def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_i
     name: str, target: Artifact, tmp_path: Path
 ) -> None:
     own = {"vocab_size": 128} if "vocab_size" in family_named(name).Params.model_fields else {}
-    recipe = recipe_of(**OFFLINE, draft={"name": name, **own})
+    few = {"distill": {**TABLES["distill"], "num_epochs": 2}}
+    recipe = recipe_of(**OFFLINE, **few, draft={"name": name, **own}, refresh={**TABLES["refresh"], "distill": {}})
     samples = samples_files(tmp_path / "samples", said_by(target, 4))
     first = distill_draft.fn(recipe, target, samples)
     once = go_on(recipe, target, samples, first, None)

@@ -17,7 +17,7 @@ from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Decoder
 from tests.models.drafts.answered import prompts
 
-NUM_DRAWS, NUM_TOKENS = 60, 17  # of a draft that lies about q the p-value is below 1e-27
+NUM_DRAWS, NUM_TOKENS = 30, 17  # of a draft that lies about q the p-value is below 1e-11
 P_VALUE = 1e-4
 
 
