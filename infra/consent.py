@@ -98,7 +98,7 @@ class QueryRow(Frozen):
         return self
 
     def counted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return drafted and accepted tokens of the steps that count, as models/evaluation/acceptance.py says."""
+        """Return drafted and accepted tokens of the steps that count, as models/core/evaluation/acceptance.py says."""
         steps = zip(self.drafted or (), self.accepted or (), self.matches or [0] * len(self.drafted or ()), strict=True)
         kept = [(drafted, accepted) for drafted, accepted, match in steps if match != UNDRAFTED]
         return tuple(drafted for drafted, _ in kept), tuple(accepted for _, accepted in kept)

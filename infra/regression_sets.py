@@ -30,7 +30,7 @@ NUM_LATEST = 100  # rows that say what time it is
 
 
 class SketchedRow(NamedTuple):
-    """A row of full consent, and its sketch as `models.evaluation.clusters` made it."""
+    """A row of full consent, and its sketch as `models.core.evaluation.clusters` made it."""
 
     seq: int
     domain: str

@@ -24,7 +24,7 @@ class BaseParams(Frozen):
 
 
 class TrainingParams(Frozen):
-    """Settings of the training loop of language models, `models.learning.training`.
+    """Settings of the training loop of language models, `models.core.learning.training`.
 
     Attributes:
         learning_rate: of AdamW, at its highest.

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
+from models.core.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.engines import EngineParams
-from models.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.params import BaseParams, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
@@ -34,7 +34,7 @@ Domain = Annotated[str, Field(pattern=DOMAIN)]
 
 
 def _distill_params(table: Mapping[str, Any]) -> BaseParams:
-    from models.learning import distill  # torch
+    from models.core.learning import distill  # torch
 
     return validate(distill.Params, table, "distill")
 
@@ -271,8 +271,8 @@ class Recipe(Frozen):
     def _require_lessons(self, params: Any, of_log: bool) -> None:
         """Raise ValueError if the draft can't learn of such answers or teachers."""
         from models.answers import require_source  # torch
-        from models.drafting.draft_families import family_named, procedure_of
-        from models.learning.teacher import require_reader
+        from models.core.drafting.draft_families import family_named, procedure_of
+        from models.core.learning.teacher import require_reader
 
         family = family_named(self.draft.name)
         loss = params.over(procedure_of(family)).loss
@@ -283,7 +283,7 @@ class Recipe(Frozen):
 
     def _require_regeneration(self) -> None:
         """Raise ValueError if prompts are to be answered again and nobody could, or would learn of it."""
-        from models.drafting.draft_families import family_named  # torch
+        from models.core.drafting.draft_families import family_named  # torch
 
         again = self.refresh.regenerate
         if again is None:

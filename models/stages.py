@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from models import catalog
-from models.checkpoints.sparsity import Pattern
+from models.core.checkpoints.sparsity import Pattern
 from models.params import BaseParams, TrainingParams, did_you_mean
 from models.together import Declared, declared, require_compatible, require_exceptions, require_kept
 from models.types import Frozen

@@ -48,7 +48,7 @@ def _require_read_stages(recipe: Any) -> None:
 
 
 def _require_learnt(draft: BaseParams, params: BaseParams, where: str, keys: Any) -> None:
-    from models.drafting.draft_families import class_of, family_named  # torch
+    from models.core.drafting.draft_families import class_of, family_named  # torch
 
     family = family_named(draft.name)
     if not family.TRAINED:

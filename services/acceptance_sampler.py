@@ -3,8 +3,8 @@
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read
 those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
-while acceptance seems to have fallen and that is not told yet (models/evaluation/drift_detector.py). Nobody who asks
-can know which.
+while acceptance seems to have fallen and that is not told yet (models/core/evaluation/drift_detector.py). Nobody who
+asks can know which.
 
 Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
 or more where many run and none does. So fewer are drawn the more that costs with as many as run now.
@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from models.evaluation.drift_detector import DOUBTED, FIRST, SHARE, share_alone
+from models.core.evaluation.drift_detector import DOUBTED, FIRST, SHARE, share_alone
 
 LOST = 0.005  # share of the tokens that it may cost
 MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients

@@ -21,8 +21,8 @@ import httpx
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
+from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, file_digest
-from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.config import ServiceConfig, read_as
 from services.drafts import DraftHistory, DraftSource, Loaded, read_memory

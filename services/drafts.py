@@ -25,8 +25,8 @@ from infra.registry import Registry
 from infra.status import Phase, Proof
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
-from models.drafting.draft_families import UnknownFamily, check_draft
-from models.evaluation.canary import Answer
+from models.core.drafting.draft_families import UnknownFamily, check_draft
+from models.core.evaluation.canary import Answer
 from models.targets import TargetCard
 from models.types import Frozen
 

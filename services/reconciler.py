@@ -21,11 +21,11 @@ from infra.events import PAIR_BROKE
 from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
+from models.core.evaluation.acceptance import AcceptanceCount, mean_accepted_length
+from models.core.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
+from models.core.evaluation.canary import Params as CanaryParams
+from models.core.evaluation.golden import Golden, equal_output, first_difference
 from models.engines import Completion, Engine, NotSwitchable, Sampling
-from models.evaluation.acceptance import AcceptanceCount, mean_accepted_length
-from models.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
-from models.evaluation.canary import Params as CanaryParams
-from models.evaluation.golden import Golden, equal_output, first_difference
 from models.serving import Probation
 from services import swap
 from services.config import ServiceConfig

@@ -27,7 +27,7 @@ from infra import scrub
 from infra.consent import CONSENT_LEVELS, OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
-from models.evaluation.acceptance import AcceptanceCount, counted
+from models.core.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen
 from services.coverage import MAX_DOMAINS, VocabularyCoverage
 from services.questions import Origin

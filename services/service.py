@@ -23,15 +23,15 @@ from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from models.chats import ChatEncoder
-from models.drafting.draft_files import read_vocabulary
+from models.core.drafting.draft_files import read_vocabulary
+from models.core.evaluation import drift_detector
+from models.core.evaluation.golden import load_golden
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.engines.vllm.tap import is_seeded, tells_of_draft
-from models.evaluation import drift_detector
-from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys

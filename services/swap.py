@@ -48,7 +48,7 @@ from typing import Concatenate, NamedTuple, ParamSpec
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version
-from models.evaluation.canary import Answer, Finding
+from models.core.evaluation.canary import Answer, Finding
 from services.drafts import DraftState, Loaded, Postponed, ReconcilerPolicy, label, without
 
 P = ParamSpec("P")

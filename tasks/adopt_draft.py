@@ -8,8 +8,8 @@ from typing import Any, cast
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
-from models.drafting.draft_families import adopter_of, name_of, open_draft
-from models.evaluation.scoring import score
+from models.core.drafting.draft_families import adopter_of, name_of, open_draft
+from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.measure_draft import tau_of

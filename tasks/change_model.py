@@ -13,9 +13,9 @@ import torch
 
 from infra.artifacts import Artifact
 from models import adapters, catalog, prune, quantize
-from models.checkpoints import invariants, mixed
-from models.learning import training
-from models.learning.second_task import SecondTask
+from models.core.checkpoints import invariants, mixed
+from models.core.learning import training
+from models.core.learning.second_task import SecondTask
 from models.params import BaseParams
 from models.shrink import num_stored
 from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink

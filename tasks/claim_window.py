@@ -23,7 +23,7 @@ from infra.settings import load_settings
 from infra.triggerfile import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key

@@ -15,10 +15,10 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
-from models.drafting.draft_families import family_named, family_of, name_of
+from models.core.drafting.draft_families import family_named, family_of, name_of
+from models.core.learning import distill, fitted
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.learning import distill, fitted
-from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.recipe import Recipe
 from models.targets import describe

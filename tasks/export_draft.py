@@ -9,7 +9,7 @@ from infra.lines import ancestors
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Version
-from models.drafting.draft_families import family_of, name_of
+from models.core.drafting.draft_families import family_of, name_of
 from models.drafts import Publisher
 from models.types import Frozen
 from tasks.stages.task import task

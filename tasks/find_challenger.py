@@ -6,7 +6,7 @@ from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.windows import Window
-from models.evaluation.gate import Evidence
+from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.stages.reporting import run_logger

@@ -17,9 +17,9 @@ from infra.regression_sets import FEWEST
 from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined
 from infra.windows import Window
-from models.drafting.draft_families import check_draft
-from models.evaluation.paired import clusters, gain
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import check_draft
+from models.core.evaluation.paired import clusters, gain
+from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import PASSED, Frozen

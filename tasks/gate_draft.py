@@ -17,12 +17,12 @@ from infra.regression_sets import scored_as
 from infra.settings import load_settings
 from infra.versions import Pair, is_usable
 from infra.windows import Window
-from models.drafting.draft_families import family_of, open_draft
+from models.core.drafting.draft_families import family_of, open_draft
+from models.core.evaluation.gate import Evidence, decide, score_floor
+from models.core.evaluation.paired import Score
+from models.core.evaluation.scoring import score
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.evaluation.gate import Evidence, decide, score_floor
-from models.evaluation.paired import Score
-from models.evaluation.scoring import score
-from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts

@@ -15,9 +15,9 @@ from infra.installed import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder
+from models.core.evaluation.golden import Golden, near_tie_threshold, save_golden
+from models.core.learning.hidden import Sample
 from models.engines import Completion, Engine, Sampling
-from models.evaluation.golden import Golden, near_tie_threshold, save_golden
-from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.recipe import Generate, Recipe
 from models.sources import Prompt, encoded
@@ -35,7 +35,8 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     """Answer the training and held-out prompts of the first draft's domains; an artifact of kind "samples".
 
     Each answer is written as it comes, so a killed run asks only for the rest. The target's reference outputs
-    (`models.evaluation.golden`) are recorded beside the answers, because starting the engine costs more than they do.
+    (`models.core.evaluation.golden`) are recorded beside the answers, because starting the engine costs more than they
+    do.
     """
 
     def make(directory: Path, work: Path) -> None:

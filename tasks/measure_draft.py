@@ -8,14 +8,14 @@ from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
-from models.drafting.draft_families import family_of, open_draft
+from models.core.drafting.draft_families import family_of, open_draft
+from models.core.evaluation.acceptance import estimate, resample_sums
+from models.core.evaluation.golden import load_golden
+from models.core.evaluation.paired import Score
+from models.core.evaluation.scoring import STANDARD, score
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.engines import Rules
-from models.evaluation.acceptance import estimate, resample_sums
-from models.evaluation.golden import load_golden
-from models.evaluation.paired import Score
-from models.evaluation.scoring import STANDARD, score
-from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateReport
 from tasks.stages import cached_step

@@ -28,12 +28,12 @@ from infra.registry import Registry, open_registry
 from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
-from models.drafting.draft_families import open_draft
-from models.evaluation import post_promotion_test
-from models.evaluation.clusters import join, join_groups, sketch
-from models.evaluation.paired import Score
-from models.evaluation.scoring import score
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import open_draft
+from models.core.evaluation import post_promotion_test
+from models.core.evaluation.clusters import join, join_groups, sketch
+from models.core.evaluation.paired import Score
+from models.core.evaluation.scoring import score
+from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.tokens import first_turn, turn_marks
 from tasks.stages.reporting import run_logger

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra.artifacts import Artifact, open_artifact
 from models import catalog
-from models.evaluation.golden import FILE
+from models.core.evaluation.golden import FILE
 from models.params import BaseParams
 from tasks.stages import cached_step, local_content
 from tasks.stages.task import task

@@ -15,7 +15,7 @@ from infra.versions import Kind, Pair, Version, same_files
 from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window
-from models.drafting.draft_families import check_draft
+from models.core.drafting.draft_families import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from models.types import Estimate, GateReport

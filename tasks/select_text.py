@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
 from models import catalog, select
-from models.checkpoints.loading import load_model
+from models.core.checkpoints.loading import load_model
+from models.core.learning import training
 from models.drafts import lm
-from models.learning import training
 from models.stages import Select
 from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents

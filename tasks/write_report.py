@@ -15,7 +15,7 @@ from infra.settings import Settings
 from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
 from infra.views.gate import DATA
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
-from models.evaluation.acceptance import Trace, summarise
+from models.core.evaluation.acceptance import Trace, summarise
 from models.types import GateReport
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
 from tasks.stages.task import task

@@ -181,8 +181,8 @@ def judge(
         left_out: domains without a conversation to judge.
         learns: whether it may go on learning.
     """
-    from models.evaluation.gate import Evidence, decide
-    from models.evaluation.paired import Score
+    from models.core.evaluation.gate import Evidence, decide
+    from models.core.evaluation.paired import Score
     from models.types import GateParams
     from tasks.gate_draft import GateResult, score_floors, with_tau
     from tasks.measure_draft import summarise

@@ -41,10 +41,10 @@ MIRRORED = {
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples shares split",
     "tasks/trigger": "acknowledge ask",
-    "models/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
+    "models/core/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
     "post_promotion_test scoring",
-    "models/learning": "answering background_throttle captured distill fitted teacher validation",
-    "models/throughput": "cost running speeds",
+    "models/core/learning": "answering background_throttle captured distill fitted teacher validation",
+    "models/core/throughput": "cost running speeds",
 }
 ENGINE = "models/engines/vllm"
 OTHERS = {
@@ -55,19 +55,19 @@ OTHERS = {
     "infra/erasures infra/logfile infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
-    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/throughput/options": " ".join(
+    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
         f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "turns", "judging", "tap")
     ),
-    "models/learning/hidden models/learning/loop models/learning/resume": (
-        "models/learning/test_training models/learning/test_distill tasks/test_distill_draft"
+    "models/core/learning/hidden models/core/learning/loop models/core/learning/resume": (
+        "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"
     ),
-    "models/throughput/curves": "models/throughput/test_cost models/throughput/test_expected",
+    "models/core/throughput/curves": "models/core/throughput/test_cost models/core/throughput/test_expected",
 }
 TESTS = {f"{folder}/{name}": [f"{folder}/test_{name}"] for folder, names in MIRRORED.items() for name in names.split()}
 TESTS |= {module: tests.split() for modules, tests in OTHERS.items() for module in modules.split()}
 # Survivors that are as good as the original, by the beginnings of their names, with the reason.
 EQUIVALENT = {
-    "models/evaluation/clusters _banded: (signatures[one] == signatures[other]).mean(axis=1)": "a tie of an estimate",
+    "models/core/evaluation/clusters _banded: (signatures[one] == signatures[other]).mean": "a tie of an estimate",
     "services/reverse_proxy _write: 2 → 3  # half=": "any part of a buffer does that leaves room for the last frame",
 }
 

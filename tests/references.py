@@ -28,7 +28,7 @@ from flows import cli
 from infra.status import ServiceStatus
 from models import catalog
 from models.catalog import Method
-from models.learning import distill
+from models.core.learning import distill
 from models.params import BaseParams, TrainingParams
 from models.recipe import Recipe
 from services import access, app, metrics, recorder

@@ -21,9 +21,9 @@ from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
-from models.drafting.draft_families import family_named, open_draft
+from models.core.drafting.draft_families import family_named, open_draft
+from models.core.evaluation.golden import Golden, save_golden
 from models.engines import Sampling
-from models.evaluation.golden import Golden, save_golden
 from models.targets import describe
 from tasks.measure_draft import measure_golden
 from tests.conftest import make_draft

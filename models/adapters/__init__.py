@@ -10,8 +10,8 @@ A method's module has
 - `fold(model)`, where the result is a plain model: takes the method's modules out again, in place, so that the logits
   stay equal; or `ELSEWHERE`, a line that says why there is none, and where the method's place is.
 
-`models.learning.training.train` trains what needs a gradient. `save` keeps just that, in a small file that is bound to
-its base by a hash of the base's weights and loads onto no other.
+`models.core.learning.training.train` trains what needs a gradient. `save` keeps just that, in a small file that is
+bound to its base by a hash of the base's weights and loads onto no other.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.checkpoint import read_tensors
+from models.core.checkpoints.checkpoint import read_tensors
 from models.params import BaseParams
 
 KEEPS: tuple[str, ...] = ("frozen weights",)  # of every method

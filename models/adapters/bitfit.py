@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
+from models.core.layers.linears import linears
 from models.params import BaseParams
 
 PAPER = "arXiv:2106.10199, section 3"

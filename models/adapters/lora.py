@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.layers.lora import insert_lora, take_out
+from models.core.layers.lora import insert_lora, take_out
 from models.params import BaseParams
 
 PAPER = "arXiv:2106.09685, sections 4.1 and 4.2; rank and alpha of its table 9 for RoBERTa large"

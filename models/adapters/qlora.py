@@ -1,4 +1,4 @@
-"""QLoRA: LoRA on a base whose linear layers are NF4 (`models.layers.normal_float`), frozen.
+"""QLoRA: LoRA on a base whose linear layers are NF4 (`models.core.layers.normal_float`), frozen.
 
 Base weights take 4.127 bits instead of 32. Gradients pass through them to the low-rank parts, for which they are
 dequantized once more. Embedding, output matrix and norms stay as they are; at small sizes they are most of the model
@@ -18,9 +18,9 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
-from models.layers.lora import insert_lora, plain_linear, replace_kind, take_out
-from models.layers.normal_float_linear import NormalFloatLinear
+from models.core.layers.linears import linears
+from models.core.layers.lora import insert_lora, plain_linear, replace_kind, take_out
+from models.core.layers.normal_float_linear import NormalFloatLinear
 from models.params import BaseParams
 
 PAPER = "arXiv:2305.14314, section 3; rank and alpha of its section 4"

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.learning.hidden import HiddenStates, Sample
+from models.core.learning.hidden import HiddenStates, Sample
 from models.params import BaseParams
 
 
@@ -42,7 +42,7 @@ OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], No
 
 
 class RolloutSource(Protocol):
-    """The rounds in which a run writes what it learns; see `models.learning.rollouts`.
+    """The rounds in which a run writes what it learns; see `models.core.learning.rollouts`.
 
     Attributes:
         samples: the target's answers, in whose place others are written.

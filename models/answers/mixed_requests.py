@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from models.answers import RolloutParams
-from models.learning.rollouts import Rollouts
+from models.core.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2310.08461; arXiv:2310.07177, mixed by request"
 WRITES, LOGGED, ROUNDS = True, False, Rollouts

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from models.answers import RolloutParams
-from models.learning.rollouts import Rollouts
+from models.core.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2306.08543, section 2.2 (teacher-mixed sampling); arXiv:2310.07177, mixed by token"
 WRITES, LOGGED, ROUNDS = True, False, Rollouts

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from models.answers import RolloutParams
-from models.learning.rollouts import Rollouts
+from models.core.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2310.08461; arXiv:2306.13649"
 WRITES, LOGGED, ROUNDS = True, False, Rollouts

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.params import BaseParams, did_you_mean
 
 PAPER = "arXiv:2305.02301, section 3.2"

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.params import BaseParams
 
 PAPER = "arXiv:2310.07177, algorithm 1"

@@ -5,7 +5,7 @@ vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
 publish is an `Adopter` as well, and one whose drafts hold smaller ones has `cut(draft, num_layers)`. Which family a
-directory is of, `models.drafting.draft_families` finds.
+directory is of, `models.core.drafting.draft_families` finds.
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.drafting.proposal import Proposal
-from models.layers.packed_linear import pack
+from models.core.drafting.proposal import Proposal
+from models.core.layers.packed_linear import pack
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard
@@ -67,7 +67,7 @@ class Unrolled(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One sequence's drafting, with its cache; what some of them can do besides is in `models.drafting.drafters`.
+    """One sequence's drafting, with its cache; what some of them can do besides is in `models.core.drafting.drafters`.
 
     Attributes:
         draft: whose weights are used; may be set to another of the same shape between two calls.
@@ -109,7 +109,7 @@ class Draft(nn.Module, ABC):
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
             afterwards; if it does not, `unroll` raises a ValueError.
         branches: whether its drafters propose likeliest siblings by themselves.
-        expands: whether its drafters are `models.drafting.drafters.Expander`s, so that trees can be grown.
+        expands: whether its drafters are `models.core.drafting.drafters.Expander`s, so that trees can be grown.
         asks: whether its drafters ask `go_on`; not those that make no pass.
     """
 
@@ -146,7 +146,7 @@ class Draft(nn.Module, ABC):
     def num_vectors(self, num_tokens: int) -> int:
         """Return the most vectors of its own that the target reads beside `num_tokens` drafted tokens.
 
-        None, but in families whose drafters are `models.drafting.drafters.QueryingDrafter`s.
+        None, but in families whose drafters are `models.core.drafting.drafters.QueryingDrafter`s.
         """
         return 0
 
@@ -298,7 +298,7 @@ class Family(Protocol):
         """Let a draft follow the traffic's tokens, before it is trained again."""
 
     def save(self, draft: Any, directory: Path) -> None:
-        """Write the draft as the engine loads it, config.json by `models.drafting.draft_files.write_config`."""
+        """Write the draft as the engine loads it, config.json by `models.core.drafting.draft_files.write_config`."""
 
     def load(self, directory: Path, target_dir: Path) -> Draft:
         """Read a draft back, in float32; ValueError as `check`."""

@@ -26,14 +26,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import output_embedding
-from models.drafting.borrowing import BorrowingDraft, Format
-from models.drafting.draft_format import LAYER_SIZES
-from models.drafting.features import decoder_layer, linear, start_as
-from models.drafting.heads import Block
-from models.drafting.path_drafters import FeatureDrafter
+from models.core.checkpoints.checkpoint import output_embedding
+from models.core.drafting.borrowing import BorrowingDraft, Format
+from models.core.drafting.draft_format import LAYER_SIZES
+from models.core.drafting.features import decoder_layer, linear, start_as
+from models.core.drafting.heads import Block
+from models.core.drafting.path_drafters import FeatureDrafter
+from models.core.layers.packed_linear import Borrowed
 from models.drafts import Procedure, Rows
-from models.layers.packed_linear import Borrowed
 from models.losses import feature_l2
 from models.params import BaseParams
 

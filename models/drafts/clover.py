@@ -25,10 +25,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import output_embedding
-from models.drafting.borrowing import BorrowingDraft, Format
-from models.drafting.draft_format import LAYER_SIZES
-from models.drafting.features import Scale, decoder_layer, start_as
+from models.core.checkpoints.checkpoint import output_embedding
+from models.core.drafting.borrowing import BorrowingDraft, Format
+from models.core.drafting.draft_format import LAYER_SIZES
+from models.core.drafting.features import Scale, decoder_layer, start_as
 from models.drafts import Procedure
 from models.losses import feature_regression
 from models.params import BaseParams

@@ -31,11 +31,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import read_tensor, tensor_names
-from models.drafting.borrowing import Format, NormedDraft
-from models.drafting.draft_files import fused, read_config, require_whole_vocabulary
-from models.drafting.draft_format import WEIGHTS
-from models.drafting.features import Scale, decoder_layer, linear
+from models.core.checkpoints.checkpoint import read_tensor, tensor_names
+from models.core.drafting.borrowing import Format, NormedDraft
+from models.core.drafting.draft_files import fused, read_config, require_whole_vocabulary
+from models.core.drafting.draft_format import WEIGHTS
+from models.core.drafting.features import Scale, decoder_layer, linear
 from models.drafts import EngineWeights, Procedure
 from models.losses import feature_regression
 from models.params import BaseParams

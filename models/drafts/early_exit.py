@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.drafting.self_draft import SelfDraft, SelfFormat, after_exit
-from models.layers.decoder import Cache, Decoder
+from models.core.drafting.self_draft import SelfDraft, SelfFormat, after_exit
+from models.core.layers.decoder import Cache, Decoder
 from models.params import BaseParams
 
 PAPER = "arXiv:2404.16710, section 4.2"

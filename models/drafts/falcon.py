@@ -30,10 +30,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.drafting.borrowing import Format, NormedDraft
-from models.drafting.draft_format import LAYER_SIZES
-from models.drafting.features import decoder_layer, start_as
-from models.drafting.path_drafters import Node, NodeDrafter, stacked
+from models.core.drafting.borrowing import Format, NormedDraft
+from models.core.drafting.draft_format import LAYER_SIZES
+from models.core.drafting.features import decoder_layer, start_as
+from models.core.drafting.path_drafters import Node, NodeDrafter, stacked
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import feature_regression
 from models.params import BaseParams

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import read_tensor
-from models.drafting.heads import SIZES, Format, Heads, HeadsParams
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import Procedure
 from models.losses import cross_entropy
 
@@ -36,7 +36,7 @@ class Params(HeadsParams):
 
 
 class Hydra(Heads):
-    """See `models.drafting.heads.Heads`. The target's embedding is borrowed too."""
+    """See `models.core.drafting.heads.Heads`. The target's embedding is borrowed too."""
 
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=1.0)
     embedding: Tensor

@@ -12,8 +12,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, TargetDraft
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.weightless import Format, TargetDraft
 from models.drafts import Draw, GoOn, draft_chain
 from models.params import BaseParams
 
@@ -46,7 +46,7 @@ class _Drafter:
         self._num_certain = 0  # of its rows
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.drafting.drafters.Observer`."""
+        """See `models.core.drafting.drafters.Observer`."""
         self._said = logits
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:

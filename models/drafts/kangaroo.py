@@ -2,7 +2,7 @@
 
 The adapter is an attention with its norm, and a norm before the target's own output matrix: no MLP, no matrix of the
 vocabulary. It reads the states after the first layers: of certain tokens those that the target's pass has made, of
-drafted ones those that it makes itself, which the target's pass then takes up (`models.drafting.self_draft`). The
+drafted ones those that it makes itself, which the target's pass then takes up (`models.core.drafting.self_draft`). The
 paper's second exit, from drafting once the draft is unsure, is length policy `confidence`.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.checkpoints.checkpoint import output_embedding, read_tensor
-from models.drafting import draft_format
-from models.drafting.draft_files import read_config, require_llama_layout
-from models.drafting.draft_format import HEAD_SIZES
-from models.drafting.features import LayeredDraft, layer_config, linear
-from models.drafting.self_draft import Drafter, TargetPart, after_exit
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.drafting import draft_format
+from models.core.drafting.draft_files import read_config, require_llama_layout
+from models.core.drafting.draft_format import HEAD_SIZES
+from models.core.drafting.features import LayeredDraft, layer_config, linear
+from models.core.drafting.self_draft import Drafter, TargetPart, after_exit
+from models.core.layers.decoder import Begun, Cache, Decoder
 from models.drafts import KeepRows, Rows, Unrolled, require_width, step_by_step
-from models.layers.decoder import Begun, Cache, Decoder
 from models.params import BaseParams
 from models.targets import TargetCard
 
@@ -124,7 +124,7 @@ class Kangaroo(TargetPart, LayeredDraft):
 
 
 class _Drafter(Drafter):
-    """See `models.drafting.self_draft.Drafter`; what is certain is written over the adapter's keys of drafted
+    """See `models.core.drafting.self_draft.Drafter`; what is certain is written over the adapter's keys of drafted
     tokens."""
 
     draft: Kangaroo

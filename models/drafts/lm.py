@@ -9,7 +9,7 @@ read: one unroll trains all of them.
 Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
 trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
 a cheaper draft too, or another target of the same vocabulary; and in decoding each token may be said by the smallest
-that is sure of it (`models.drafting.nested`).
+that is sure of it (`models.core.drafting.nested`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.checkpoints.checkpoint import read_tensors, tensor_names
-from models.checkpoints.loading import load_floats
-from models.drafting.draft_files import (
+from models.core.checkpoints.checkpoint import read_tensors, tensor_names
+from models.core.checkpoints.loading import load_floats
+from models.core.drafting.draft_files import (
     Shapes,
     check_config,
     fused,
@@ -35,11 +35,11 @@ from models.drafting.draft_files import (
     require_tensors,
     write_config,
 )
-from models.drafting.nested import NestedReader
-from models.drafting.reading import Reader
+from models.core.drafting.nested import NestedReader
+from models.core.drafting.reading import Reader
+from models.core.layers.decoder import Decoder
+from models.core.layers.reshape import spread_layers, take_layers
 from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_by_step
-from models.layers.decoder import Decoder
-from models.layers.reshape import spread_layers, take_layers
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 from models.tokens import differing_tokens
@@ -137,7 +137,7 @@ class Lm(Draft):
 
 
 class _Drafter(Reader):
-    """See `models.drafting.reading.Reader`."""
+    """See `models.core.drafting.reading.Reader`."""
 
     draft: Lm
 

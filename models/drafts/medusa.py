@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from models.checkpoints.checkpoint import tensor_names
-from models.drafting.draft_files import read_config, require_whole_vocabulary
-from models.drafting.draft_format import WEIGHTS
-from models.drafting.heads import SIZES, Format, Heads, HeadsParams
+from models.core.checkpoints.checkpoint import tensor_names
+from models.core.drafting.draft_files import read_config, require_whole_vocabulary
+from models.core.drafting.draft_format import WEIGHTS
+from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import EngineWeights, Procedure
 from models.losses import cross_entropy
 
@@ -39,7 +39,7 @@ class Params(HeadsParams):
 
 
 class Medusa(Heads):
-    """See `models.drafting.heads.Heads`."""
+    """See `models.core.drafting.heads.Heads`."""
 
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=0.8)
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from models.drafting.draft_files import read_config
-from models.drafting.weightless import Format, TextDraft
+from models.core.drafting.draft_files import read_config
+from models.core.drafting.weightless import Format, TextDraft
 from models.params import BaseParams
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
@@ -46,7 +46,7 @@ class Ngram(TextDraft):
     params: Params
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.drafting.weightless.TextDraft`."""
+        """See `models.core.drafting.weightless.TextDraft`."""
         return look_up(token_ids, num_tokens, self.params)
 
 

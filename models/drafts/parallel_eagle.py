@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.drafting.eagle3_heads import (
+from models.core.drafting.eagle3_heads import (
     Eagle3,
     Format,
     MaskedParams,
@@ -31,8 +31,8 @@ from models.drafting.eagle3_heads import (
     require_mask,
     start_from_last_layer,
 )
-from models.drafting.path_drafters import FeatureDrafter
-from models.drafting.proposal import Proposal
+from models.core.drafting.path_drafters import FeatureDrafter
+from models.core.drafting.proposal import Proposal
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
 
 PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
@@ -148,7 +148,7 @@ vllm_weights = engine_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> ParallelEagle:
-    """See `models.drafting.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
+    """See `models.core.drafting.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
     head = _format.create(params, target_dir, token_counts)
     vector = torch.randn(1, head.fc.in_features, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

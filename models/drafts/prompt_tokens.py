@@ -31,15 +31,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from models.checkpoints.checkpoint import read_tensor
-from models.checkpoints.loading import load_floats, moved
-from models.drafting import draft_format
-from models.drafting.draft_files import read_config, read_params, require_llama_layout
-from models.drafting.drafters import Beside
-from models.drafting.proposal import Proposal
-from models.drafting.self_draft import SharedTarget, TargetRunner
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import load_floats, moved
+from models.core.drafting import draft_format
+from models.core.drafting.draft_files import read_config, read_params, require_llama_layout
+from models.core.drafting.drafters import Beside
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.self_draft import SharedTarget, TargetRunner
+from models.core.layers.decoder import Decoder
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
-from models.layers.decoder import Decoder
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 from models.trees import path_to
@@ -197,7 +197,7 @@ class _Drafter(SharedTarget):
         self._heard = self._guessed = None
 
     def ask(self, proposal: Proposal) -> Beside:
-        """See `models.drafting.drafters.QueryingDrafter`."""
+        """See `models.core.drafting.drafters.QueryingDrafter`."""
         counts = self.draft.allot(self._chances(proposal), self._right())
         vectors: list[Tensor] = []
         parents: list[int] = []
@@ -211,7 +211,7 @@ class _Drafter(SharedTarget):
         return Beside(torch.cat(vectors), tuple(parents))
 
     def hear(self, states: Tensor, row: int) -> None:
-        """See `models.drafting.drafters.QueryingDrafter`."""
+        """See `models.core.drafting.drafters.QueryingDrafter`."""
         first, count = self._asked[row]
         self._heard = states[first : first + self.draft.params.ensemble * count].unflatten(0, (-1, count)).mean(0)
         self._heard_by = self.draft
@@ -224,7 +224,7 @@ class _Drafter(SharedTarget):
         )
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafting.drafters.Expander`; nothing follows a node that is as deep as there were vectors."""
+        """See `models.core.drafting.drafters.Expander`; nothing follows a node as deep as there were vectors."""
         guessed = self._guesses().log_softmax(-1)
         found = guessed.new_full((len(nodes), guessed.shape[-1]), float("-inf"))
         for place, node in enumerate(nodes):

@@ -2,10 +2,10 @@
 
 What a step costs grows with the prompt, as keys and values of all of it are read; after a short context the same target
 is faster, and says much the same where the context has what is asked. The prompt's first part and its end, which is
-taken for the question, are always kept; between them, the parts that BM25 scores highest (`models.drafting.relevance`)
-in their order, as far as they have anything to do with the question. They are chosen once, when the prompt has been
-read; the answer is read behind them as it comes. A prompt that is no longer than the context is not drafted for: the
-target would only do its work twice.
+taken for the question, are always kept; between them, the parts that BM25 scores highest
+(`models.core.drafting.relevance`) in their order, as far as they have anything to do with the question. They are chosen
+once, when the prompt has been read; the answer is read behind them as it comes. A prompt that is no longer than the
+context is not drafted for: the target would only do its work twice.
 
 The paper finds parts by an embedding model and five more by BM25, sets them in a prompt of their own, and drafts with
 other and larger models too. Here is BM25 alone, over the engine's tokens, and the parts follow each other as they are.
@@ -21,13 +21,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from models.drafting.proposal import Proposal
-from models.drafting.reading import Reader
-from models.drafting.relevance import score
-from models.drafting.self_draft import SelfFormat, TargetRunner
-from models.drafting.weightless import Weightless
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.reading import Reader
+from models.core.drafting.relevance import score
+from models.core.drafting.self_draft import SelfFormat, TargetRunner
+from models.core.drafting.weightless import Weightless
+from models.core.layers.decoder import Begun, Cache, Decoder
 from models.drafts import Draw, GoOn, KeepRows, Rows, Unrolled
-from models.layers.decoder import Begun, Cache, Decoder
 from models.params import BaseParams
 
 PAPER = "arXiv:2502.20330"
@@ -102,11 +102,11 @@ class _Drafter(Reader):
         self._fits = False  # the prompt into the context
 
     def share(self, target: Decoder, cache: Cache) -> None:
-        """See `models.drafting.drafters.SelfDrafter`."""
+        """See `models.core.drafting.drafters.SelfDrafter`."""
         self._target = target
 
     def begun(self) -> Begun | None:
-        """See `models.drafting.drafters.SelfDrafter`; nothing has, as all is read after another text."""
+        """See `models.core.drafting.drafters.SelfDrafter`; nothing has, as all is read after another text."""
         return None
 
     def decoder(self) -> Decoder:

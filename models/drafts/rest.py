@@ -16,10 +16,10 @@ import torch
 from pydantic import Field, model_validator
 from safetensors.torch import save_file
 
-from models.checkpoints.checkpoint import read_tensors
-from models.drafting.lookup import Store
-from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, TextDraft, TextDrafter
+from models.core.checkpoints.checkpoint import read_tensors
+from models.core.drafting.lookup import Store
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.weightless import Format, TextDraft, TextDrafter
 from models.drafts import Draft, Draw, GoOn
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -74,7 +74,7 @@ class Rest(TextDraft):
         return merge(self.store.continuations(token_ids, self.params.longest, num_tokens), num_tokens)
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.drafting.weightless.TextDraft`."""
+        """See `models.core.drafting.weightless.TextDraft`."""
         tokens, parents = self.tree(token_ids, num_tokens)
         branch, node = [], -1
         while node in parents:

@@ -1,9 +1,9 @@
 """Suffix decoding: draft what followed the longest ending that stood in the request's own text or in recent answers.
 
 A match of p tokens is worth drafting about α·p tokens after it: the longer it is, the longer it tends to go on. The
-paper keeps suffix trees of unbounded texts; here the places of each n-gram are kept (`models.drafting.lookup`), which
-finds the same longest match among the latest places, and the draft is the chain that followed it. Answers of earlier
-requests are remembered up to a number of tokens.
+paper keeps suffix trees of unbounded texts; here the places of each n-gram are kept (`models.core.drafting.lookup`),
+which finds the same longest match among the latest places, and the draft is the chain that followed it. Answers of
+earlier requests are remembered up to a number of tokens.
 
 Scored on logged answers, a draft knows the request's own text alone, so it accepts at least as much when it serves.
 """
@@ -14,9 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from models.drafting.lookup import Answers, Sequence
-from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, TextDraft
+from models.core.drafting.lookup import Answers, Sequence
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.weightless import Format, TextDraft
 from models.drafts import Draw, GoOn
 from models.params import BaseParams
 
@@ -66,7 +66,7 @@ class Suffix(TextDraft):
         self.answers = Answers(params.shortest, params.remembered)
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.drafting.weightless.TextDraft`."""
+        """See `models.core.drafting.weightless.TextDraft`."""
         sequence = Sequence(self.params.shortest, self.params.longest)
         sequence.extend(token_ids)
         return look_up(sequence, num_tokens, self.params)
@@ -95,7 +95,7 @@ class _Drafter:
         return Proposal.chain(look_up(self._sequence, num_tokens, self.draft.params), device=self._device)
 
     def end(self) -> None:
-        """See `models.drafting.drafters.Remembering`; the answer comes with the prompt's end, by which it is found."""
+        """See `models.core.drafting.drafters.Remembering`; the answer comes with the prompt's end, which finds it."""
         start = max(0, self._num_prompt_tokens - self.draft.params.shortest)
         self.draft.answers.add(self._sequence.since(start))
 

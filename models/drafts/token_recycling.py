@@ -14,8 +14,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from models import catalog
-from models.drafting.proposal import Proposal
-from models.drafting.weightless import Format, TargetDraft
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.weightless import Format, TargetDraft
 from models.drafts import Draw, GoOn
 from models.params import BaseParams
 from models.trees import Shape, sequoia
@@ -75,7 +75,7 @@ class _Drafter:
         self._last, self._device = UNKNOWN, torch.device("cpu")
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.drafting.drafters.Observer`; of a token that stands in several rows the last one counts."""
+        """See `models.core.drafting.drafters.Observer`; of a token that stands in several rows the last one counts."""
         candidates = self.draft.candidates
         likeliest = logits.topk(min(candidates.shape[1], logits.shape[1])).indices.cpu().numpy()
         candidates[token_ids.cpu().numpy(), : likeliest.shape[1]] = likeliest

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from models.evaluation.acceptance import Trace, counted
+from models.core.evaluation.acceptance import Trace, counted
 from models.params import BaseParams
 from models.types import Frozen
 
@@ -52,7 +52,7 @@ class EngineParams(BaseParams):
 
 
 class LookUp(Frozen):
-    """What is looked up beside the draft, see `models.drafting.lookup`.
+    """What is looked up beside the draft, see `models.core.drafting.lookup`.
 
     Attributes:
         num_tokens: the most tokens that are drafted so; 0 looks nothing up.

@@ -13,9 +13,9 @@ A policy's module has
   make them for a draft, which stays as it is, from greedy answers of its target, best such as it was not trained on;
 - `plan(cost, acceptance, running, limit, before, params) -> Plan`, only in policies that can serve: asked before each
   step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
-  policy remembers; `cost` (`models.throughput.cost`) and `acceptance` (`models.throughput.running`) are kept by who
-  asks, and are shown every step that read no prompt and every proposal that was verified, of sequences whose draft keys
-  are whole. `PLANS` are the keys that it alone reads.
+  policy remembers; `cost` (`models.core.throughput.cost`) and `acceptance` (`models.core.throughput.running`) are kept
+  by who asks, and are shown every step that read no prompt and every proposal that was verified, of sequences whose
+  draft keys are whole. `PLANS` are the keys that it alone reads.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from models.throughput.cost import Cost
-from models.throughput.running import Lookup, Source, kind_of
+from models.core.throughput.cost import Cost
+from models.core.throughput.running import Lookup, Source, kind_of
 
 RECENT = 32
 
@@ -94,8 +94,8 @@ class Plan:
             says them all in one pass makes one.
         skip: not even the pass is made that keeps the draft's keys whole, because 0 is expected to last. Sequences that
             run meanwhile lack keys, and accept less when drafting goes on.
-        longest: (domain, source, kind, see `models.throughput.running.kind_of`) to the most tokens of such a proposal
-            that are worth verifying; 0 of a look-up: the head's proposal is worth more.
+        longest: (domain, source, kind, see `models.core.throughput.running.kind_of`) to the most tokens of such a
+            proposal that are worth verifying; 0 of a look-up: the head's proposal is worth more.
         look_up: look-up is asked, if only to know what it finds.
         settled: `num_passes` without the steps that only explore.
         tokens_per_s: expected, of what is settled.

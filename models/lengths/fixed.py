@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from models.core.throughput.cost import Cost
+from models.core.throughput.running import MATCHES, NUM_PLACES, Acceptance, Source
 from models.lengths import Plan, SequenceState, all_tokens
 from models.params import BaseParams
-from models.throughput.cost import Cost
-from models.throughput.running import MATCHES, NUM_PLACES, Acceptance, Source
 
 PAPER = "arXiv:2211.17192, section 3"
 

@@ -2,9 +2,9 @@
 
     goodput(k) = Σ_sequences (1 + Σ_{i ≤ k} Π_{j ≤ i} a_j) / T(sequences, rows, passes)
 
-with a_j from `models.throughput.running` and T from `models.throughput.cost`. The paper verifies the same number of
-tokens of each sequence; here look-up and head, and domains that the draft knows and such that it does not, are cut at
-different lengths in one step, see `models.throughput.options`.
+with a_j from `models.core.throughput.running` and T from `models.core.throughput.cost`. The paper verifies the same
+number of tokens of each sequence; here look-up and head, and domains that the draft knows and such that it does not,
+are cut at different lengths in one step, see `models.core.throughput.options`.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
@@ -26,12 +26,12 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from models.core.throughput.cost import Cost
+from models.core.throughput.curves import Line
+from models.core.throughput.options import Group, Option, Price, everything, option_of, options_of
+from models.core.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
 from models.lengths import RECENT, Plan, SequenceState, View
 from models.params import BaseParams
-from models.throughput.cost import Cost
-from models.throughput.curves import Line
-from models.throughput.options import Group, Option, Price, everything, option_of, options_of
-from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
 
 PAPER = "arXiv:2406.14066, section 4"
 PLANS = ("margin", "rest_after")

@@ -23,10 +23,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from models.core.learning import binary_head
+from models.core.learning.batches import hidden_states, pack
+from models.core.learning.hidden import Sample, length_buckets
 from models.drafts import Draft, Rows, confidence
-from models.learning import binary_head
-from models.learning.batches import hidden_states, pack
-from models.learning.hidden import Sample, length_buckets
 from models.lengths import View, all_tokens
 from models.params import BaseParams
 from models.types import MIN_COMPLETION

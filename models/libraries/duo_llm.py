@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.layout import blocks
-from models.learning import binary_head
-from models.learning.binary_head import BinaryHead
+from models.core.layers.layout import blocks
+from models.core.learning import binary_head
+from models.core.learning.binary_head import BinaryHead
 from models.regimes import Regime
 
 PAPER = "arXiv:2410.10846, sections 2 and 3"

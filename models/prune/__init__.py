@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.invariants import note
-from models.checkpoints.sparsity import Pattern, require_groups
-from models.layers.linears import Gram, calibrate, linears
+from models.core.checkpoints.invariants import note
+from models.core.checkpoints.sparsity import Pattern, require_groups
+from models.core.layers.linears import Gram, calibrate, linears
 from models.params import BaseParams
 
 CHANGES, KEEPS = ("low rank",), ("zeroes",)  # of every method
@@ -40,7 +40,7 @@ def prune_model(
     """Zero weights of all linear layers of the decoder blocks, in place, and return the share of zeroes of each.
 
     Each block is pruned on the inputs that the pruned blocks before it give, and what was zero before stays so. The
-    config notes each layer's pattern, so that what comes after keeps it (`models.checkpoints.invariants`).
+    config notes each layer's pattern, so that what comes after keeps it (`models.core.checkpoints.invariants`).
 
     Raises:
         ValueError: a layer does not fit the pattern or can't be handled (names it), or calibration is too short. What

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from models.checkpoints.sparsity import Pattern
-from models.layers.linears import Gram
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.linears import Gram
 from models.params import BaseParams
 
 PAPER = "arXiv:1506.02626"

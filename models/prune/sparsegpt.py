@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.checkpoints.sparsity import Pattern
-from models.layers.hessian import inverse_factor
-from models.layers.linears import Gram
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.hessian import inverse_factor
+from models.core.layers.linears import Gram
 from models.params import BaseParams
 from models.prune import require_inputs
 

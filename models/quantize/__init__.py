@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints import compressed
-from models.layers import integers
-from models.layers.integers import Integers
-from models.layers.linears import linears
-from models.learning import training
+from models.core.checkpoints import compressed
+from models.core.layers import integers
+from models.core.layers.integers import Integers
+from models.core.layers.linears import linears
+from models.core.learning import training
 from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 
@@ -120,7 +120,7 @@ def train_for(
     """Train a model in place as its quantization wants it, before `quantize`; None where the method wants nothing.
 
     The seed is of the order of batches and of what the method draws; for all else see
-    `models.learning.training.train`.
+    `models.core.learning.training.train`.
     """
     module = catalog.load("quantize", method.name)
     if not hasattr(module, "Hooks"):

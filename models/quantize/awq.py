@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
-from models.layers.integers import Integers
-from models.layers.layout import Block, blocks
-from models.layers.linears import Rows, calibrate, linears
+from models.core.checkpoints import compressed
+from models.core.layers.integers import Integers
+from models.core.layers.layout import Block, blocks
+from models.core.layers.linears import Rows, calibrate, linears
 from models.quantize import Grid, Quantized, assemble, check, check_documents
 from models.targets import MODEL_TYPES
 

@@ -18,11 +18,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
-from models.layers import integers
-from models.layers.hessian import inverse_factor
-from models.layers.integers import Integers
-from models.layers.linears import Gram, calibrate
+from models.core.checkpoints import compressed
+from models.core.layers import integers
+from models.core.layers.hessian import inverse_factor
+from models.core.layers.integers import Integers
+from models.core.layers.linears import Gram, calibrate
 from models.quantize import BLOCK, Grid, Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2210.17323, algorithm 1"

@@ -12,10 +12,10 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
-from models.layers import integers
-from models.layers.integer_linear import IntegerLinear
-from models.layers.linears import linears, replace
+from models.core.checkpoints import compressed
+from models.core.layers import integers
+from models.core.layers.integer_linear import IntegerLinear
+from models.core.layers.linears import linears, replace
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
 

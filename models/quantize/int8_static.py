@@ -14,10 +14,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
-from models.layers import integers
-from models.layers.integer_linear import HIGH, IntegerLinear
-from models.layers.linears import Rows, calibrate, replace
+from models.core.checkpoints import compressed
+from models.core.layers import integers
+from models.core.layers.integer_linear import HIGH, IntegerLinear
+from models.core.layers.linears import Rows, calibrate, replace
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
 

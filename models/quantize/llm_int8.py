@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.integers import product
-from models.layers.linears import Rows, calibrate, linears, replace
+from models.core.layers.integers import product
+from models.core.layers.linears import Rows, calibrate, linears, replace
 from models.params import BaseParams, require_unsaid
 from models.quantize import Quantized, assemble, check, check_documents
 

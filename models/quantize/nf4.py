@@ -1,6 +1,6 @@
 """NF4: 4-bit levels at quantiles of the normal distribution, and scales that are quantized themselves.
 
-The form that QLoRA keeps a frozen base in; see `models.layers.normal_float`. A weight takes 4 bits, its share of a
+The form that QLoRA keeps a frozen base in; see `models.core.layers.normal_float`. A weight takes 4 bits, its share of a
 block's 8-bit scale and of that one's scale: 4.127 bits with blocks of 64. The paper's 8-bit floats of scales are taken
 to be e4m3; the authors' code has a format of its own there.
 """
@@ -11,8 +11,8 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers import normal_float
-from models.layers.normal_float import Scales
+from models.core.layers import normal_float
+from models.core.layers.normal_float import Scales
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, round_each
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
+from models.core.checkpoints import compressed
 from models.quantize import Grid, Quantized, Rounding, round_to
 
 PAPER = "arXiv:1712.05877, section 3; arXiv:1308.3432 (straight-through)"

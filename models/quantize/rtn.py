@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from models.checkpoints import compressed
+from models.core.checkpoints import compressed
 from models.quantize import Grid, Quantized, round_to
 
 PAPER = "arXiv:2103.13630, sections III.B and III.E"

@@ -1,4 +1,4 @@
-"""Training regimes: what a method changes about the one training loop (`models.learning.training`), as hooks.
+"""Training regimes: what a method changes about the one training loop (`models.core.learning.training`), as hooks.
 
 Letters: B documents of a batch, T tokens of a document, L layers of the model.
 
@@ -8,8 +8,8 @@ A method's module has
   can't be combined. What else it changes, and `KEEPS`, is in `models.together`;
 - `Hooks(params, rng)`, a `Regime`: what it refuses of a model is a ValueError when training starts; or, where the
   algorithm is another loop,
-- `train(model, documents, params, training, seed, work_dir, on_progress) -> models.learning.training.Trained`: that
-  loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no
+- `train(model, documents, params, training, seed, work_dir, on_progress) -> models.core.learning.training.Trained`:
+  that loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no
   other;
 - `COMPARED`, optional: `Params` of the rows that its family's table shows beside the defaults, by heading.
 """

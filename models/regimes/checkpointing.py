@@ -1,8 +1,8 @@
 """Activation checkpointing: a block keeps its input alone, and is computed again when the backward pass reaches it.
 
 The gradients are the same; a third more FLOPs buy back all but one block's activations. The reentrant form is taken,
-because what it computes again is seen by hooks on saved tensors, so that `models.learning.counting` counts all of the
-peak. It needs an input with a gradient, which a frozen embedding doesn't give: a hook of transformers makes it.
+because what it computes again is seen by hooks on saved tensors, so that `models.core.learning.counting` counts all of
+the peak. It needs an input with a gradient, which a frozen embedding doesn't give: a hook of transformers makes it.
 """
 
 from typing import Literal

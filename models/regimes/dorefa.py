@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.numbers import fixed_point, unit_interval
-from models.layers.products import ProductRegime, on_gradient, straight_through
+from models.core.layers.numbers import fixed_point, unit_interval
+from models.core.layers.products import ProductRegime, on_gradient, straight_through
 from models.params import BaseParams, require_unsaid
 
 PAPER = "arXiv:1606.06160, sections 2.3 to 2.5"

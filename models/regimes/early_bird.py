@@ -4,7 +4,7 @@ Each MLP channel and each attention head gets a coefficient c, 1 at first, by wh
 gains `penalty` · Σ|c|. After each epoch a mask of the largest |c| is drawn. When the largest Hamming distance between
 the mask and those of the last `window` epochs, as a share of the mask, is under `epsilon`, the ticket is found:
 training stops, or goes on with the ticket alone. In the end the coefficients are multiplied into the weights, and
-the ticket's zeroes are noted as promised (`models.checkpoints.invariants`).
+the ticket's zeroes are noted as promised (`models.core.checkpoints.invariants`).
 
 The control comes as a setting: `ticket` "random" keeps as many channels and heads of each layer, from the same epoch
 on, and draws which.
@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.layout import blocks
+from models.core.layers.layout import blocks
 from models.params import BaseParams
 from models.regimes import Batch, Plan, Regime
 

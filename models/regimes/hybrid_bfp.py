@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.numbers import block_floating_point
-from models.layers.products import ProductRegime, on_gradient, straight_through
+from models.core.layers.numbers import block_floating_point
+from models.core.layers.products import ProductRegime, on_gradient, straight_through
 from models.params import BaseParams
 from models.regimes import Plan
 

@@ -4,7 +4,7 @@ One round trains the model, drops `pruned_share` of the weights that are left, t
 together, and sets the others back to their values at step i, `rewind` of the way through the first training; every
 later training starts at step i, with that step's batches and learning rate. After `num_rounds` rounds the ticket is
 trained once more, and that is the model that comes out, with (1 − pruned_share)^num_rounds of its weights not zero.
-Where zeroes stand is noted as promised (`models.checkpoints.invariants`).
+Where zeroes stand is noted as promised (`models.core.checkpoints.invariants`).
 
 Two controls come as settings: "random" permutes each layer's last mask, "reinitialised" keeps the mask and draws new
 weights, trained from step 0.
@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
-from models.learning import training as loop
+from models.core.layers.linears import linears
+from models.core.learning import training as loop
 from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 
@@ -73,7 +73,7 @@ def train(
     work_dir: Path | None = None,
     on_progress: loop.OnProgress | None = None,
 ) -> loop.Trained:
-    """Find a ticket and train it in place; see `models.learning.training.train`.
+    """Find a ticket and train it in place; see `models.core.learning.training.train`.
 
     Returns:
         the last training's losses; tokens, steps and seconds of all trainings together; figure "sparsity".

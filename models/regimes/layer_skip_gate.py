@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.layout import blocks
-from models.layers.partial import make_partial, make_whole
+from models.core.layers.layout import blocks
+from models.core.layers.partial import make_partial, make_whole
 from models.params import BaseParams
 from models.regimes import Batch, Plan, Skipping
 

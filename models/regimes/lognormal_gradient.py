@@ -27,8 +27,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from models.layers.numbers import lowest_exponent, minifloat
-from models.layers.products import ProductRegime, on_gradient
+from models.core.layers.numbers import lowest_exponent, minifloat
+from models.core.layers.products import ProductRegime, on_gradient
 from models.params import BaseParams, require_unsaid
 
 PAPER = "arXiv:2006.08173, sections 4 and 5; the expected maximum by Blom, 1958"

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.learning.training import IGNORED
+from models.core.learning.training import IGNORED
 from models.params import BaseParams
 from models.regimes import Batch, Plan, Regime
 

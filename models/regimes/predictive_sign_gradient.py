@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from models.layers.products import ProductRegime, linear
+from models.core.layers.products import ProductRegime, linear
 from models.params import BaseParams
 
 PAPER = "arXiv:1910.13349, section 3.3"

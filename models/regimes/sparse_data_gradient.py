@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.layers.products import ProductRegime, linear
+from models.core.layers.products import ProductRegime, linear
 from models.params import BaseParams
 
 PAPER = "arXiv:2202.00774"

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import catalog
+from models.core.evaluation.scoring import score
+from models.core.learning.hidden import Sample
+from models.core.learning.training import pad
 from models.drafts import Draft
-from models.evaluation.scoring import score
-from models.learning.hidden import Sample
-from models.learning.training import pad
 from models.params import BaseParams
 
 Document = Sequence[int]

@@ -4,8 +4,8 @@ A method's module has `shrink(model, documents, params, training, seed, work_dir
 leaves the given model, of Llama's layout, unchanged, and returns a new one of its class whose config says its shape;
 `documents` are token ids to measure importance on, those that the seed draws, in pieces of `training.max_length`, and,
 where the method `TRAINS` (optional), to train on; `training`, `work_dir` and `on_progress` are those of
-`models.learning.training.train`. ValueError where the model is of another layout, the shape is impossible for it, or
-documents are too few or hold ids that it has not. `KEEPS_TOKENS` says whether the model's tokenizer fits what comes
+`models.core.learning.training.train`. ValueError where the model is of another layout, the shape is impossible for it,
+or documents are too few or hold ids that it has not. `KEEPS_TOKENS` says whether the model's tokenizer fits what comes
 out, which a served target needs; `require_engine(params, engine)`, optional, refuses an engine by name that can't run
 what is stored; `CHANGES` and `KEEPS` are in `models.together`.
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from models.layers.layout import Norm, blocks
-from models.layers.reshape import head_dim
-from models.learning.training import cut
+from models.core.layers.layout import Norm, blocks
+from models.core.layers.reshape import head_dim
+from models.core.learning.training import cut
 from models.params import BaseParams, TrainingParams
 from models.targets import MODEL_TYPES
 

@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.layout import blocks
-from models.layers.reshape import spread_layers, take_layers
-from models.learning.training import OnProgress
+from models.core.layers.layout import blocks
+from models.core.layers.reshape import spread_layers, take_layers
+from models.core.learning.training import OnProgress
 from models.params import TrainingParams, require_unsaid
 from models.shrink import Measured, choose, pieces, read, shape_of
 

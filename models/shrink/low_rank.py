@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.invariants import note
-from models.layers.linears import Gram, calibrate, linears
-from models.learning.training import OnProgress
+from models.core.checkpoints.invariants import note
+from models.core.layers.linears import Gram, calibrate, linears
+from models.core.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, pieces, shape_of
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from models.checkpoints.invariants import keep_zeroes
-from models.layers.layout import blocks
-from models.layers.reshape import Kept, head_dim, take_layers, take_widths
-from models.learning.training import OnProgress, cut, num_steps, train
+from models.core.checkpoints.invariants import keep_zeroes
+from models.core.layers.layout import blocks
+from models.core.layers.reshape import Kept, head_dim, take_layers, take_widths
+from models.core.learning.training import OnProgress, cut, num_steps, train
 from models.params import TrainingParams
 from models.regimes import Batch, Plan, Regime
 from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, wanted_shape

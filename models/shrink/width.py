@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.layers.layout import blocks
-from models.layers.reshape import Kept, head_dim, take_widths
-from models.learning.training import OnProgress
+from models.core.layers.layout import blocks
+from models.core.layers.reshape import Kept, head_dim, take_widths
+from models.core.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape
 

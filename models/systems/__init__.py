@@ -13,8 +13,8 @@ machine can, and else counts both with times that were measured here part by par
 
 from typing import NamedTuple
 
-from models.layers.wide import WideDecoder
-from models.throughput.cost import Cost
+from models.core.layers.wide import WideDecoder
+from models.core.throughput.cost import Cost
 
 
 class Times(NamedTuple):

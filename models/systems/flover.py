@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from models.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
-from models.layers.decoder import Cache
-from models.layers.wide import WideDecoder
+from models.core.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.core.layers.decoder import Cache
+from models.core.layers.wide import WideDecoder
 from models.systems import Given, Seen
 
 PAPER = "arXiv:2305.13484, sections III and IV"

@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from models.layers.decoder import Cache
-from models.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache
+from models.core.layers.wide import WideDecoder
 from models.systems import Given, Seen
 
 PAPER = "arXiv:2307.02628, section 3"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from models.types import Frozen
 
-# Those whose forward pass `models.layers.decoder` knows.
+# Those whose forward pass `models.core.layers.decoder` knows.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 

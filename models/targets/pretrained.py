@@ -10,7 +10,7 @@ from pydantic import model_validator
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from models.checkpoints.loading import load_reported
+from models.core.checkpoints.loading import load_reported
 from models.params import BaseParams, require_unsaid
 from models.targets import TOKENIZER_FILES
 

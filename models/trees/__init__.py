@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 
 # (token ids of the tree so far, parent of each, nodes to go on from) → [n, V] log-probabilities of what follows each,
 # −∞ of what the draft can't say there.

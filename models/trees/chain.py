@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.params import BaseParams
 from models.trees import Expand, Shape, fill
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.params import BaseParams
 from models.trees import Expand, proposed
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.params import BaseParams
 from models.trees import Expand, Shape, fill
 

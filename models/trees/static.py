@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.params import BaseParams
 from models.trees import Expand, Shape, fill
 

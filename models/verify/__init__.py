@@ -7,7 +7,7 @@ module has
 
 - `LOSSLESS`: emitted tokens follow p whatever the draft is;
 - `SAMPLES`: it takes any p, not only one with a single 1 a row;
-- `SIBLINGS`: how children of one node may have been drawn (`models.drafting.proposal`), first the way that it is
+- `SIBLINGS`: how children of one node may have been drawn (`models.core.drafting.proposal`), first the way that it is
   made for; others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more. Proposals
   are [B, N], p is [B, N+1, V]; ValueError where they don't fit. A rule that does not sample takes logits for p as well;
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Choose, Proposal
+from models.core.drafting.proposal import Choice, Choose, Proposal
 from models.params import BaseParams
 
 
@@ -72,7 +72,7 @@ def check_block(proposal: Proposal, p: Tensor) -> None:
 def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
     """Put together what a step emits.
 
-    `ends` [B] int64 is the row (`models.drafting.proposal`) at which each block's accepted path ends, 0 if nothing
+    `ends` [B] int64 is the row (`models.core.drafting.proposal`) at which each block's accepted path ends, 0 if nothing
     is accepted, and `final` [B] int64 the target's own token after it.
     """
     depth = proposal.depth

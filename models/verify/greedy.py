@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Proposal, Siblings
+from models.core.drafting.proposal import Proposal, Siblings
 from models.params import BaseParams
 from models.verify import Verified, check_block, common_prefix, expected_of_greedy, follow
 

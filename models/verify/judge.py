@@ -23,11 +23,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.proposal import Proposal, Siblings
+from models.core.drafting.proposal import Proposal, Siblings
+from models.core.layers.decoder import Cache, Decoder
+from models.core.learning import binary_head
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.layers.decoder import Cache, Decoder
-from models.learning import binary_head
-from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.verify import Verified, check_block, children, common_prefix, emit, expected_of_greedy
 
@@ -124,7 +124,7 @@ def fit(
     params: Params,
     seed: int,
 ) -> Params:
-    """Fit a head to the marked texts of a file; see `models.learning.fitted`.
+    """Fit a head to the marked texts of a file; see `models.core.learning.fitted`.
 
     Samples are not read: the target's answers tell nothing of other tokens that are good.
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Siblings
+from models.core.drafting.proposal import Choice, Siblings
 from models.params import BaseParams
 from models.verify import by_choice, expected_of_chain, reject_in_turn
 

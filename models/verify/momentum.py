@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.proposal import Proposal, Siblings
+from models.core.drafting.proposal import Proposal, Siblings
 from models.params import BaseParams
 from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy, follow
 

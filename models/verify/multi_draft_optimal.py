@@ -3,8 +3,8 @@
 The child x that was drawn, from r, is kept with min(1, p(x) / r(x)); else a token is drawn from max(p − r, 0), made to
 sum to 1, and where that token is one of the certain children, that child is kept. So the emitted token follows p, and
 p(certain) + Σ min(p, r) over the other tokens is kept, r being 0 at certain ones: no lossless rule keeps more of such
-children (`models.drafting.multi_draft.most_kept`). `rejection` tries the certain ones first; then only 1 − p(certain)
-is left to keep x for, and p(certain) + Σ min(p, (1 − p(certain)) r) is kept.
+children (`models.core.drafting.multi_draft.most_kept`). `rejection` tries the certain ones first; then only 1 −
+p(certain) is left to keep x for, and p(certain) + Σ min(p, (1 − p(certain)) r) is kept.
 
 For children drawn from q more than one at a time the best rule is a linear program over Vᵏ outcomes; these are refused.
 """
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Siblings
+from models.core.drafting.proposal import Choice, Siblings
 from models.params import BaseParams
 from models.verify import by_choice, common_prefix, expected_of_rejection, normalised
 

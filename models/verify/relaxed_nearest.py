@@ -6,7 +6,8 @@ most δ. x is kept with min(1, pˣ(x) / q(x)), else max(pˣ − q, 0), made to s
 or for the token that is emitted.
 
 Not lossless. The bound δ holds for each pˣ, not for the emitted token, because every x claims its neighbours for
-itself: up to the total variation of q and p can be lost. `models.drafting.multi_draft.exact_outcome` tells how much is.
+itself: up to the total variation of q and p can be lost. `models.core.drafting.multi_draft.exact_outcome` tells how
+much is.
 
 Without a table of neighbours no token has any, and the rule is `rejection`.
 """
@@ -20,7 +21,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Siblings
+from models.core.drafting.proposal import Choice, Siblings
 from models.params import BaseParams
 from models.verify import by_choice, common_prefix, expected_of_rejection, reject_in_turn
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Siblings
+from models.core.drafting.proposal import Choice, Siblings
 from models.params import BaseParams
 from models.verify import by_choice, common_prefix, expected_of_rejection, normalised
 

@@ -7,7 +7,7 @@ likeliest one instead, and so does not sample even where nothing is drafted.
 Not lossless. A token over the bar comes as often as it is drafted and not as often as the target says it; one under it
 comes only where it is drawn in the end. With one drafted token the total variation between the emitted token and p is
 ½ Σ |kept + (1 − Σ kept) p − p| with kept = q where p is over the bar, else 0
-(`models.drafting.multi_draft.exact_outcome`).
+(`models.core.drafting.multi_draft.exact_outcome`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Proposal, Siblings
+from models.core.drafting.proposal import Choice, Proposal, Siblings
 from models.params import BaseParams
 from models.verify import Verified, check_block, emit, expected_of_chain
 

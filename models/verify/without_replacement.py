@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from models.drafting.proposal import Choice, Siblings
+from models.core.drafting.proposal import Choice, Siblings
 from models.params import BaseParams
 from models.verify import by_choice, common_prefix, expected_of_rejection, reject_in_turn
 

@@ -1,8 +1,9 @@
 """Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
 
 Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
-fewer would give follows from that and from what rows of the target take here (`models.throughput.expected`). The best
-are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
+fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`). The
+best are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding
+alone.
 
 With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
 """
@@ -21,12 +22,21 @@ from transformers import AutoTokenizer
 from infra.machine import describe_machine
 from infra.views.results import Grid, Report, interval
 from models.chats import ChatEncoder
+from models.core.evaluation.latency import Decoded, compare_speed
+from models.core.layers.decoder import Cache
+from models.core.throughput.expected import (
+    Costs,
+    DraftingCost,
+    Option,
+    Seen,
+    Step,
+    acceptance_by_place,
+    ranked,
+    read_costs,
+)
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
-from models.evaluation.latency import Decoded, compare_speed
-from models.layers.decoder import Cache
 from models.params import BaseParams
-from models.throughput.expected import Costs, DraftingCost, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
 from tasks.measure.questions import chat_before, read_questions

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
 from models.chats import ChatEncoder
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.sources import Prompt
 from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
 from tasks.measure.run import Run

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from models.checkpoints.invariants import noted
-from models.checkpoints.loading import load_model
+from models.core.checkpoints.invariants import noted
+from models.core.checkpoints.loading import load_model
 from models.stages import TABLES
 from tasks.change_model import CHANGES
 from tasks.measure.comparisons import Bench, shuffled

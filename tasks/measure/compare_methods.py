@@ -6,7 +6,7 @@ longer than most of them, or in several processes that stay; seconds then are th
 
 Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
 has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
-Intervals are Student's t, see `models.evaluation.spread`.
+Intervals are Student's t, see `models.core.evaluation.spread`.
 
 Rows that train do so at a learning rate of their own, which a sweep finds before their first cell, see
 `tasks.measure.sweep`. Under a margin, rows that the first seeds leave undecided get more of them, see
@@ -36,9 +36,9 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import counting, out
-from models.evaluation.acceptance import CONFIDENCE
-from models.evaluation.spread import Mean, spread
-from models.layers.linears import ENOUGH
+from models.core.evaluation.acceptance import CONFIDENCE
+from models.core.evaluation.spread import Mean, spread
+from models.core.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.precision import gpu_name
 from models.recipe import Recipe

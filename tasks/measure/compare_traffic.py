@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.evaluation.acceptance import Summary, Trace, difference, summarise
-from models.evaluation.golden import Golden, equal_output, load_golden
+from models.core.evaluation.acceptance import Summary, Trace, difference, summarise
+from models.core.evaluation.golden import Golden, equal_output, load_golden
 from models.sources import Prompt
 from models.types import Estimate, Frozen
 from tasks.measure.endpoint import Endpoint, dump
@@ -26,7 +26,7 @@ class DomainComparison(Frozen):
 
 
 class Outputs(Frozen):
-    """How many outputs were compared with the target's own, and what came of it by `models.evaluation.golden`."""
+    """How many outputs were compared with the target's own, and what came of it by `models.core.evaluation.golden`."""
 
     num_compared: int
     verdicts: dict[str, int]

@@ -26,14 +26,14 @@ from pydantic import Field
 from infra.artifacts import Artifact, open_artifact
 from infra.views.results import out
 from models import catalog
-from models.drafting.draft_families import class_of, family_named
-from models.drafting.self_draft import TargetRunner
-from models.drafting.weightless import Weightless
+from models.core.drafting.draft_families import class_of, family_named
+from models.core.drafting.self_draft import TargetRunner
+from models.core.drafting.weightless import Weightless
+from models.core.layers.decoder import Decoder
+from models.core.learning import distill
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine, open_for
-from models.layers.decoder import Decoder
-from models.learning import distill
 from models.params import BaseParams, validate
 from models.precision import engine_dtype
 from models.recipe import Recipe

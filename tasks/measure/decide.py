@@ -1,8 +1,8 @@
 """Whether a row differs from the baseline, is level with it within a margin, or more seeds are needed.
 
 Differences are paired by seed, whose draws of documents all rows share, and by document where a metric has one figure
-for each; see `models.evaluation.spread`. They are looked at several times while seeds are added, so that each look has
-its share of the error: with L looks an interval is Student's at 1 − α / L. It tells levelness where it lies within
+for each; see `models.core.evaluation.spread`. They are looked at several times while seeds are added, so that each look
+has its share of the error: with L looks an interval is Student's at 1 − α / L. It tells levelness where it lies within
 ±margin, however sure a difference is that makes none to anybody, and else a difference where it leaves out 0.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
-from models.evaluation.spread import differences, spread
+from models.core.evaluation.spread import differences, spread
 from tasks.measure.comparisons import Metrics
 
 ALPHA = 0.05

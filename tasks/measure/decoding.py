@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 
 from models import catalog
-from models.drafting.draft_families import open_draft
+from models.core.drafting.draft_families import open_draft
+from models.core.evaluation.golden import LEAST_THRESHOLD, equal_output
+from models.core.evaluation.spread import Mean
+from models.core.layers.decoder import Decoder
+from models.core.learning import fitted
 from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Took
-from models.evaluation.golden import LEAST_THRESHOLD, equal_output
-from models.evaluation.spread import Mean
-from models.layers.decoder import Decoder
-from models.learning import fitted
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
 

@@ -13,7 +13,7 @@ domain that it has known. The target answers all of them greedily, as the servic
 
 The specialist that they are held to has learnt twice as many requests of the further domain, without replay and for
 twice as many passes. Acceptance is counted on the target's own answers to held-out prompts
-(`models.evaluation.scoring`).
+(`models.core.evaluation.scoring`).
 """
 
 import json
@@ -31,12 +31,12 @@ from infra.views.gate import DATA
 from infra.views.results import Grid, Report
 from infra.views.results import interval as shown
 from models import catalog
-from models.drafting.draft_families import family_of, open_draft
+from models.core.drafting.draft_families import family_of, open_draft
+from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length, summarise
+from models.core.evaluation.scoring import trace
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.evaluation.acceptance import Trace, difference, mean_accepted_length, summarise
-from models.evaluation.scoring import trace
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.recipe import Traffic
 from models.sources import dataset
 from models.types import Estimate, GateReport

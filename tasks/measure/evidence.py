@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.checkpoints.loading import moved
-from models.evaluation.perplexity import score
-from models.evaluation.spread import Mean, nats_per_token
-from models.learning.training import Trained
+from models.core.checkpoints.loading import moved
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import Mean, nats_per_token
+from models.core.learning.training import Trained
 from models.params import BaseParams
 
 COLUMNS = {

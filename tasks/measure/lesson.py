@@ -17,15 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.loading import load_model
-from models.drafting.draft_families import family_named
+from models.core.checkpoints.loading import load_model
+from models.core.drafting.draft_families import family_named
+from models.core.evaluation.paired import Score
+from models.core.evaluation.scoring import score
+from models.core.evaluation.spread import Mean
+from models.core.learning import distill
+from models.core.learning.answering import NO_STOPS, Ask, go_on
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.evaluation.paired import Score
-from models.evaluation.scoring import score
-from models.evaluation.spread import Mean
-from models.learning import distill
-from models.learning.answering import NO_STOPS, Ask, go_on
-from models.learning.hidden import Sample
 from tasks.measure import sweep
 from tasks.measure.comparisons import Bench, Row, draw
 

@@ -5,10 +5,10 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from models.checkpoints.loading import load_model
-from models.drafting.draft_families import family_of
-from models.evaluation.likeness import accepted, fits, likeness
-from models.evaluation.spread import Mean
+from models.core.checkpoints.loading import load_model
+from models.core.drafting.draft_families import family_of
+from models.core.evaluation.likeness import accepted, fits, likeness
+from models.core.evaluation.spread import Mean
 from tasks.measure.comparisons import Bench
 
 COLUMNS = {

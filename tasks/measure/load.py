@@ -21,8 +21,8 @@ from infra.manifest import write_manifest
 from infra.registry import Registry, open_registry
 from infra.views.figures import draw_ratios
 from infra.views.results import Grid, Report, interval
-from models.drafting.draft_families import family_of, name_of
-from models.evaluation.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
+from models.core.drafting.draft_families import family_of, name_of
+from models.core.evaluation.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
 from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence

@@ -27,10 +27,10 @@ from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval
 from models import catalog
 from models.chats import ChatEncoder
+from models.core.evaluation.acceptance import summarise
+from models.core.evaluation.latency import Decoded, compare_speed, spread
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
-from models.evaluation.acceptance import summarise
-from models.evaluation.latency import Decoded, compare_speed, spread
 from tasks.measure.compare_traffic import output_verdicts, traces_of
 from tasks.measure.configurations import (
     Configuration,

@@ -18,7 +18,7 @@ from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.serving import SERVED_NAME
 from infra.settings import Settings
-from models.drafting.draft_families import family_of
+from models.core.drafting.draft_families import family_of
 from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.precision import engine_dtype

@@ -18,7 +18,7 @@ from infra.registry import Registry, open_registry
 from infra.status import ServiceStatus
 from infra.views.figures import draw_latency
 from infra.views.results import Grid, Report, interval, spread
-from models.evaluation.latency import (
+from models.core.evaluation.latency import (
     Span,
     compare_percentiles,
     inter_token_spans,
@@ -26,7 +26,7 @@ from models.evaluation.latency import (
     percentile,
     touching,
 )
-from models.evaluation.latency import spread as spread_of
+from models.core.evaluation.latency import spread as spread_of
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.run import Run

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from infra.captured import CapturedFiles
 from infra.settings import load_settings
-from models.learning.captured import Captures
+from models.core.learning.captured import Captures
 from models.targets import describe
 from tasks.stages.reporting import run_logger
 

@@ -10,11 +10,11 @@ from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.charts import draw_losses
-from models.checkpoints import invariants
-from models.checkpoints.loading import complete, load_floats, load_model, save_model
-from models.evaluation import perplexity
-from models.layers.linears import ENOUGH, enough_tokens
-from models.learning import training
+from models.core.checkpoints import invariants
+from models.core.checkpoints.loading import complete, load_floats, load_model, save_model
+from models.core.evaluation import perplexity
+from models.core.layers.linears import ENOUGH, enough_tokens
+from models.core.learning import training
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import cached_step
@@ -92,7 +92,7 @@ def change_target(
 
     Raises:
         ValueError: what is stored breaks what an earlier stage promised of the weights, see
-            `models.checkpoints.invariants`.
+            `models.core.checkpoints.invariants`.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -124,7 +124,7 @@ def store(changed: Changed, directory: Path, target_dir: Path) -> None:
 
     Raises:
         ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see
-            `models.checkpoints.invariants`.
+            `models.core.checkpoints.invariants`.
     """
     invariants.require_noted(AutoConfig.from_pretrained(target_dir), changed.model.config)
     if changed.save is None:

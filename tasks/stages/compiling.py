@@ -17,7 +17,7 @@ from infra.service_process import START_TIMEOUT_S
 from infra.serving import compiled_folder
 from infra.settings import Settings
 from infra.views.results import out
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
 from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe
 from models.targets import describe

@@ -14,9 +14,9 @@ from infra.consent import ELSEWHERE
 from infra.manifest import canonical_json
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.checkpoints.loading import load_model
-from models.evaluation import own_answers
-from models.learning.hidden import Sample
+from models.core.checkpoints.loading import load_model
+from models.core.evaluation import own_answers
+from models.core.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids

@@ -17,8 +17,8 @@ from typing import Literal
 
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
-from models.evaluation.acceptance import rejected_places
-from models.learning.hidden import Sample
+from models.core.evaluation.acceptance import rejected_places
+from models.core.learning.hidden import Sample
 from models.types import MIN_COMPLETION
 from tasks.stages.shares import cap_per_key
 

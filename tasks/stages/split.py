@@ -1,6 +1,6 @@
 """Which conversations of a window are trained on, which test what was trained, and which are never trained on.
 
-The unit is a cluster (`models.evaluation.clusters`): what resembles each other, and what a client says belongs
+The unit is a cluster (`models.core.evaluation.clusters`): what resembles each other, and what a client says belongs
 together. In each window a cluster is put on a side by a keyed hash, so that no client can choose it; a large one is
 held out in the first window that has it. What was held out in one window is trained on in the next. What is alike to a
 member of a regression set (`infra.regression_sets`) is on neither side.
@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from infra.querylog import QueryLog
 from infra.regression_sets import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
 from infra.windows import Window
-from models.evaluation.clusters import Sketch, join, join_groups, sketch
-from models.learning.hidden import Sample
+from models.core.evaluation.clusters import Sketch, join, join_groups, sketch
+from models.core.learning.hidden import Sample
 from models.tokens import first_turn, turn_marks
 
 TrafficSplit = Literal["train", "held_out"]

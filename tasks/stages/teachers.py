@@ -3,7 +3,7 @@
 from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact
-from models.learning.distill import Params
+from models.core.learning.distill import Params
 from models.params import BaseParams
 from models.targets import describe
 from tasks.prepare_target import prepare_target

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 from infra.busy import Busy
 from infra.priority import at_low_priority
 from infra.settings import load_settings
-from models.learning.background_throttle import BackgroundThrottle
+from models.core.learning.background_throttle import BackgroundThrottle
 from tasks.stages.reporting import run_logger
 
 TOLD_S = 1.0

@@ -24,9 +24,9 @@ from infra.triggerfile import LastLook, RunRequest, TriggerFile, TriggerState
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
-from models.evaluation.clusters import num_tests
-from models.evaluation.drift_detector import enough_rows, is_low, usual_tau
-from models.evaluation.gate import Evidence
+from models.core.evaluation.clusters import num_tests
+from models.core.evaluation.drift_detector import enough_rows, is_low, usual_tau
+from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others

@@ -23,13 +23,13 @@ from vllm import SamplingParams
 
 from infra.captured import CapturedFiles
 from infra.installed import openmp_preload
+from models.core.learning.captured import Captures
+from models.core.learning.hidden import HiddenStates, Sample
 from models.engines import Completion
 from models.engines import vllm as served
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
-from models.learning.captured import Captures
-from models.learning.hidden import HiddenStates, Sample
 from models.targets import describe
 from tests.benchmarks.drafting_speed import held_out
 

@@ -31,10 +31,10 @@ from infra.registry import open_registry
 from infra.regression_sets import plan
 from infra.versions import Pair
 from infra.windows import Window
-from models.drafting.draft_families import open_draft
-from models.evaluation.paired import Score
-from models.evaluation.scoring import score
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import open_draft
+from models.core.evaluation.paired import Score
+from models.core.evaluation.scoring import score
+from models.core.learning.hidden import Sample
 from models.recipe import Refresh
 from models.sources import Prompt
 from tasks.measure.answers import answers

@@ -24,11 +24,11 @@ import torch
 
 from infra.artifacts import publish
 from infra.machine import git_commit
+from models.core.evaluation import scoring
+from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import eagle3
-from models.evaluation import scoring
-from models.evaluation.acceptance import Trace, difference, mean_accepted_length
-from models.learning import distill
-from models.learning.hidden import Sample
 from tasks.stages.samples import read_samples
 
 

@@ -24,12 +24,12 @@ from transformers import AutoTokenizer
 
 from infra.installed import openmp_preload
 from models.chats import ChatEncoder
+from models.core.evaluation.golden import Golden, equal_output, load_golden
+from models.core.evaluation.latency import Decoded, compare_blocks
 from models.engines import Completion, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measure as measure_steps
-from models.evaluation.golden import Golden, equal_output, load_golden
-from models.evaluation.latency import Decoded, compare_blocks
 from models.recipe import load_recipe
 from tasks.select_data import choose_prompts
 

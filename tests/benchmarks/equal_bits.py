@@ -27,17 +27,17 @@ from transformers import AutoTokenizer
 
 from infra.installed import openmp_preload
 from models.chats import ChatEncoder
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.evaluation.golden import first_difference
+from models.core.throughput import costfile
+from models.core.throughput.cost import Cost, Time
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measured_for
-from models.evaluation.golden import first_difference
 from models.lengths import goodput
 from models.precision import fast_dtype
 from models.targets import smollm2
-from models.throughput import costfile
-from models.throughput.cost import Cost, Time
 from tests.conftest import shake
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

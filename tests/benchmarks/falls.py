@@ -3,8 +3,8 @@
     python -m tests.benchmarks.falls --runs 200
 
 Requests of one domain are drawn whose truth is known, and those that are drafted alone are judged as the service judges
-them (models/evaluation/drift_detector.py); a domain counts as judged after each of them. A fall keeps the steps and
-takes accepted tokens.
+them (models/core/evaluation/drift_detector.py); a domain counts as judged after each of them. A fall keeps the steps
+and takes accepted tokens.
 
 What conversations give, and how far they differ, is the demonstration's: of its gate's scores, steps weighted, `chat`
 (94 conversations) has a gain of 0.74 with a spread of 0.55 from one to the other, `code` (50) 0.68 with 0.29.
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from models.evaluation.drift_detector import Doubt, Params, doubt, has_fallen, is_doubted, share_alone
+from models.core.evaluation.drift_detector import Doubt, Params, doubt, has_fallen, is_doubted, share_alone
 from models.recipe import DEFAULT_RECIPE, load_recipe
 from tests.benchmarks.scripts import cells, show, summary
 

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
-from models.checkpoints.loading import load_model
-from models.evaluation.own_answers import NUM_PROMPTS, answer, difference, mean_log_probs, read_of, unlike
-from models.learning.hidden import Sample
+from models.core.checkpoints.loading import load_model
+from models.core.evaluation.own_answers import NUM_PROMPTS, answer, difference, mean_log_probs, read_of, unlike
+from models.core.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.targets import stop_ids
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.evaluation.gate import Evidence
-from models.evaluation.paired import Score
-from models.learning.hidden import Sample
+from models.core.evaluation.gate import Evidence
+from models.core.evaluation.paired import Score
+from models.core.learning.hidden import Sample
 from models.types import Estimate
 
 Scores = dict[str, Score]

@@ -11,7 +11,7 @@ Where lengths of answers are compared, there is a curve for each. A draft then l
 length, of fewer requests the longer they are, and all are held to answers of the greatest length.
 
 Drafts are trained for the most tokens that they are held to. Nothing is served: acceptance is counted on the target's
-own answers (`models.evaluation.scoring`).
+own answers (`models.core.evaluation.scoring`).
 """
 
 import argparse
@@ -22,10 +22,10 @@ import numpy as np
 
 from infra.artifacts import open_artifact
 from infra.versions import Pair
-from models.drafting.draft_families import open_draft
-from models.evaluation.acceptance import summarise
-from models.evaluation.scoring import trace
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import open_draft
+from models.core.evaluation.acceptance import summarise
+from models.core.evaluation.scoring import trace
+from models.core.learning.hidden import Sample
 from models.recipe import Traffic
 from tasks.measure.answers import answers
 from tasks.measure.drift import file_traffic

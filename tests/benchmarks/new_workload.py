@@ -31,7 +31,7 @@ from infra.status import ServiceStatus
 from infra.supervisor import read_state
 from infra.triggerfile import TriggerFile
 from infra.triggers import Due, Fallen, Running
-from models.evaluation.latency import Decoded, compare_blocks
+from models.core.evaluation.latency import Decoded, compare_blocks
 
 STATES = {"low": (Fallen, Due, Running), "asked": (Due, Running), "started": (Running,)}
 

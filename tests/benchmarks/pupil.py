@@ -5,9 +5,9 @@ from pathlib import Path
 
 from infra.artifacts import open_artifact
 from infra.versions import Pair
-from models.drafting.draft_families import family_named, family_of
-from models.learning import distill
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import family_named, family_of
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.params import BaseParams
 from tasks.distill_draft import untrained
 from tasks.measure.run import Run

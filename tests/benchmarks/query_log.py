@@ -29,8 +29,8 @@ from infra.querylog import QueryLog
 from infra.status import LogCounts
 from infra.views.results import interval
 from models.chats import ChatEncoder
+from models.core.evaluation.latency import Decoded, compare_blocks, inter_token_spans, percentile
 from models.engines import Completion
-from models.evaluation.latency import Decoded, compare_blocks, inter_token_spans, percentile
 from models.sources import Prompt
 from services.questions import Origin
 from services.recorder import Recorder

@@ -19,7 +19,7 @@ from infra.client import Answer, Client
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.views.results import interval
-from models.evaluation.acceptance import Estimate, summarise
+from models.core.evaluation.acceptance import Estimate, summarise
 from models.recipe import Traffic
 from models.sources import Prompt
 from tasks.measure.compare_traffic import traces_of

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.rollback_delay --runs 200
 
 Requests are drawn whose truth is known, from three domains, and looked at as the test does
-(models/evaluation/post_promotion_test.py): all findings of all looks count, and no draft is settled. They differ by 0.5
-in τ, and the two drafts by 0.3 on one request, which is more than conversations of the demo do.
+(models/core/evaluation/post_promotion_test.py): all findings of all looks count, and no draft is settled. They differ
+by 0.5 in τ, and the two drafts by 0.3 on one request, which is more than conversations of the demo do.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from models.evaluation.betting import BETS, log_wealth
-from models.evaluation.post_promotion_test import allowed_errors, bound_of
+from models.core.evaluation.betting import BETS, log_wealth
+from models.core.evaluation.post_promotion_test import allowed_errors, bound_of
 from models.recipe import DEFAULT_RECIPE, load_recipe
 from tests.benchmarks.scripts import cells, show, summary
 

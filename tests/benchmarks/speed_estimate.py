@@ -28,12 +28,12 @@ from vllm import SamplingParams
 from infra.installed import openmp_preload
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
+from models.core.evaluation.latency import Decoded, compare_blocks
 from models.engines import Completion, LookUp
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measure as measure_steps
-from models.evaluation.latency import Decoded, compare_blocks
 
 DOMAINS = ("gsm8k", "mbpp", "wikisql")
 ALLOWED = {1: 0.05, 4: 0.08}  # streams to how far the estimate may be off

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from models.evaluation.acceptance import Trace, summarise
-from models.learning.hidden import Sample
+from models.core.evaluation.acceptance import Trace, summarise
+from models.core.learning.hidden import Sample
 from tests.benchmarks.learning import DRAFTED, Point, _domain, draw, figures, points
 
 SAMPLES = [Sample(str(number), "code", [1], [2, 3, 4]) for number in range(20)]

@@ -24,7 +24,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
 from infra.views.results import interval
-from models.evaluation.latency import (
+from models.core.evaluation.latency import (
     Decoded,
     Span,
     compare_percentiles,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-from models.evaluation.golden import Golden, equal_output, first_difference, near_tie_threshold
+from models.core.evaluation.golden import Golden, equal_output, first_difference, near_tie_threshold
 from models.types import Frozen
 from tests.world import KEY, MODEL, PROMPTS, TLS, Served, ask
 

@@ -17,8 +17,8 @@ from infra.post_promotion import ROLLED_BACK, PostPromotionTest, PostPromotionTe
 from infra.processes import Child, wait_until
 from infra.service_process import last_url
 from infra.settings import Settings
-from models.drafting.draft_families import open_draft
-from models.drafting.eagle3_heads import WEIGHTS
+from models.core.drafting.draft_families import open_draft
+from models.core.drafting.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_golden
 from tests.flows.conftest import Cli, registry_of

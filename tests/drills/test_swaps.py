@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from models.core.evaluation.golden import Golden
 from models.engines import Completion
 from models.engines.vllm.engine import VllmEngine
-from models.evaluation.golden import Golden
 from tests.conftest import make_draft
 from tests.models.engines.test_vllm import GREEDY, answer_all, prompts, reference, require_equal
 

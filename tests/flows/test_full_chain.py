@@ -12,8 +12,8 @@ import torch
 from infra.processes import wait_until
 from infra.serving import config_path
 from infra.settings import load_settings
-from models.checkpoints.checkpoint import read_tensors
-from models.checkpoints.loading import load_model
+from models.core.checkpoints.checkpoint import read_tensors
+from models.core.checkpoints.loading import load_model
 from tests.flows.conftest import Cli, registry_of
 
 pytestmark = pytest.mark.engine

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from models.core.learning.hidden import Sample
 from models.engines import Sampling
-from models.learning.hidden import Sample
 from models.targets import random
 from tests.models.drafts.answered import answer_each
 

@@ -14,14 +14,14 @@ _KEYS: dict[str, dict[str, str]] = {
     "flows/refresh.py": {"recipe.Gate": "promote"},
     "flows/post_promotion.py": {"evaluation.post_promotion_test": "period_s"},
     "infra/clean.py": {"recipe.Keep": "num_drafts days gib log_mib"},
-    "models/checkpoints/sparsity.py": {"checkpoints.sparsity.Pattern": "sparsity kept group"},
-    "models/drafting/eagle3_heads.py": {
+    "models/core/checkpoints/sparsity.py": {"checkpoints.sparsity.Pattern": "sparsity kept group"},
+    "models/core/drafting/eagle3_heads.py": {
         "drafts.dflash": "vocab_size aux_layers",
         "drafts.eagle3": "aux_layers",
         "drafts.hydra": "vocab_size",
         "drafts.parallel_eagle": "vocab_size aux_layers",
     },
-    "models/drafting/heads.py": {"drafts.hydra": "num_heads num_layers", "drafts.medusa": "num_layers"},
+    "models/core/drafting/heads.py": {"drafts.hydra": "num_heads num_layers", "drafts.medusa": "num_layers"},
     "models/drafts/chimera.py": {"drafts.chimera": "vocab_size num_heads"},
     "models/drafts/clover.py": {"drafts.clover": "vocab_size num_heads"},
     "models/drafts/dflash.py": {"drafts.dflash": "mask_token_id num_layers block_size"},
@@ -62,17 +62,19 @@ _KEYS: dict[str, dict[str, str]] = {
     },
     "models/engines/vllm/measuring.py": {"engines.LookUp": "num_tokens", "engines.vllm": "enforce_eager"},
     "models/engines/vllm/worker.py": {"engines.LookUp": "shortest longest remembered"},
-    "models/evaluation/canary.py": {"evaluation.canary": "fall num_requests"},
-    "models/evaluation/gate.py": {"recipe.Gate": "floor confidence num_resamples floor_conversations alpha_total"},
-    "models/evaluation/drift_detector.py": {"evaluation.drift_detector": "fall recover between_alarms min_requests"},
-    "models/learning/distill.py": {
+    "models/core/evaluation/canary.py": {"evaluation.canary": "fall num_requests"},
+    "models/core/evaluation/gate.py": {"recipe.Gate": "floor confidence num_resamples floor_conversations alpha_total"},
+    "models/core/evaluation/drift_detector.py": {
+        "evaluation.drift_detector": "fall recover between_alarms min_requests"
+    },
+    "models/core/learning/distill.py": {
         "learning.distill": (
             "validation patience learning_rate warmup schedule average num_epochs "
             "min_steps batch_tokens max_minutes num_threads loss answers "
             "teachers"
         )
     },
-    "models/learning/loop.py": {
+    "models/core/learning/loop.py": {
         "learning.distill": "weight_decay max_grad_norm checkpoint_s",
         "stages.Select": "weight_decay max_grad_norm checkpoint_s",
         "stages.Shrink": "weight_decay max_grad_norm checkpoint_s",
@@ -80,17 +82,17 @@ _KEYS: dict[str, dict[str, str]] = {
         "stages.Quantize": "weight_decay max_grad_norm checkpoint_s",
         "stages.Finetune": "weight_decay max_grad_norm checkpoint_s",
     },
-    "models/learning/fitted.py": {"learning.distill": "lengths verify"},
-    "models/learning/teacher.py": {"learning.teacher.TeacherParams": "weight"},
-    "models/learning/training.py": {
+    "models/core/learning/fitted.py": {"learning.distill": "lengths verify"},
+    "models/core/learning/teacher.py": {"learning.teacher.TeacherParams": "weight"},
+    "models/core/learning/training.py": {
         "stages.Select": "learning_rate warmup num_epochs batch_tokens",
         "stages.Shrink": ("learning_rate warmup num_epochs batch_tokens max_length"),
         "stages.Pretrain": ("learning_rate warmup num_epochs batch_tokens max_length"),
         "stages.Quantize": ("learning_rate warmup num_epochs batch_tokens max_length"),
         "stages.Finetune": ("learning_rate warmup num_epochs batch_tokens max_length"),
     },
-    "models/learning/unrolled_loss.py": {"learning.distill": "step_decay follow"},
-    "models/learning/rollouts.py": {
+    "models/core/learning/unrolled_loss.py": {"learning.distill": "step_decay follow"},
+    "models/core/learning/rollouts.py": {
         "answers.mixed_requests": "rounds temperature",
         "answers.mixed_tokens": "rounds temperature",
         "answers.on_policy": "rounds temperature",

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from models import catalog
 from models.adapters import attach
-from models.checkpoints.sparsity import Pattern
-from models.layers.linears import Gram
-from models.learning import distill
-from models.learning.hidden import Sample
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.linears import Gram
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
+from models.core.throughput.cost import Cost, Time
 from models.lengths import View
 from models.losses import Drafted
 from models.params import BaseParams
 from models.recipe import Recipe
-from models.throughput.cost import Cost, Time
 from tests.models.losses.test_losses_contract import columns
 from tests.models.quantize.test_quantize_contract import DOCUMENTS, logits
 from tests.models.readers import READERS

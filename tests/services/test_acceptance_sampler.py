@@ -1,6 +1,6 @@
 import pytest
 
-from models.evaluation.drift_detector import DOUBTED, FIRST, SHARE
+from models.core.evaluation.drift_detector import DOUBTED, FIRST, SHARE
 from services.acceptance_sampler import LOST, AcceptanceSampler
 
 

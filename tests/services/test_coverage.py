@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from infra.consent import OTHER_DOMAINS
-from models.drafting.draft_files import read_vocabulary
+from models.core.drafting.draft_files import read_vocabulary
 from services.coverage import MAX_DOMAINS, ROLLING, VocabularyCoverage
 
 

@@ -31,14 +31,14 @@ from infra.status import Phase
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
-from models.drafting.draft_families import family_named
-from models.drafting.eagle3_heads import WEIGHTS
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.eagle3_heads import WEIGHTS
+from models.core.drafting.proposal import Proposal
+from models.core.evaluation.acceptance import AcceptanceCount
+from models.core.evaluation.canary import Params as CanaryParams
+from models.core.evaluation.golden import Golden
 from models.engines import Completion, NotSwitchable, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.evaluation.acceptance import AcceptanceCount
-from models.evaluation.canary import Params as CanaryParams
-from models.evaluation.golden import Golden
 from models.params import BaseParams
 from models.serving import Probation, Serve
 from models.targets import describe

@@ -12,8 +12,8 @@ from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
 from infra.views.acceptance import from_log
 from models.chats import ChatEncoder
+from models.core.evaluation.acceptance import UNDRAFTED
 from models.engines import Completion
-from models.evaluation.acceptance import UNDRAFTED
 from models.targets.random import byte_tokenizer
 from services.questions import Origin
 from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder

@@ -15,7 +15,7 @@ from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.serving import ray_folder
-from models.learning.captured import read
+from models.core.learning.captured import read
 from models.targets import describe
 from tests.infra.rows import erase
 from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text

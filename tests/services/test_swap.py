@@ -13,7 +13,7 @@ import pytest
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version
-from models.evaluation.canary import Answer, Finding
+from models.core.evaluation.canary import Answer, Finding
 from services import swap
 from services.drafts import (
     KEPT_GOOD,

@@ -22,8 +22,8 @@ from infra.registry import Registry
 from infra.serving import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
-from models.drafting.draft_families import open_draft
-from models.evaluation.golden import Golden
+from models.core.drafting.draft_families import open_draft
+from models.core.evaluation.golden import Golden
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_golden
 from tests.drills.load import Client

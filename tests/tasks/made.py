@@ -9,7 +9,7 @@ from typing import Any
 from infra.artifacts import Artifact, publish, staged
 from infra.consent import QueryRow
 from infra.versions import Pair, Version
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 from tasks.stages.samples import write_samples
 from tests.models.drafts.answered import answer_all, prompts

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from infra.artifacts import Artifact, publish, staged
-from models.checkpoints.loading import load_model
-from models.drafting.draft_families import open_draft
+from models.core.checkpoints.loading import load_model
+from models.core.drafting.draft_families import open_draft
+from models.core.learning.answering import NO_STOPS, Ask, go_on
+from models.core.learning.hidden import Sample
 from models.drafts import eagle3, lm
 from models.drafts.eagle3.layouts import TAPS
-from models.learning.answering import NO_STOPS, Ask, go_on
-from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import random
 from tasks.adopt_draft import adopt_draft, settle_reading

@@ -9,8 +9,8 @@ import torch
 
 from infra.artifacts import Artifact
 from infra.registry import open_registry
-from models.checkpoints.loading import load_model
-from models.learning import training
+from models.core.checkpoints.loading import load_model
+from models.core.learning import training
 from models.params import TrainingParams
 from models.recipe import Recipe, load_recipe
 from models.targets import describe

@@ -20,7 +20,7 @@ from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
 from infra.versions import Pair
 from models.chats import ChatEncoder
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.recipe import Refresh, load_recipe
 from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_out_past, hold_window, leave_window
 from tasks.stages.samples import read_samples, regression_set_versions

@@ -13,15 +13,15 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.windows import Window
 from models.answers import on_policy
-from models.drafting.draft_families import family_named, open_draft
+from models.core.drafting.draft_families import family_named, open_draft
+from models.core.evaluation import scoring
+from models.core.evaluation.gate import Evidence
+from models.core.evaluation.paired import Score
+from models.core.layers.decoder import Sublayers
+from models.core.learning import fitted
+from models.core.learning.hidden import Sample
+from models.core.learning.rollouts import Rollouts
 from models.drafts import Draft, ngram, rest, self_skip
-from models.evaluation import scoring
-from models.evaluation.gate import Evidence
-from models.evaluation.paired import Score
-from models.layers.decoder import Sublayers
-from models.learning import fitted
-from models.learning.hidden import Sample
-from models.learning.rollouts import Rollouts
 from models.lengths import specdec_pp
 from models.recipe import Recipe
 from models.targets import describe

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from infra.artifacts import Artifact
 from infra.manifest import file_sha256, write_manifest
 from infra.registry import Registry
-from models.drafting.draft_families import adopter_of, family_named
+from models.core.drafting.draft_families import adopter_of, family_named
 from models.drafts import eagle3
 from models.targets import describe
 from tasks.export_draft import CARD, export_draft

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.evaluation.paired import Score
+from models.core.evaluation.paired import Score
 from models.types import GateParams
 from tasks.gate_draft import best_of, score_floors
 from tests.conftest import judge

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infra.artifacts import publish, staged
+from models.core.learning.hidden import Sample
 from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
-from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
 from tasks.generate_answers import _across_domains, _joining, _named, generate_answers

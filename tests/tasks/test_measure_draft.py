@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.evaluation.paired import Score
+from models.core.evaluation.paired import Score
 from tasks.measure_draft import first_report, summarise, tau_of
 
 SCORES = [

@@ -25,8 +25,8 @@ from infra.post_promotion import (
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import load_settings
-from models.checkpoints.loading import load_floats
-from models.drafting.draft_files import made_for
+from models.core.checkpoints.loading import load_floats
+from models.core.drafting.draft_files import made_for
 from models.drafts import lm
 from models.recipe import Recipe, load_recipe
 from models.targets import describe

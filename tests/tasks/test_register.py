@@ -10,7 +10,7 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE
 from infra.windows import Window
-from models.learning import distill
+from models.core.learning import distill
 from models.recipe import load_recipe
 from models.types import Estimate, GateReport
 from tasks.distill_draft import Trained

@@ -28,8 +28,8 @@ import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig
 
-from models.drafting.borrowing import Format
-from models.drafting.features import start_as
+from models.core.drafting.borrowing import Format
+from models.core.drafting.features import start_as
 from models.drafts.dream.draft import Dream
 from models.params import BaseParams, require_unsaid
 

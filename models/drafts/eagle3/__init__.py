@@ -1,6 +1,6 @@
 """EAGLE-3: one decoder layer that drafts from the target's own hidden states, made, kept and checked.
 
-The module itself is in `models.drafting.eagle3_heads`, what others publish in `layouts`.
+The module itself is in `models.core.drafting.eagle3_heads`, what others publish in `layouts`.
 """
 
 import copy
@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from models.checkpoints.checkpoint import read_stored, read_tensor
-from models.drafting.draft_files import check_made_for, read_json
-from models.drafting.eagle3_heads import (
+from models.core.checkpoints.checkpoint import read_stored, read_tensor
+from models.core.drafting.draft_files import check_made_for, read_json
+from models.core.drafting.eagle3_heads import (
     Eagle3,
     Format,
     HeadParams,
@@ -21,7 +21,7 @@ from models.drafting.eagle3_heads import (
     start_from_last_layer,
     tapping,
 )
-from models.drafting.features import layer_config
+from models.core.drafting.features import layer_config
 from models.drafts.eagle3.export import publish as publish
 from models.drafts.eagle3.layouts import is_published, read_published, with_offsets
 from models.targets import describe

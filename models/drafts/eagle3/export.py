@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.drafting.draft_files import read_json
-from models.drafting.draft_format import WEIGHTS
+from models.core.drafting.draft_files import read_json
+from models.core.drafting.draft_format import WEIGHTS
 from models.drafts.eagle3.layouts import LAYER_NAMES, TAPS
 
 # What the layout keeps outside of the layer's settings, or not at all.

@@ -11,11 +11,11 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from models.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, require_part
-from models.drafting.subset_search import Subset
+from models.core.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, require_part
+from models.core.drafting.subset_search import Subset
+from models.core.layers.decoder import Decoder, Sublayers
 from models.drafts.self_skip.offline import find
 from models.drafts.self_skip.on_the_fly import Tuning, TuningDrafter
-from models.layers.decoder import Decoder, Sublayers
 from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
-from models.drafting.self_draft import read_ahead, read_aside
-from models.drafting.subset_search import SubsetSearch
-from models.layers.decoder import Cache, Decoder, Sublayers
+from models.core.drafting.self_draft import read_ahead, read_aside
+from models.core.drafting.subset_search import SubsetSearch
+from models.core.layers.decoder import Cache, Decoder, Sublayers
 
 if TYPE_CHECKING:
     from models.drafts.self_skip import SelfSkip

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.drafting.proposal import Proposal
-from models.drafting.self_draft import TreeDrafter, read_aside
-from models.drafting.subset_search import Subset, SubsetSearch
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.self_draft import TreeDrafter, read_aside
+from models.core.drafting.subset_search import Subset, SubsetSearch
+from models.core.layers.decoder import Sublayers
 from models.drafts import Draw, GoOn
-from models.layers.decoder import Sublayers
 
 if TYPE_CHECKING:
     from models.drafts.self_skip import Params, SelfSkip

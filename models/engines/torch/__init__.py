@@ -19,20 +19,20 @@ import torch
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from models import catalog
-from models.drafting.draft_families import class_of, family_named, family_of, open_draft
-from models.drafting.self_draft import TargetRunner
+from models.core.drafting.draft_families import class_of, family_named, family_of, open_draft
+from models.core.drafting.self_draft import TargetRunner
+from models.core.layers.decoder import Decoder
+from models.core.learning import fitted
+from models.core.throughput.cost import Cost, Time
 from models.drafts import Draft
 from models.engines import Completion, EngineParams, LookUp, Rules, Sampling
 from models.engines.torch.joined import Joined
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
-from models.layers.decoder import Decoder
-from models.learning import fitted
 from models.lengths import fixed
 from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
 from models.targets import describe, stop_ids
-from models.throughput.cost import Cost, Time
 from models.trees import chain
 from models.verify import greedy, rejection
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import NamedTuple
 
-from models.drafting.lookup import NOTHING, NgramIndex
+from models.core.drafting.lookup import NOTHING, NgramIndex
+from models.core.throughput.cost import Cost
+from models.core.throughput.running import Acceptance
 from models.engines import LookUp
 from models.lengths import Plan, SequenceState
 from models.params import BaseParams
-from models.throughput.cost import Cost
-from models.throughput.running import Acceptance
 
 # The reference engine knows neither domains nor keys.
 DOMAIN, KEY = "", ""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.drafting.drafters import Expander
-from models.drafting.proposal import Proposal
+from models.core.drafting.drafters import Expander
+from models.core.drafting.proposal import Proposal
 from models.engines import Sampling
 from models.engines.torch.request import Request, Took
 

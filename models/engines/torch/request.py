@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafting.drafters import Expander, Nested, Observer, QueryingDrafter, Remembering, SelfDrafter
-from models.drafting.proposal import Proposal
-from models.drafting.sampling import draw, probabilities
+from models.core.drafting.drafters import Expander, Nested, Observer, QueryingDrafter, Remembering, SelfDrafter
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.sampling import draw, probabilities
+from models.core.layers.decoder import Cache
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
 from models.engines.torch.joined import NO_TURN
-from models.layers.decoder import Cache
 from models.lengths import View
 from models.verify import Verified
 

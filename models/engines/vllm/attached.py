@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from models.drafting.draft_families import family_of
+from models.core.drafting.draft_families import family_of
 from models.engines import Completion, NotSwitchable, Sampling
 
 ANSWER_S, SWAP_S = 120.0, 600.0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.learning import captured
+from models.core.learning import captured
 
 # What no step added to for so long, and nobody claimed, goes: the recorder says within milliseconds.
 UNCLAIMED_S = 60.0

@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from models.drafting.draft_families import family_of, require_family
+from models.core.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim

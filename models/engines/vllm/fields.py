@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from models.core.throughput import costfile
+from models.core.throughput.cost import Cost
 from models.engines import LookUp
 from models.lengths import Plan
 from models.params import BaseParams
-from models.throughput import costfile
-from models.throughput.cost import Cost
 from models.types import ThroughputEstimate
 
 # A request's wishes.

@@ -18,7 +18,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from models.drafting.draft_families import family_of, name_of
+from models.core.drafting.draft_families import family_of, name_of
 from models.engines.vllm import Params, patches
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.utils import cpp_extension
 
-from models.layers import quantized_weights
+from models.core.layers import quantized_weights
 
 # The operators: attention layers in one call, and products of few rows.
 ATTENTION, FEW_ROWS = (Path(__file__).with_name("patches") / name for name in ("attention.cpp", "small_batch_gemm.cpp"))

@@ -1,8 +1,8 @@
 """Decide before each step how it is drafted, and learn from what came of the steps before.
 
 The policy (models/lengths) decides; what it decides by is kept here: how much is accepted
-(models/throughput/running.py) and what steps take (models/throughput/cost.py). This runs in the scheduler, between two
-steps, so it must take a small part of one. Imports no vLLM.
+(models/core/throughput/running.py) and what steps take (models/core/throughput/cost.py). This runs in the scheduler,
+between two steps, so it must take a small part of one. Imports no vLLM.
 """
 
 import logging
@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import NamedTuple
 
 from models import catalog
+from models.core.throughput import costfile
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.curves import passes_made
+from models.core.throughput.running import Acceptance, Source
+from models.core.throughput.speeds import DomainShare, Speeds
 from models.engines.vllm.fields import MEASURE, Choice, DraftOptions, Passes, PlannedThroughput, Row, Setup, StepPlan
 from models.lengths import Plan, SequenceState
 from models.params import BaseParams
-from models.throughput import costfile
-from models.throughput.cost import Cost, Time
-from models.throughput.curves import passes_made
-from models.throughput.running import Acceptance, Source
-from models.throughput.speeds import DomainShare, Speeds
 
 # Steps between two times that the table of costs is written: it must only be about right at the next start.
 SAVE_EVERY = 2000

@@ -18,11 +18,11 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from models.core.evaluation.acceptance import UNDRAFTED
+from models.core.throughput.speeds import DomainShare
 from models.engines.vllm import fields
 from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, DraftOptions, Row, Setup
 from models.engines.vllm.planning import Planner, RequestState, Step
-from models.evaluation.acceptance import UNDRAFTED
-from models.throughput.speeds import DomainShare
 
 
 class TracingScheduler(Scheduler):

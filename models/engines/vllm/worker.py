@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.drafting.lookup import NgramIndex
+from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.patches import last_tap, small_batch_gemm, switch

@@ -8,8 +8,8 @@ A file has
 - `rows(budget) -> list[Row]`: what is compared; `budget` scales how much is trained or calibrated, 1 being minutes for
   the whole family on two cores;
 - `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
-  that makes no sense for a row is NaN, one that is a mean over documents is of type `models.evaluation.spread.Mean`, so
-  that rows are compared document by document;
+  that makes no sense for a row is NaN, one that is a mean over documents is of type
+  `models.core.evaluation.spread.Mean`, so that rows are compared document by document;
 - `tune(bench, row, seed) -> float`, optional: the loss of a row on `bench.held_out` after training at the rate that its
   settings call `learning_rate`; rows that have one are then measured at their best rate (`tasks.measure.sweep`);
 - `TIMED`, optional: true where rows are told apart by what they take, so that none is measured beside another;

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from models import adapters, catalog
-from models.checkpoints.loading import load_model
-from models.evaluation.perplexity import score
-from models.evaluation.spread import Mean, nats_per_token
-from models.learning.counting import held_bytes
-from models.learning.training import pad, train
+from models.core.checkpoints.loading import load_model
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import Mean, nats_per_token
+from models.core.learning.counting import held_bytes
+from models.core.learning.training import pad, train
 from models.params import TrainingParams
 from tasks.measure import likeness, sweep
 from tasks.measure.comparisons import Bench, Row, shuffled

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from models.checkpoints.loading import load_model
+from models.core.checkpoints.loading import load_model
 from models.engines import Engine, Sampling
 from models.engines.vllm import Params
 from tasks.generate_answers import open_engine

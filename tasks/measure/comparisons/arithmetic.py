@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from models import catalog
-from models.evaluation.perplexity import score
-from models.evaluation.spread import Mean, differences, nats_per_token
-from models.learning.training import train_by_name
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import Mean, differences, nats_per_token
+from models.core.learning.training import train_by_name
 from models.params import TrainingParams
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to

@@ -7,7 +7,7 @@ specbench`, which takes their directories.
 """
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
 from tasks.measure import lesson, sweep
 from tasks.measure.comparisons import Bench, Row
 

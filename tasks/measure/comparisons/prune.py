@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.loading import load_model
-from models.checkpoints.sparsity import Pattern
-from models.evaluation.perplexity import score
-from models.evaluation.spread import perplexity
-from models.layers.linears import enough_tokens, linears
+from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.sparsity import Pattern
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import perplexity
+from models.core.layers.linears import enough_tokens, linears
 from models.prune import prune_model
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw

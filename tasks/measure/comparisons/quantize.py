@@ -26,14 +26,14 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from models import catalog, quantize
-from models.checkpoints import invariants, mixed
-from models.checkpoints.loading import load_model
-from models.checkpoints.sparsity import Pattern
-from models.evaluation.perplexity import score
-from models.evaluation.spread import nats_per_token, perplexity
-from models.layers.layout import blocks
-from models.layers.linears import enough_tokens
-from models.learning import training
+from models.core.checkpoints import invariants, mixed
+from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.sparsity import Pattern
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import nats_per_token, perplexity
+from models.core.layers.layout import blocks
+from models.core.layers.linears import enough_tokens
+from models.core.learning import training
 from models.params import TrainingParams
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.evaluation.perplexity import score
-from models.evaluation.spread import nats_per_token
-from models.layers.linears import linears
-from models.learning.counting import Cost, counted
-from models.learning.training import Trained, pad, train, train_by_name
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import nats_per_token
+from models.core.layers.linears import linears
+from models.core.learning.counting import Cost, counted
+from models.core.learning.training import Trained, pad, train, train_by_name
 from models.params import BaseParams, TrainingParams
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to

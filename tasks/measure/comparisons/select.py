@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.checkpoints.loading import load_model
+from models.core.checkpoints.loading import load_model
+from models.core.evaluation.perplexity import score
+from models.core.evaluation.spread import Mean, nats_per_token
+from models.core.learning.training import train
 from models.drafts import lm
-from models.evaluation.perplexity import score
-from models.evaluation.spread import Mean, nats_per_token
-from models.learning.training import train
 from models.params import TrainingParams
 from models.select import Sources, acceptance, select
 from tasks.measure import sweep

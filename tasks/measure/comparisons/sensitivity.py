@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from models.checkpoints import mixed
-from models.checkpoints.loading import load_floats, moved
-from models.layers.layout import blocks
-from models.layers.linears import enough_tokens
+from models.core.checkpoints import mixed
+from models.core.checkpoints.loading import load_floats, moved
+from models.core.layers.layout import blocks
+from models.core.layers.linears import enough_tokens
 from models.stages import Quantize
 from models.together import FLOAT
 from tasks.measure import likeness

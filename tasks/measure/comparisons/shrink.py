@@ -31,12 +31,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 from models import catalog
 from models.adapters import lora
-from models.checkpoints.loading import load_model, save_model
-from models.evaluation import spread
-from models.evaluation.perplexity import perplexity, score
-from models.layers.linears import enough_tokens
-from models.layers.reshape import Kept, take_layers, take_widths
-from models.learning import training
+from models.core.checkpoints.loading import load_model, save_model
+from models.core.evaluation import spread
+from models.core.evaluation.perplexity import perplexity, score
+from models.core.layers.linears import enough_tokens
+from models.core.layers.reshape import Kept, take_layers, take_widths
+from models.core.learning import training
 from models.params import TrainingParams
 from models.shrink import choose, choose_heads, num_stored, shape_of
 from tasks.measure import chain, likeness, sweep

@@ -9,10 +9,10 @@ nothing else; the head that learns no more is a row too. Seconds include what is
 from copy import deepcopy
 
 from models import catalog
+from models.core.evaluation.acceptance import rejected_places
+from models.core.evaluation.scoring import trace
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.evaluation.acceptance import rejected_places
-from models.evaluation.scoring import trace
-from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
 

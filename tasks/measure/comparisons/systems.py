@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from infra.views.comparison import Comparison, number
 from infra.views.results import Grid, Report
 from models import catalog, systems
-from models.layers.decoder import Cache, Decoder, Sublayers
-from models.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, Decoder, Sublayers
+from models.core.layers.wide import WideDecoder
+from models.core.throughput.cost import Cost, Time
 from models.systems import Times
-from models.throughput.cost import Cost, Time
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models import catalog
-from models.checkpoints.loading import load_model
-from models.drafting.multi_draft import exact_outcome, most_kept
-from models.drafting.sampling import probabilities
+from models.core.checkpoints.loading import load_model
+from models.core.drafting.multi_draft import exact_outcome, most_kept
+from models.core.drafting.sampling import probabilities
+from models.core.evaluation.spread import Mean
 from models.drafts import lm
 from models.engines import Sampling
-from models.evaluation.spread import Mean
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "How much of the drafts for a place does each verification rule keep, and how far is that from the best?"

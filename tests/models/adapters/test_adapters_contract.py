@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import adapters
 from models.adapters import Adapted
 from models.catalog import load, names
-from models.learning import training
+from models.core.learning import training
 from models.params import TrainingParams
 
 METHODS = names("adapters")

@@ -15,8 +15,8 @@ from transformers import (
 
 from models import adapters
 from models.adapters import bitfit
-from models.layers.linears import linears
-from models.learning.counting import held_bytes
+from models.core.layers.linears import linears
+from models.core.learning.counting import held_bytes
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 SMALL = {

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from models import adapters
 from models.adapters import last_layers
-from models.learning.counting import held_bytes
+from models.core.learning.counting import held_bytes
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from models import adapters
 from models.adapters import lora
-from models.layers.lora import add_low_rank, take_out
+from models.core.layers.lora import add_low_rank, take_out
 
 
 def test_a_layer_by_hand() -> None:

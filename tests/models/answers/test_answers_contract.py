@@ -8,8 +8,8 @@ import torch
 
 from models import catalog
 from models.answers import RolloutParams
-from models.drafting.draft_families import family_named, procedure_of
-from models.learning.hidden import Sample
+from models.core.drafting.draft_families import family_named, procedure_of
+from models.core.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 
 SAMPLES = [

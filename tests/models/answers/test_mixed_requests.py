@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from models.answers import mixed_requests
-from models.drafting.draft_families import family_named
-from models.learning.hidden import Sample
-from models.learning.rollouts import Rollouts
+from models.core.drafting.draft_families import family_named
+from models.core.learning.hidden import Sample
+from models.core.learning.rollouts import Rollouts
 from models.params import validate
 from tests.models.drafts.tiny import make_tiny
 

@@ -9,10 +9,10 @@ import pytest
 
 from models import catalog
 from models.answers import rationales, token_counts
+from models.core.evaluation.scoring import score
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import lm
-from models.evaluation.scoring import score
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.recipe import parse_recipe
 from models.sources import reasoned
 from tests.models.drafts.answered import answer_all, prompts

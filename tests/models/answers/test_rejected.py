@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from models.answers import rejected, token_counts
+from models.core.evaluation.acceptance import rejected_places
+from models.core.learning import distill
+from models.core.learning.batches import hidden_states, pack
+from models.core.learning.hidden import Sample
 from models.drafts import eagle3
 from models.engines import Sampling
-from models.evaluation.acceptance import rejected_places
-from models.learning import distill
-from models.learning.batches import hidden_states, pack
-from models.learning.hidden import Sample
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, prompts
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from models.core.evaluation.scoring import score
+from models.core.layers.decoder import Decoder
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.evaluation.scoring import score
-from models.layers.decoder import Decoder
-from models.learning.hidden import Sample
 
 GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
 from models.drafts import Family
 from tests.models.drafts.tiny import save_tiny
 

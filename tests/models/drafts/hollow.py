@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.layers.decoder import Sublayers
+from models.core.layers.decoder import Sublayers
 from models.targets import random
 
 

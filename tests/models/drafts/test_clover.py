@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, clover
 from tests.models.drafts.tiny import library_layer, make_tiny, rows_at
 

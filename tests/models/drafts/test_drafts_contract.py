@@ -13,8 +13,8 @@ from torch import Tensor
 
 from infra.manifest import write_manifest
 from models import catalog
-from models.checkpoints.checkpoint import output_embedding
-from models.drafting.draft_families import (
+from models.core.checkpoints.checkpoint import output_embedding
+from models.core.drafting.draft_families import (
     UnknownFamily,
     check_draft,
     family_named,
@@ -22,10 +22,10 @@ from models.drafting.draft_families import (
     name_of,
     open_draft,
 )
-from models.drafting.drafters import Expander, Observer
+from models.core.drafting.drafters import Expander, Observer
+from models.core.evaluation.scoring import trace
+from models.core.learning.hidden import Sample
 from models.drafts import Adopter, Draft, Drafter, Draw, Family, Rows
-from models.evaluation.scoring import trace
-from models.learning.hidden import Sample
 from models.losses import cross_entropy, feature_l2, feature_regression, forward_kl
 from models.targets import describe
 from tests.models.drafts.tiny import change_config, make_tiny, params_of, rows_at, save_tiny

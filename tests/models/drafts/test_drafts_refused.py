@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.drafting.draft_families import family_named, name_of, open_draft
+from models.core.drafting.draft_families import family_named, name_of, open_draft
 from models.drafts import Family
 from models.targets import describe, random
 from tests.models.drafts.tiny import change_config, params_of, require_refused, rows_at

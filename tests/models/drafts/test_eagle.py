@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
 from models.drafts import eagle
 from tests.models.drafts.tiny import library_layer, make_tiny, rows_at, save_tiny
 

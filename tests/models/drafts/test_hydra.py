@@ -4,7 +4,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from models.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
 from models.drafts import clover, hydra
 from tests.models.drafts.tiny import make_tiny, rows_at
 

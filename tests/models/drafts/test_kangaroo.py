@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from models.core.evaluation.scoring import score
+from models.core.learning import distill
 from models.drafts import Rows, kangaroo
-from models.evaluation.scoring import score
-from models.learning import distill
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, answers_of, prompts
 from tests.models.drafts.hollow import make_hollow

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.engines import Sampling
-from models.learning import distill
-from models.learning.hidden import Sample
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, tau_of
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

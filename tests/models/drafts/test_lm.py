@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models import catalog, quantize
-from models.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import lm
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.targets import describe
 from tests.models.drafts.answered import answers_of, prompts, tau_of
 

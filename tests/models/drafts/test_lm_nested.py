@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoints.checkpoint import read_tensors
-from models.drafting.draft_families import open_draft
+from models.core.checkpoints.checkpoint import read_tensors
+from models.core.drafting.draft_families import open_draft
+from models.core.learning import distill
+from models.core.learning.batches import hidden_states, pack
+from models.core.learning.hidden import Sample
 from models.drafts import lm
-from models.learning import distill
-from models.learning.batches import hidden_states, pack
-from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models import planted
 from tests.models.drafts.answered import tau_of

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from models.core.evaluation.scoring import score
+from models.core.learning.hidden import Sample
 from models.drafts import ngram
-from models.evaluation.scoring import score
-from models.learning.hidden import Sample
 
 PARAMS = ngram.Params(min_tokens=2, max_tokens=3)
 

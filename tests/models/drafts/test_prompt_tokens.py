@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from models.drafting.drafters import QueryingDrafter
-from models.drafting.proposal import Proposal
+from models.core.drafting.drafters import QueryingDrafter
+from models.core.drafting.proposal import Proposal
+from models.core.layers.decoder import Cache, Decoder
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import Rows, prompt_tokens
-from models.layers.decoder import Cache, Decoder
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, answers_of, tau_of
 from tests.models.drafts.tiny import change_config, make_tiny, save_tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.drafting.draft_families import open_draft
+from models.core.drafting.draft_families import open_draft
 from models.drafts import rag_draft
 from models.targets import describe
 from tests.models import planted

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.drafting.draft_families import open_draft
+from models.core.drafting.draft_families import open_draft
 from models.drafts import rest, suffix
 from tests.models.drafts.answered import answer_all, prompts
 

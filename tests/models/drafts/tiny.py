@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from infra.manifest import write_manifest
-from models.drafting.draft_families import name_of
+from models.core.drafting.draft_families import name_of
 from models.drafts import Draft, Family, Rows
 from models.params import BaseParams
 from models.targets import describe

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.core.evaluation import scoring
+from models.core.evaluation.golden import Golden, equal_output
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.engines import Completion, Engine, Sampling
-from models.evaluation import scoring
-from models.evaluation.golden import Golden, equal_output
-from models.learning.hidden import Sample
 
 
 async def answer_all(

@@ -10,11 +10,11 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from models.drafting.sampling import probabilities
+from models.core.drafting.sampling import probabilities
+from models.core.layers.decoder import Decoder
 from models.drafts import Draft
 from models.engines import Sampling, Way
 from models.engines.torch import Params, TorchEngine
-from models.layers.decoder import Decoder
 from tests.models.drafts.answered import prompts
 
 NUM_DRAWS, NUM_TOKENS = 30, 17  # of a draft that lies about q the p-value is below 1e-11

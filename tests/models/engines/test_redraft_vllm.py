@@ -27,13 +27,13 @@ from infra.installed import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.settings import Settings
-from models.drafting.draft_families import family_of
+from models.core.drafting.draft_families import family_of
+from models.core.evaluation.golden import Golden, save_golden
 from models.engines import NotSwitchable
 from models.engines.vllm import child_environment
 from models.engines.vllm.attached import AttachedEngine, NoPlugin
 from models.engines.vllm.redraft_vllm import EXTENSION, announce
 from models.engines.vllm.redraft_vllm.routes import TOKEN, Broken, Order, Refused, Swapper, unsupported
-from models.evaluation.golden import Golden, save_golden
 from services.record import RecordConfig
 from tests.conftest import make_draft
 from tests.imports import ROOT

@@ -14,11 +14,11 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers import utils
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+from models.core.layers import quantized_weights
+from models.core.layers.quantized_weights import Grid, stacked
 from models.engines.vllm import native_build
 from models.engines.vllm.patches import small_batch_gemm
-from models.layers import quantized_weights
-from models.layers.quantized_weights import Grid, stacked
-from tests.models.layers.published import random_grid
+from tests.models.core.layers.published import random_grid
 
 pytestmark = pytest.mark.engine
 

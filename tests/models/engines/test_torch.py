@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import catalog
-from models.drafting.draft_families import class_of, family_named
-from models.drafting.proposal import Proposal
-from models.drafting.sampling import probabilities
+from models.core.drafting.draft_families import class_of, family_named
+from models.core.drafting.proposal import Proposal
+from models.core.drafting.sampling import probabilities
+from models.core.evaluation.scoring import score
+from models.core.layers.decoder import Cache, Decoder
+from models.core.learning.hidden import Sample
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Request
-from models.evaluation.scoring import score
-from models.layers.decoder import Cache, Decoder
-from models.learning.hidden import Sample
 from tests.conftest import make_draft
 from tests.models.drafts.answered import GREEDY, prompts
 from tests.models.drafts.tiny import make_tiny

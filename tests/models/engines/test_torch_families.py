@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafting.draft_families import family_named
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine

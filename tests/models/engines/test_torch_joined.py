@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.layers.decoder import Decoder
+from models.core.throughput.cost import Cost, Time
 from models.engines import Completion, LookUp
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.joined import Joined
-from models.layers.decoder import Decoder
 from models.lengths import goodput
-from models.throughput.cost import Cost, Time
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, repeated, require_equal
 from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

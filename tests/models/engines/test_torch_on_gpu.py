@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from models import catalog
-from models.checkpoints.loading import load_model
-from models.drafting.draft_families import family_named
+from models.core.checkpoints.loading import load_model
+from models.core.drafting.draft_families import family_named
+from models.core.evaluation.likeness import accepted
+from models.core.evaluation.scoring import score
+from models.core.learning import distill
 from models.engines import Sampling
-from models.evaluation.likeness import accepted
-from models.evaluation.scoring import score
-from models.learning import distill
 from tests.models import planted
 from tests.models.drafts.answered import GREEDY, answer_all, answer_each, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny

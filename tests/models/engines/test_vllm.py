@@ -18,13 +18,13 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from models.core.evaluation.golden import Golden, near_tie_threshold
 from models.drafts import eagle3
 from models.engines import Completion, LookUp, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker
-from models.evaluation.golden import Golden, near_tie_threshold
 from models.lengths import fixed
 from tests.conftest import make_draft
 from tests.models.engines.answers import answer_all, golden_of, num_scored_alike, require_none_different

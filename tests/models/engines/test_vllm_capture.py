@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.core.learning import captured
 from models.engines.vllm import capture
 from models.engines.vllm.capture import Claim, Ring
-from models.learning import captured
 
 LAYERS, TARGET, MIB = (1, 2), "a" * 64, 1 << 20
 IDS = torch.arange(100, 120)

@@ -14,8 +14,8 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
+from models.core.layers import quantized_weights
 from models.engines.vllm.patches import compiled
-from models.layers import quantized_weights
 
 
 def load(monkeypatch: pytest.MonkeyPatch, function: Any) -> Any:

@@ -15,16 +15,16 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from models.core.evaluation.acceptance import UNDRAFTED, mean_accepted_length
+from models.core.evaluation.golden import Golden, equal_output
+from models.core.learning.captured import read
+from models.core.learning.hidden import HiddenStates, Sample
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import OPTIONS, DraftOptions
 from models.engines.vllm.measuring import measure
-from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
-from models.evaluation.golden import Golden, equal_output
-from models.learning.captured import read
-from models.learning.hidden import HiddenStates, Sample
 from models.lengths import fixed
 
 pytestmark = pytest.mark.engine

@@ -14,15 +14,15 @@ import pytest
 import vllm
 from safetensors.torch import load_file, save_file
 
+from models.core.layers import quantized_weights
+from models.core.throughput import costfile
+from models.core.throughput.cost import Cost, Time
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measured_for
-from models.layers import quantized_weights
 from models.lengths import goodput
 from models.targets import random
-from models.throughput import costfile
-from models.throughput.cost import Cost, Time
 from tests.conftest import make_draft
 
 pytestmark = pytest.mark.engine

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafting.draft_families import family_named, family_of
+from models.core.drafting.draft_families import family_named, family_of
+from models.core.evaluation.acceptance import UNDRAFTED
+from models.core.evaluation.golden import Golden, equal_output
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.patches.dflash import norm_by_layer
-from models.evaluation.acceptance import UNDRAFTED
-from models.evaluation.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 

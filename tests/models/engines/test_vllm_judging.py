@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.running import Acceptance
 from models.engines.vllm.planning import EVERY, NUMS, MeasurementOverhead
 from models.lengths import Plan, SequenceState, goodput
-from models.throughput.cost import Cost, Time
-from models.throughput.running import Acceptance
 
 K = 3
 RUNNING = [SequenceState("code")]

@@ -10,6 +10,8 @@ import pytest
 from vllm import SamplingParams
 
 from infra.manifest import write_manifest
+from models.core.learning.captured import read
+from models.core.learning.hidden import HiddenStates, Sample
 from models.drafts import eagle3
 from models.engines import Completion
 from models.engines.vllm import Params
@@ -17,8 +19,6 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.worker import DraftWorker
-from models.learning.captured import read
-from models.learning.hidden import HiddenStates, Sample
 from tests.conftest import shake
 from tests.models.engines.test_vllm_drafting import HIDDEN, prompts
 

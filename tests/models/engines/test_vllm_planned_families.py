@@ -16,7 +16,12 @@ import pytest
 import vllm
 from vllm import SamplingParams
 
-from models.drafting.draft_families import family_named, family_of
+from models.core.drafting.draft_families import family_named, family_of
+from models.core.evaluation.golden import Golden, equal_output
+from models.core.learning.captured import read
+from models.core.learning.hidden import HiddenStates, Sample
+from models.core.throughput import costfile
+from models.core.throughput.cost import Cost, Time
 from models.engines import Completion, LookUp, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
@@ -24,13 +29,8 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measured_for
-from models.evaluation.golden import Golden, equal_output
-from models.learning.captured import read
-from models.learning.hidden import HiddenStates, Sample
 from models.lengths import goodput
 from models.targets import random
-from models.throughput import costfile
-from models.throughput.cost import Cost, Time
 from tests.models.drafts.tiny import save_tiny
 from tests.models.engines.sampled import NUM_DRAWS, NUM_TOKENS, P_VALUE, p_value
 

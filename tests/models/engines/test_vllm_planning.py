@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from models.core.layers import quantized_weights
+from models.core.throughput.speeds import DomainShare
 from models.engines import LookUp
 from models.engines.vllm.fields import MEASURE, NOTHING, OPTIONS, Choice, DraftOptions, Passes, Row, Setup, StepPlan
 from models.engines.vllm.measuring import measured_for
 from models.engines.vllm.planning import Planner, RequestState, Step, _chances, turns
 from models.engines.vllm.scheduler import _parts
-from models.layers import quantized_weights
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
-from models.throughput.speeds import DomainShare
 
 K = 3
 LOOKED_UP = 8

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from models.drafting.lookup import NgramIndex
+from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm.patches.proposer import READS, Planned
 
 

@@ -13,6 +13,8 @@ import pytest
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from models.core.evaluation import scoring
+from models.core.learning.hidden import Sample
 from models.drafts import eagle3
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
@@ -20,8 +22,6 @@ from models.engines.vllm import Params, patches
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import InstrumentedLLM
-from models.evaluation import scoring
-from models.learning.hidden import Sample
 from tests.models.published import published
 
 pytestmark = pytest.mark.engine

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.core.evaluation.golden import Golden, equal_output
 from models.engines import Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.patches import linear_kernels
-from models.evaluation.golden import Golden, equal_output
 from models.params import TrainingParams
 from models.shrink import depth, width
 from models.targets import random

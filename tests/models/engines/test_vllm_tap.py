@@ -10,12 +10,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from models.core.evaluation.acceptance import UNDRAFTED
 from models.engines import Completion
 from models.engines.vllm import Params
 from models.engines.vllm.fields import STEP, THROUGHPUT, DraftOptions, PlannedThroughput
 from models.engines.vllm.patches.outputs import Steps
 from models.engines.vllm.tap import _Tap, is_seeded, tells_of_draft
-from models.evaluation.acceptance import UNDRAFTED
 from models.targets.random import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

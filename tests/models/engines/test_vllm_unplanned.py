@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from models.core.evaluation.golden import Golden, equal_output
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params, fields
 from models.engines.vllm.engine import VllmEngine
-from models.evaluation.golden import Golden, equal_output
 from tests.conftest import make_draft
 from tests.models.engines.test_vllm_drafting import NUM_TOKENS, THRESHOLD, prompts
 

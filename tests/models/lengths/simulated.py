@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.running import Acceptance, Lookup, Source
 from models.lengths import Plan, SequenceState, goodput
-from models.throughput.cost import Cost, Time
-from models.throughput.running import Acceptance, Lookup, Source
 
 LIMIT = 3
 BAD, FRESH, ADAPTED = (0.05, 0.05, 0.05), (0.3, 0.2, 0.15), (0.6, 0.55, 0.5)

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.throughput.cost import Cost
 from models.lengths import View, confidence
-from models.throughput.cost import Cost
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.running import Acceptance, Lookup
 from models.lengths import Plan, SequenceState, View, goodput
-from models.throughput.cost import Cost, Time
-from models.throughput.running import Acceptance, Lookup
 from tests.models.lengths.simulated import (
     ADAPTED,
     BAD,

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.throughput.cost import Cost, Time
 from models.lengths import View
 from models.lengths.hardware_aware import Params, num_draft_tokens
-from models.throughput.cost import Cost, Time
 from models.trees import sequoia
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny

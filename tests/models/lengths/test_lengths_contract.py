@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 
 from models import catalog
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.running import NUM_PLACES, Acceptance, Lookup
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.lengths import Plan, SequenceState, View, goodput
-from models.throughput.cost import Cost, Time
-from models.throughput.running import NUM_PLACES, Acceptance, Lookup
 
 POLICIES = [catalog.load("lengths", name) for name in catalog.names("lengths")]
 HISTORIES = [(), ((3, 0),) * 20, ((3, 3),) * 20, ((0, 0), (1, 1), (3, 2))]

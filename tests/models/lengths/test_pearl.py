@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named, open_draft
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named, open_draft
+from models.core.drafting.proposal import Proposal
+from models.core.layers.decoder import Cache, Decoder
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, early_exit, ngram
 from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request
-from models.layers.decoder import Cache, Decoder
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.layers.decoder import Decoder
+from models.core.learning.hidden import Sample
+from models.core.throughput.cost import Cost
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
-from models.layers.decoder import Decoder
-from models.learning.hidden import Sample
 from models.lengths import View, specdec_pp
 from models.lengths.specdec_pp import NUM_FEATURES, Params, estimate, go_on
-from models.throughput.cost import Cost
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 

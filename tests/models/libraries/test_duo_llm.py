@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.learning import training
+from models.core.learning import training
 from models.libraries import duo_llm
 from models.libraries.duo_llm import Duo, RandomRouting
 from models.params import TrainingParams

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.drafts import ngram
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.losses import Drafted, Minimum, cross_entropy
 from tests.models.drafts.answered import answers_of, prompts
 from tests.models.drafts.tiny import make_tiny

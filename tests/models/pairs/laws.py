@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
+from models.core.layers.linears import linears
 from models.params import TrainingParams
 
 DOCUMENTS = torch.randint(3, 259, (8, 32), generator=torch.Generator().manual_seed(0)).tolist()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafting.draft_families import class_of, family_named
+from models.core.drafting.draft_families import class_of, family_named
+from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.engines import Completion
-from models.learning import distill
-from models.learning.hidden import Sample
 from models.params import BaseParams
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny

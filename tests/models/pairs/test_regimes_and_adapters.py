@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import adapters, catalog
-from models.checkpoints.invariants import PreservedStructure
-from models.checkpoints.loading import load_floats, save_model
-from models.checkpoints.sparsity import Pattern
-from models.learning.training import train_by_name
+from models.core.checkpoints.invariants import PreservedStructure
+from models.core.checkpoints.loading import load_floats, save_model
+from models.core.checkpoints.sparsity import Pattern
+from models.core.learning.training import train_by_name
 from models.prune import magnitude, prune_model
 from models.recipe import parse_recipe
 from models.regimes import Regime

@@ -10,8 +10,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models import adapters, catalog
-from models.checkpoints.invariants import noted, require
-from models.checkpoints.loading import load_floats, load_model
+from models.core.checkpoints.invariants import noted, require
+from models.core.checkpoints.loading import load_floats, load_model
 from models.recipe import parse_recipe
 from models.stages import TABLES
 from tasks.measure import chain

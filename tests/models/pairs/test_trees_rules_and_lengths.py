@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
 from models.drafts import Draft
 from models.engines import Completion
 from models.engines.torch import Params

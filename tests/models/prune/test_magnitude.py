@@ -1,6 +1,6 @@
 import torch
 
-from models.checkpoints.sparsity import Pattern
+from models.core.checkpoints.sparsity import Pattern
 from models.prune import magnitude
 
 WEIGHT = torch.tensor([[1.0, -2.0, 3.0, -4.0], [5.0, 6.0, -7.0, 8.0]])

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.checkpoints.sparsity import Pattern
-from models.layers.linears import Gram, linears
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.linears import Gram, linears
 from models.params import validate
 from models.prune import prune_model
 

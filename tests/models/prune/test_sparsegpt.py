@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.checkpoints.sparsity import Pattern
-from models.layers.linears import Gram
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.linears import Gram
 from models.prune import magnitude, sparsegpt, wanda
 
 EXACT = sparsegpt.Params(dampening=1e-6)

@@ -1,7 +1,7 @@
 import torch
 
-from models.checkpoints.sparsity import Pattern
-from models.layers.linears import Gram
+from models.core.checkpoints.sparsity import Pattern
+from models.core.layers.linears import Gram
 from models.prune import magnitude, wanda
 
 

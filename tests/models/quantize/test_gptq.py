@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.layers import integers
-from models.layers.linears import Gram
+from models.core.layers import integers
+from models.core.layers.linears import Gram
 from models.quantize.gptq import Params, solve
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models.layers import normal_float
-from models.layers.normal_float import NormalFloats, Scales
+from models.core.layers import normal_float
+from models.core.layers.normal_float import NormalFloats, Scales
 from models.quantize import nf4
 
 PREFIX = "model.layers.1.mlp.gate_proj."  # 256 × 128

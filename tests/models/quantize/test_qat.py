@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from models import quantize
-from models.evaluation.perplexity import perplexity, score
-from models.learning import training
+from models.core.evaluation.perplexity import perplexity, score
+from models.core.learning import training
 from models.params import TrainingParams
 from models.quantize import qat
 from tests.models.regimes.world import documents, load

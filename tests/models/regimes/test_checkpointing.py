@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.learning.counting import counted
+from models.core.learning.counting import counted
 from models.regimes import checkpointing
 from tests.models.regimes.world import gradients, held, load, start
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
-from models.learning.training import train
+from models.core.layers.linears import linears
+from models.core.learning.training import train
 from models.params import TrainingParams
 from models.regimes.dorefa import (
     Hooks,

@@ -5,8 +5,8 @@ import torch
 
 from models import adapters, catalog
 from models.adapters import lora
-from models.checkpoints.invariants import PreservedStructure, promises
-from models.layers.linears import linears
+from models.core.checkpoints.invariants import PreservedStructure, promises
+from models.core.layers.linears import linears
 from models.regimes import Plan, early_bird
 from tests.models.regimes.world import TRAINING, batch, load, train
 

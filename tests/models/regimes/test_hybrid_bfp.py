@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
-from models.layers.numbers import block_floating_point
-from models.learning.training import train
+from models.core.layers.linears import linears
+from models.core.layers.numbers import block_floating_point
+from models.core.learning.training import train
 from models.params import TrainingParams
 from models.regimes import Plan
 from models.regimes.hybrid_bfp import Hooks, Params

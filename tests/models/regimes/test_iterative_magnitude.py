@@ -5,8 +5,8 @@ import torch
 
 from models import adapters
 from models.adapters import lora
-from models.checkpoints.invariants import PreservedStructure, promises
-from models.layers.linears import linears
+from models.core.checkpoints.invariants import PreservedStructure, promises
+from models.core.layers.linears import linears
 from models.regimes import iterative_magnitude
 from tests.models.regimes.world import load, train
 

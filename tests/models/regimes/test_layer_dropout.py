@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.evaluation.perplexity import perplexity, score
+from models.core.evaluation.perplexity import perplexity, score
 from models.regimes import layer_dropout
 from tests.models.regimes.world import documents, load, train
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.learning.counting import counted
+from models.core.learning.counting import counted
 from models.regimes import layer_skip_gate
 from tests.models.regimes.world import load, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.layers.numbers import minifloat
+from models.core.layers.numbers import minifloat
 from models.regimes.lognormal_gradient import (
     Fit,
     Hooks,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from models.learning.training import pad
+from models.core.learning.training import pad
 from models.regimes import Plan, packing
 from tests.models.regimes.world import documents, gradients
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog, together
-from models.evaluation.perplexity import perplexity, score
-from models.learning import training
+from models.core.evaluation.perplexity import perplexity, score
+from models.core.learning import training
 from models.params import BaseParams
 from tests.models.regimes.world import documents, load, start, train
 from tests.models.rounding import normal

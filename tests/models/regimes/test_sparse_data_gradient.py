@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears
+from models.core.layers.linears import linears
 from models.regimes import Plan
 from models.regimes.sparse_data_gradient import Hooks, Params, keep_two_of_four, preserve_l1
 from tests.models.rounding import normal

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from models.learning import training
-from models.learning.counting import counted
+from models.core.learning import training
+from models.core.learning.counting import counted
 from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 from models.targets import random

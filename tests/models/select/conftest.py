@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.learning import training
+from models.core.learning import training
 from models.params import TrainingParams
 from models.select import Sources
 

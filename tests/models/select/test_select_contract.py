@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import select
 from models.catalog import load, names
+from models.core.learning import training
 from models.drafts import lm
-from models.learning import training
 from models.params import TrainingParams
 from models.select import Sources
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models.layers.linears import Gram, linears
-from models.layers.reshape import take_layers
+from models.core.layers.linears import Gram, linears
+from models.core.layers.reshape import take_layers
 from models.params import TrainingParams
 from models.shrink import low_rank, num_parameters
 

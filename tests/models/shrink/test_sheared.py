@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models.evaluation.perplexity import perplexity, score
-from models.layers.reshape import take_layers
-from models.learning import training
-from models.learning.training import Progress
+from models.core.evaluation.perplexity import perplexity, score
+from models.core.layers.reshape import take_layers
+from models.core.learning import training
+from models.core.learning.training import Progress
 from models.params import TrainingParams
 from models.regimes import Regime
 from models.shrink import Shape, sheared

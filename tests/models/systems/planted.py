@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.layers.wide import WideDecoder
+from models.core.layers.wide import WideDecoder
+from models.core.throughput.cost import Cost, Time
 from models.systems import Times
 from models.targets import random
-from models.throughput.cost import Cost, Time
 
 
 def times(

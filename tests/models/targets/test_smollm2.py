@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from models.layers import quantized_weights
+from models.core.layers import quantized_weights
 from models.targets import smollm2
 
 

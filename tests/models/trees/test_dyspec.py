@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.proposal import Proposal
 from models.trees import dynamic, dyspec, path_to
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny

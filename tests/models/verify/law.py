@@ -13,8 +13,8 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from models.drafting.proposal import Proposal, Siblings
-from models.drafting.sampling import probabilities
+from models.core.drafting.proposal import Proposal, Siblings
+from models.core.drafting.sampling import probabilities
 from models.engines import Sampling
 from models.verify import Verified
 
@@ -28,7 +28,7 @@ class Case:
 
     Attributes:
         parents: the tree; None is a chain as long as q.
-        siblings: how children of one node are drawn, see `models.drafting.multi_draft`.
+        siblings: how children of one node are drawn, see `models.core.drafting.multi_draft`.
     """
 
     p: list[Tensor]

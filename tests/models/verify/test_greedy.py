@@ -2,7 +2,7 @@
 
 import torch
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.verify.greedy import Params, expected_accepted, verify
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.proposal import Proposal
+from models.core.layers.decoder import Cache, Decoder
+from models.core.learning import binary_head
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
-from models.layers.decoder import Cache, Decoder
-from models.learning import binary_head
 from models.verify import Verified
 from models.verify.judge import Marked, Params, expected_accepted, fit_marked, regret, verify
 from tests.models.drafts.answered import answer_all, prompts

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named
-from models.drafting.multi_draft import exact_outcome
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.multi_draft import exact_outcome
 from models.engines.torch import Params as EngineParams
 from models.verify.knowledge_transfer import Params, choose, count_accepted, expected_accepted, transferred
 from tests.models.drafts.answered import GREEDY, answer_all, prompts

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.draft_families import family_named
-from models.drafting.proposal import Proposal
+from models.core.drafting.draft_families import family_named
+from models.core.drafting.proposal import Proposal
 from models.engines.torch import Params as EngineParams
 from models.verify import greedy
 from models.verify.momentum import RESISTANCE, Params, choice, steps_along, verify

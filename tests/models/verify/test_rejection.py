@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.drafting.proposal import Proposal
+from models.core.drafting.proposal import Proposal
 from models.verify import Verified
 from models.verify.rejection import Params, expected_accepted, verify
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.multi_draft import exact_outcome
-from models.drafting.proposal import Proposal
+from models.core.drafting.multi_draft import exact_outcome
+from models.core.drafting.proposal import Proposal
 from models.verify.relaxed_nearest import Params, choose, expected_accepted, verify, write_neighbours
 
 # On a line: 0 and 1 are near each other, 2 is a bit further from 1, 3 is far from all.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.multi_draft import exact_outcome, most_kept
-from models.drafting.proposal import Choice, Proposal
+from models.core.drafting.multi_draft import exact_outcome, most_kept
+from models.core.drafting.proposal import Choice, Proposal
 from models.verify import reject_in_turn
 from models.verify.spectr import Params, choose, smallest_ratio, verify
 

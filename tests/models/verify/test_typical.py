@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from models.drafting.multi_draft import exact_outcome
-from models.drafting.proposal import Proposal
+from models.core.drafting.multi_draft import exact_outcome
+from models.core.drafting.proposal import Proposal
 from models.verify import Verified
 from models.verify.typical import Params, choose, count_accepted, expected_accepted, verify
 

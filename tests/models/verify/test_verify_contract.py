@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.drafting.multi_draft import exact_outcome, most_kept
-from models.drafting.proposal import Proposal
+from models.core.drafting.multi_draft import exact_outcome, most_kept
+from models.core.drafting.proposal import Proposal
 from models.engines import Sampling
 from models.verify import Verified, emit, reject_in_turn
 from tests.models.verify.law import (

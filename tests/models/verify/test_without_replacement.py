@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafting.multi_draft import draw, exact_outcome
-from models.drafting.proposal import Choice, Proposal, Siblings
+from models.core.drafting.multi_draft import draw, exact_outcome
+from models.core.drafting.proposal import Choice, Proposal, Siblings
 from models.verify import rejection
 from models.verify.without_replacement import Params, choose, verify
 

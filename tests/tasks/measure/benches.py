@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from models.layers.decoder import Decoder
+from models.core.layers.decoder import Decoder
 from tasks.measure.comparisons import Bench
 from tasks.measure.configurations import Target
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
+from models.core.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
 from tasks.measure.advise import (
     PLAIN,
     ROWS,

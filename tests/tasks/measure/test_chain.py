@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from models import catalog
-from models.checkpoints.invariants import promises, require
-from models.checkpoints.loading import load_floats, load_model
-from models.layers.layout import blocks
+from models.core.checkpoints.invariants import promises, require
+from models.core.checkpoints.loading import load_floats, load_model
+from models.core.layers.layout import blocks
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink
 from tasks.measure.comparisons import all as forms

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from models.evaluation.spread import Mean
+from models.core.evaluation.spread import Mean
 from tasks.measure.compare_methods import (
     ROOMS,
     choose_rows,
@@ -123,16 +123,16 @@ def test_rows_are_chosen_by_pattern_beside_the_baseline() -> None:
     ("family", "module"),
     [
         ("arithmetic", "models.regimes.dorefa"),
-        ("arithmetic", "models.layers.numbers"),
+        ("arithmetic", "models.core.layers.numbers"),
         ("all", "models.quantize.gptq"),
         ("all", "models.shrink.width"),
-        ("all", "models.checkpoints.mixed"),
+        ("all", "models.core.checkpoints.mixed"),
         ("all", "tasks.change_model"),
-        ("regimes", "models.learning.counting"),
+        ("regimes", "models.core.learning.counting"),
         ("select", "models.drafts.lm"),
         ("prune", "tasks.measure.likeness"),
         ("quantize", "models.prune.sparsegpt"),
-        ("adapters", "models.layers.lora"),
+        ("adapters", "models.core.layers.lora"),
         ("sensitivity", "models.quantize.int8_static"),  # its constants name methods too
         ("shrink", "models.quantize.qat"),
         ("losses", "models.drafts.eagle3"),

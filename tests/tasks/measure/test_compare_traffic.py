@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.evaluation.golden import Golden, save_golden
+from models.core.evaluation.golden import Golden, save_golden
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs, output_verdicts
 
 

@@ -5,8 +5,8 @@ import torch
 
 from infra.artifacts import Artifact
 from models import catalog
-from models.drafting.draft_families import family_named, family_of, name_of
-from models.evaluation.golden import save_golden
+from models.core.drafting.draft_families import family_named, family_of, name_of
+from models.core.evaluation.golden import save_golden
 from models.recipe import Recipe, load_recipe
 from models.sources import Message
 from tasks.measure.configurations import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from models.evaluation.spread import Mean
+from models.core.evaluation.spread import Mean
 from tasks.measure import decide
 
 MARGIN, FIRST, MOST = 0.1, 3, 12

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from models.evaluation.acceptance import Trace
-from models.learning.hidden import Sample
+from models.core.evaluation.acceptance import Trace
+from models.core.learning.hidden import Sample
 from tasks.measure.drift import FROZEN, OURS, Stream, file_traffic, make_report
 from tasks.select_data import choose_more
 

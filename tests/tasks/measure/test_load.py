@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from infra.manifest import check_manifest, write_manifest
 from infra.registry import Registry
-from models.drafting.draft_families import check_draft
+from models.core.drafting.draft_families import check_draft
 from models.drafts import ngram
 from models.targets import describe
 from tasks.measure.load import register_random

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.evaluation.golden import save_golden
+from models.core.evaluation.golden import save_golden
 from models.sources import Message
 from tasks.measure.configurations import SERVED, Configuration, read_configurations
 from tasks.measure.questions import Question

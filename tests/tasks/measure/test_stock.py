@@ -9,7 +9,7 @@ import pytest
 from infra.processes import answers
 from infra.settings import load_settings
 from models import catalog
-from models.drafting.draft_families import family_of
+from models.core.drafting.draft_families import family_of
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
 from tasks.measure.baselines import encoder, open_baselines

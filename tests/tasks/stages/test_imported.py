@@ -7,9 +7,9 @@ import torch
 
 from infra.artifacts import Artifact
 from infra.settings import load_settings
-from models.checkpoints.loading import load_model
-from models.evaluation import own_answers
-from models.learning.hidden import Sample
+from models.core.checkpoints.loading import load_model
+from models.core.evaluation import own_answers
+from models.core.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import stop_ids
 from tasks.stages.imported import gate_by_own_answers

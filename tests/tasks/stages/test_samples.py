@@ -5,7 +5,7 @@ from collections import Counter
 
 from infra.artifacts import publish, staged
 from infra.consent import QueryRow
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from tasks.stages.samples import (
     append_samples,
     draw_per_domain,

@@ -15,7 +15,7 @@ from infra.querylog import QueryLog
 from infra.regression_sets import Conversation, plan
 from infra.windows import Window
 from models.chats import ChatEncoder
-from models.learning.hidden import Sample
+from models.core.learning.hidden import Sample
 from models.sources import Prompt
 from models.sources.stdlib_code import Params, prompts
 from tasks.stages.split import MOST_OF_GROUP, cluster_log, counted, drawn_by, held_out_by, stands_for, unseen_and_large

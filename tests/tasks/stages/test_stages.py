@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from infra.artifacts import Artifact
-from models.evaluation import gate
+from models.core.evaluation import gate
 from tasks import stages
 from tasks.stages import cached_step, code_version, local_content, stage_key
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from models.evaluation.paired import Score
-from models.learning.hidden import Sample
+from models.core.evaluation.paired import Score
+from models.core.learning.hidden import Sample
 from models.types import Estimate
 from tasks.stages.split import cluster_samples
 from tests.benchmarks.coverage import judged_by

@@ -16,7 +16,7 @@ from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, Trig
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.versions import Version
 from infra.waiting import Queue
-from models.evaluation.gate import Evidence
+from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import RefreshTrigger, is_enough, prefect_server
 from tests.infra.rows import row

@@ -1,7 +1,7 @@
 """Linear layers on CPUs where vLLM's own products are missing, slow or wrong, most of all without AVX-512.
 
-**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/layers/packed_product.py`); others
-stay with oneDNN.
+**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/core/layers/packed_product.py`);
+others stay with oneDNN.
 
 **8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
 saturate: 127·127 + 127·127 comes out as 255. Layers are off by tenths without a word. Weights from −63 to 63 can't
@@ -43,11 +43,11 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
+from models.core.layers import integers
+from models.core.layers.integer_linear import token_scales
+from models.core.layers.integers import Integers
+from models.core.layers.packed_product import Product, fits_half, half_is_faster, half_product
 from models.engines.vllm.patches import replace
-from models.layers import integers
-from models.layers.integer_linear import token_scales
-from models.layers.integers import Integers
-from models.layers.packed_product import Product, fits_half, half_is_faster, half_product
 
 fbgemm = torch.ops.quantized
 

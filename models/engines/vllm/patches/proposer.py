@@ -1,9 +1,9 @@
 """What drafts inside of vLLM: its own proposer, with as many passes as a step is worth, and look-up joined to it.
 
-Each step has a plan in place of a fixed K, and rows are looked up (models/drafting/lookup.py) where that is expected
-to be accepted more. The output stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection
-rule gets that q. The plan comes with the step from the scheduler, so every rank of a tensor-parallel engine makes the
-same passes.
+Each step has a plan in place of a fixed K, and rows are looked up (models/core/drafting/lookup.py) where that is
+expected to be accepted more. The output stays the target's: a looked-up token is a certain one, q is 1 there, and the
+rejection rule gets that q. The plan comes with the step from the scheduler, so every rank of a tensor-parallel engine
+makes the same passes.
 
 `disable_padded_drafter_batch` is set for good: the proposer then runs after the accepted tokens are known, and gets
 only those. vLLM's small LMs, P-EAGLE and DFlash refuse to be made so, but draft the first tokens after a prompt without
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from models.drafting.lookup import NgramIndex
+from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm.capture import Ring
 from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, DraftOptions, Row, StepPlan
 from models.engines.vllm.patches import require

@@ -1,7 +1,7 @@
 """Products with few rows read a target's weights in the few bits that its file had, on CPUs.
 
 Where few sequences are decoded, a step takes as long as its weights take to be read. A target whose grid lies beside
-its floats (`models/layers/quantized_weights.py`) has both in memory: products of few rows read the grid, with the
+its floats (`models/core/layers/quantized_weights.py`) has both in memory: products of few rows read the grid, with the
 kernel of `small_batch_gemm.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights.
 
 They round differently: 41 to 45% of outputs are another. But the kernel here gives a row the same bits whatever stands
@@ -44,10 +44,10 @@ from vllm.platforms import current_platform
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from models.core.layers import quantized_weights
+from models.core.layers.quantized_weights import Grid, rounded, stacked
 from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace
-from models.layers import quantized_weights
-from models.layers.quantized_weights import Grid, rounded, stacked
 
 # Layers that vLLM makes of several, by the last part of their names; and the head, where it is the embeddings.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.learning import distill
 from models.drafts import Rows, dream
 from models.drafts.dream import images, watched
 from models.drafts.dream.draft import NEVER, Dream
-from models.learning import distill
 from tests.conftest import shake
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, tau_of

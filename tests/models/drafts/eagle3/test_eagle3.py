@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.checkpoints.checkpoint import output_embedding
+from models.core.checkpoints.checkpoint import output_embedding
 from models.drafts import eagle3
 
 HIDDEN, WIDTH = 128, 64

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from models import catalog
-from models.checkpoints import compressed
+from models.core.checkpoints import compressed
 from tasks.measure.comparisons import Bench
 from tasks.measure.comparisons import all as comparison
 from tests.tasks.measure.benches import random_texts

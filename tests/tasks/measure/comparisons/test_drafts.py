@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named
 from tasks.measure import lesson
 from tasks.measure.comparisons import Row, drafts
 from tests.tasks.measure.benches import bench_of

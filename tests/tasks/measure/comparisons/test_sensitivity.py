@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models import together
-from models.checkpoints import mixed
+from models.core.checkpoints import mixed
 from models.quantize import int8_static
 from tasks.measure.comparisons import Bench, sensitivity
 from tests.tasks.measure.benches import random_texts

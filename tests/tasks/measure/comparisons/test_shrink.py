@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from models import catalog
-from models.learning import training
+from models.core.learning import training
 from models.shrink import sheared
 from tasks.measure.comparisons import Bench, Row, shrink
 from tests.tasks.measure.benches import random_texts

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from models import catalog
+from models.core.learning.batches import hidden_states
+from models.core.learning.hidden import Sample
 from models.drafts import Draft
-from models.learning.batches import hidden_states
-from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row, sources
 from tests.tasks.measure.benches import random_texts

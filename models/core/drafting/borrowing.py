@@ -1,0 +1,115 @@
+"""Feature drafts that say tokens with the target's own output matrix: what they borrow, and their directory.
+
+Norm and matrix are read, never trained and never saved; of the matrix the rows of the commonest tokens, which papers
+have all of and which at small sizes are most of what a pass multiplies. As they are not learnt, which ones they are can
+follow the traffic.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig
+
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.drafting import draft_format
+from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
+from models.core.drafting.features import FeatureDraft, layer_config
+from models.core.layers.packed_linear import Borrowed
+from models.core.layers.vocabulary import choose_vocabulary
+from models.drafts import require_width
+
+
+class BorrowingDraft(FeatureDraft):
+    """See `models.core.drafting.features.FeatureDraft`; it reads the target's last residual stream."""
+
+    target_norm: Tensor
+    output: Borrowed
+    token_map: Tensor
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Make what is borrowed, without values; see `borrow`."""
+        super().__init__(config)
+        size = config["draft_vocab_size"]
+        self.num_target_layers = 0
+        self.register_buffer("target_norm", torch.ones(config["hidden_size"]), persistent=False)
+        self.output = Borrowed(torch.empty(0))
+        self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
+
+    def borrow(self, target_dir: Path) -> Self:
+        """See the base; for the vocabulary as it is."""
+        self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
+        self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
+        self.output = Borrowed(output_embedding(target_dir)[self.token_map])
+        return super().borrow(target_dir)
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[D] target ids, ascending."""
+        return self.token_map
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's last residual stream."""
+        return (self.num_target_layers,)
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """The last residual stream as it is; ValueError if the states are of another width."""
+        require_width(self, hidden, len(self.target_norm))
+        return hidden
+
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The target's output matrix, of the draft's tokens."""
+        return state, self.output(state)
+
+
+class NormedDraft(BorrowingDraft):
+    """See the base; it reads the last residual stream normed, the feature that the target's output matrix multiplies.
+
+    In training `feature_noise` of its config is on it.
+    """
+
+    def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
+        """Add what is drawn from U(−noise, noise)."""
+        drawn = torch.rand(state.shape, generator=rng, device=state.device, dtype=state.dtype)
+        noisy: Tensor = state + self.config["feature_noise"] * (2 * drawn - 1)
+        return noisy
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """The feature; ValueError if the states are of another width."""
+        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
+
+
+Kind = TypeVar("Kind", bound=BorrowingDraft)
+
+
+class Format(draft_format.Format[Kind]):
+    """See the base; with the functions that make such a draft, and let it follow the traffic."""
+
+    def start(self, vocab_size: int, own: Mapping[str, Any], target_dir: Path, token_counts: np.ndarray) -> Kind:
+        """Make a draft with what it borrows, its own weights without values.
+
+        Args:
+            vocab_size: D; 0 is the target's.
+            own: what else its config.json says.
+            target_dir: the target's directory (Llama layout).
+            token_counts: [V] how often each target token occurs in the traffic.
+
+        Raises:
+            ValueError: the target is of another layout, or has fewer tokens than the draft.
+        """
+        source = AutoConfig.from_pretrained(target_dir)
+        require_llama_layout(source.model_type, self._family)
+        size = vocab_size or source.vocab_size
+        require_vocab_size(size, source.vocab_size)
+        draft = self.new({**layer_config(source), "draft_vocab_size": size, **own}, target_dir)
+        return Format.renew(self, draft, target_dir, token_counts)
+
+    def renew(self, draft: Kind, target_dir: Path, token_counts: np.ndarray) -> Kind:
+        """Let the draft vocabulary follow the traffic within its size."""
+        draft.token_map = choose_vocabulary(token_counts, len(draft.token_map)).to(draft.token_map.device)
+        return draft.borrow(target_dir)

@@ -1,0 +1,102 @@
+"""What a drafter may be able to do besides drafting; the reference engine asks which of these it is.
+
+Letters: n tokens or nodes, V target vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from models.core.drafting.proposal import Proposal
+from models.core.layers.decoder import Begun, Cache, Decoder
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from all that the target says, also after tokens that it rejected."""
+
+    def observe(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Take in a pass of the target; `extend` follows with what came of it.
+
+        `token_ids` [n] int64 are the last certain token and those that were proposed, of a prompt its last token
+        alone, and `logits` [n, V] of what follows each.
+        """
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter from whose request later ones may draft."""
+
+    def end(self) -> None:
+        """Take in that the request has ended; called once."""
+
+
+@runtime_checkable
+class Expander(Protocol):
+    """A drafter that can go on from any node of a tree; see `models.trees.Expand`."""
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """Return [n, V] log-probabilities of what follows some nodes of a tree after the last certain token.
+
+        `token_ids` and `parents` are of the tree so far; node −1 is the last certain token. What can't be drafted
+        has −∞.
+        """
+
+
+@runtime_checkable
+class SelfDrafter(Protocol):
+    """A drafter that runs layers of the target itself; see `models.core.drafting.self_draft`."""
+
+    def share(self, target: Decoder, cache: Cache) -> None:
+        """Draft with an engine's own target.
+
+        Args:
+            target: the weights; a swap does not change them.
+            cache: of the sequence. Where it is asked to propose, it holds all certain tokens but the last; what is
+                written behind them is lost, `length` is as before afterwards.
+        """
+
+    def begun(self) -> Begun | None:
+        """Return how far the last certain token and the first drafted ones are on their way through the target.
+
+        None if they have not begun, or something was extended since they were proposed.
+        """
+
+
+@runtime_checkable
+class Nested(Protocol):
+    """A drafter of a draft in which others are nested; see `models.drafts.Draft.nested`."""
+
+    def take_from(self, sure: float) -> None:
+        """Let the smallest draft say each token, and larger ones go on from it as long as one is not sure enough.
+
+        Args:
+            sure: `models.drafts.confidence` from which a draft's word is taken; from 0 to 1. The whole draft's always.
+        """
+
+
+class Beside(NamedTuple):
+    """What the target reads in a pass beside the tokens.
+
+    Attributes:
+        vectors: [m, H] in place of embeddings.
+        parents: of each, the row that it follows; rows count on behind the last token's.
+    """
+
+    vectors: Tensor
+    parents: tuple[int, ...]
+
+
+@runtime_checkable
+class QueryingDrafter(Protocol):
+    """A drafter that has vectors of its own read in the passes that verify what it drafted."""
+
+    def ask(self, proposal: Proposal) -> Beside:
+        """Say what is to be read beside what it has just proposed; what comes of it is handed to `hear`."""
+
+    def hear(self, states: Tensor, row: int) -> None:
+        """Take in [m, H] last states, normed, that the target made of that; `extend` was called before.
+
+        `row` is that of the last token that was accepted, 0 of the last certain one.
+        """

@@ -1,0 +1,251 @@
+"""EAGLE-3 heads: how one drafts, in training as in serving ("training-time test").
+
+The state that it first reads is a product of several of the target's residual streams, and then its own output before
+the final norm. Queries, keys and values are products of the normed embedding and the normed state side by side.
+
+Heads that others trained may add the layer's output to the normed hidden state instead of the raw one
+(`norm_before_residual`).
+
+The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of draft token i, minus i; a head that can
+say every token has none, because the engine makes no room for it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig
+
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor, tensor_names
+from models.core.drafting import draft_format
+from models.core.drafting.draft_files import fused, require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import WEIGHTS as WEIGHTS
+from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
+from models.core.layers.vocabulary import choose_vocabulary
+from models.drafts import EngineWeights, require_width
+from models.params import BaseParams
+
+
+class HeadParams(BaseParams):
+    """Shape of a new head.
+
+    Attributes:
+        vocab_size: D, at most the target's.
+        aux_layers: which residual streams are read, counted as layers done; by default a third, two thirds and all of
+            them.
+    """
+
+    vocab_size: int = 4096
+    aux_layers: tuple[int, ...] | None = None
+
+    def more(self, vocab_size: int) -> dict[str, Any]:
+        """Return what else the config.json of a head says, for a target of `vocab_size` tokens."""
+        return {}
+
+
+class MaskedParams(HeadParams):
+    """Shape of a new draft that reads a mask in places where no token is known.
+
+    Attributes:
+        mask_token_id: the target's token that is read where none is known; its last one by default.
+    """
+
+    mask_token_id: int | None = Field(None, ge=0)
+
+    def mask(self, vocab_size: int) -> int:
+        """Return the token, for a target of `vocab_size` tokens."""
+        return vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+
+
+class TappedDraft(LayeredDraft):
+    """A draft that reads tapped states through one product, and says the tokens of a vocabulary of its own.
+
+    What makes it sets `fc`, `norm`, `lm_head` and `d2t`.
+    """
+
+    d2t: Tensor
+    fc: nn.Linear
+    norm: Scale
+    lm_head: nn.Linear
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        hidden = config["hidden_size"]
+        self.fc = linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
+        self.make_layers()
+        self.norm = Scale(hidden)
+        self.lm_head = linear(hidden, config["draft_vocab_size"]).requires_grad_(False)
+        self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64), is_subset(config))
+
+    @abstractmethod
+    def make_layers(self) -> None:
+        """Set the modules between `fc` and `norm`."""
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[D] target ids of the draft's tokens, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which residual streams are read."""
+        return tuple(self.config["eagle_aux_hidden_state_layer_ids"])
+
+    @property
+    def unrounded(self) -> Sequence[nn.Module]:
+        """What reads the tapped states."""
+        return (self.fc,)
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """One product of all tapped states; ValueError if they are of another width."""
+        require_width(self, hidden, self.fc.in_features)
+        combined: Tensor = self.fc(hidden)
+        return combined
+
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """A norm and an output matrix of its own, of the draft's tokens."""
+        hidden = self.normed(state, self.norm)
+        return hidden, self.lm_head(hidden)
+
+
+Tapped = TypeVar("Tapped", bound=TappedDraft)
+
+
+class Eagle3(TappedDraft, FeatureDraft):
+    """The head; parameters carry the names of the checkpoint."""
+
+    def make_layers(self) -> None:
+        """Set the layer, which reads the embedding and the state side by side."""
+        self.norm_before_residual = self.config.get("norm_before_residual", False)
+        self.midlayer = decoder_layer(self.config, 2 * self.config["hidden_size"], ("input_layernorm", "hidden_norm"))
+
+    @property
+    def layer(self) -> Any:
+        """See the base, as are the next two."""
+        return self.midlayer
+
+    def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
+        """The embedding, then the state, each normed; J = 2 H."""
+        embedded = functional.embedding(token_ids, self.embedding).to(state.dtype)
+        return torch.cat(
+            [self.normed(embedded, self.layer["input_layernorm"]), self.normed(state, self.layer["hidden_norm"])], -1
+        )
+
+    def residual(self, state: Tensor, joined: Tensor) -> Tensor:
+        """The state."""
+        return self.normed(state, self.layer["hidden_norm"]) if self.norm_before_residual else state
+
+
+def engine_weights(directory: Path) -> EngineWeights:
+    """Return the file of such a draft, with the names that its tensors have in vLLM, stacked as there.
+
+    Its loader names the one layer of a head by number, as the layers of others are.
+    """
+    file = directory / WEIGHTS
+    own = {"d2t": "draft_id_to_target_id", "lm_head.weight": "lm_head.weight", "mask_hidden": "mask_hidden"}
+    return EngineWeights(
+        file,
+        fused({own.get(name, f"model.{name.replace('midlayer.', 'layers.0.')}"): name for name in tensor_names(file)}),
+    )
+
+
+def require_mask(token_id: Any, vocab_size: int) -> int:
+    """Return what is read where no token is known; ValueError if it is not one of the target's."""
+    if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+        raise ValueError(f"the mask must be a token of 0 to {vocab_size - 1}, the target's; got {token_id}")
+    return token_id
+
+
+def is_subset(config: dict[str, Any]) -> bool:
+    """Whether a draft's vocabulary is a part of the target's, so that a map `d2t` tells which."""
+    return bool(config["draft_vocab_size"] != config["vocab_size"])
+
+
+class Format(draft_format.Format[Tapped]):
+    """See the base; with the functions that make such a draft, and let it follow the traffic.
+
+    `start` sets a new draft's layers, of the target's directory and the number of its last layer.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        architectures: tuple[str, ...],
+        draft: Callable[[dict[str, Any]], Tapped],
+        start: Callable[[Tapped, Path, int], None],
+    ) -> None:
+        super().__init__(family, architectures, draft)
+        self._start = start
+
+    def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
+        """Make a draft whose `fc` passes the deepest tapped layer through, and which says what the target says of it.
+
+        See `models.drafts.Family`.
+        """
+        source = AutoConfig.from_pretrained(target_dir)
+        require_llama_layout(source.model_type, self._family)
+        require_vocab_size(params.vocab_size, source.vocab_size)
+        layers = params.aux_layers or _default_layers(source.num_hidden_layers)
+        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= source.num_hidden_layers:
+            raise ValueError(f"aux_layers must ascend within 0 to {source.num_hidden_layers}; got {list(layers)}")
+        config = {**layer_config(source), "draft_vocab_size": params.vocab_size, **tapping(layers)}
+        head = self.new(config | params.more(source.vocab_size), target_dir)
+        with torch.no_grad():
+            head.fc.weight.zero_()
+            head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
+            head.norm.weight.copy_(read_tensor(target_dir, "model.norm.weight"))
+            self._start(head, target_dir, source.num_hidden_layers - 1)
+        _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
+        return head
+
+    def renew(self, draft: Tapped, target_dir: Path, token_counts: np.ndarray) -> Tapped:
+        """Let the draft vocabulary follow the traffic within its size; new tokens' rows start from the target's."""
+        wanted = choose_vocabulary(token_counts, len(draft.d2t))
+        known = {int(token): row for row, token in enumerate(draft.vocabulary)}
+        before = draft.lm_head.weight.detach().clone()
+        _set_vocabulary(draft, target_dir, wanted)
+        with torch.no_grad():
+            for row, token in enumerate(wanted.tolist()):
+                if token in known:
+                    draft.lm_head.weight[row] = before[known[token]]
+        return draft
+
+
+def tapping(layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return the keys of a head's config.json that say which layers it reads, counted as layers done."""
+    named = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    return named if len(layers) == 3 else {**named, "num_aux_hidden_states": len(layers), "eagle_config": named}
+
+
+def _default_layers(num_layers: int) -> tuple[int, ...]:
+    return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
+
+
+def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
+    """Start a head from the target's last layer, so that it drafts better than chance before it is trained.
+
+    The hidden-state half of its attention and its MLP are the target's, the embedding half is zero.
+    """
+    hidden = head.config["hidden_size"]
+    for name, parameter in head.midlayer.named_parameters():
+        if name == "hidden_norm.weight":
+            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
+        elif name == "input_layernorm.weight":
+            parameter.fill_(1.0)
+        elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+            parameter.zero_()
+            parameter[:, hidden:] = read_tensor(target_dir, f"model.layers.{last}.{name}")
+        else:
+            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.{name}"))
+
+
+def _set_vocabulary(head: Tapped, target_dir: Path, vocabulary: Tensor) -> None:
+    with torch.no_grad():
+        head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+        head.lm_head.weight.copy_(output_embedding(target_dir)[vocabulary])

@@ -1,0 +1,43 @@
+"""A linear layer of 8-bit integer weights and inputs."""
+
+import torch
+from torch import Tensor, nn
+
+from models.core.layers.integers import Integers, product
+
+HIGH = 127
+
+
+class IntegerLinear(nn.Module):
+    """Rounds its inputs to 8-bit integers, multiplies integers, scales the sums.
+
+    Letters: O outputs and I inputs, N tokens.
+    """
+
+    def __init__(self, weight: Integers, bias: nn.Parameter | None, input_scale: Tensor | None) -> None:
+        """Take a weight [O, I], symmetric, of one scale a row, and bias [O] or None.
+
+        `input_scale` [1] is that of all inputs; None takes each token's largest magnitude over 127.
+        """
+        super().__init__()
+        self.values, self.scales = nn.Buffer(weight.values), nn.Buffer(weight.scales.float())
+        self.bias = bias
+        self.input_scale = None if input_scale is None else nn.Buffer(input_scale)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        rows = inputs.flatten(0, -2).float()
+        scale = token_scales(rows) if self.input_scale is None else self.input_scale
+        # By the reciprocal, as engines do: a quotient would round some ties the other way.
+        sums = product((rows * scale.reciprocal()).round().clamp(-HIGH - 1, HIGH), self.values)
+        outputs: Tensor = (sums * scale * self.scales.T).to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def token_scales(rows: Tensor) -> Tensor:
+    """[N, I] to [N, 1], the scale by which a token's largest magnitude becomes 127; 1 for a token of zeros.
+
+    It is NaN for a token that holds NaN, which integers would hide.
+    """
+    scales = rows.abs().amax(-1, keepdim=True) / HIGH
+    return torch.where(scales == 0, 1.0, scales)

@@ -1,0 +1,192 @@
+"""The one walk over a model's linear layers, and calibration inputs caught on the way."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.core.layers.layout import Block, blocks
+
+# Tokens for each input of the widest layer below which methods that solve for weights fit the sample instead.
+ENOUGH = 4
+_SPARED = "spared"
+
+
+def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of the decoder blocks by name, in the order of the forward pass, but those of `sparing`.
+
+    Embedding and output matrix are left out: they are often one matrix, and methods of this kind spare them.
+
+    Raises:
+        ValueError: a block multiplies by a weight matrix that is no `nn.Linear`, such as a fused or quantized layer;
+            names it.
+    """
+    for index, block in enumerate(blocks(model)):
+        for name, module in block.named_modules():
+            where = f"model.layers.{index}.{name}"
+            if getattr(module, _SPARED, False):
+                continue
+            if isinstance(module, nn.Linear):
+                yield where, module
+            elif any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+                raise ValueError(f"layer {where} is a {type(module).__name__}; this method handles nn.Linear")
+
+
+@contextmanager
+def sparing(model: PreTrainedModel, names: Collection[str]) -> Iterator[None]:
+    """Let `linears` pass over some layers for a while, so that no method touches them."""
+    spared = [layer for name, layer in linears(model) if name in names]
+    for layer in spared:
+        setattr(layer, _SPARED, True)
+    try:
+        yield
+    finally:
+        for layer in spared:
+            delattr(layer, _SPARED)
+
+
+def replace(model: PreTrainedModel, make: Callable[[str, nn.Linear], nn.Module]) -> None:
+    """Put `make(name, layer)` in place of each linear layer of the decoder blocks."""
+    for name, layer in list(linears(model)):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, make(name, layer))
+
+
+def enough_tokens(model: PreTrainedModel) -> int:
+    """Return how many tokens to calibrate on: XᵀX of fewer than some times the widest input is nearly singular."""
+    return ENOUGH * max(layer.in_features for _, layer in linears(model))
+
+
+class Rows:
+    """All that layers read, kept as it is."""
+
+    def __init__(self) -> None:
+        self._found: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        """Take [n, I]."""
+        self._found.append(rows)
+
+    @property
+    def inputs(self) -> Tensor:
+        """[N, I], one row a token."""
+        return torch.cat(self._found)
+
+
+class Gram:
+    """XᵀX of what layers read, which grows with their width and not with the text.
+
+    Attributes:
+        matrix: [I, I] float32.
+        num_tokens: N.
+    """
+
+    def __init__(self, inputs: Tensor | None = None) -> None:
+        """Begin with nothing, or with inputs [n, I]."""
+        self.matrix: Tensor
+        self.num_tokens = 0
+        if inputs is not None:
+            self.add(inputs)
+
+    def add(self, rows: Tensor) -> None:
+        """Take [n, I]."""
+        product = rows.float().T @ rows.float()
+        self.matrix = product if self.num_tokens == 0 else self.matrix.add_(product)
+        self.num_tokens += len(rows)
+
+
+CollectedT = TypeVar("CollectedT", Rows, Gram)
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    collect: type[CollectedT],
+    visit: Callable[[str, nn.Linear, CollectedT], None],
+) -> None:
+    """Call `visit(name, layer, collected)` for each linear layer with what it reads when the model reads `documents`.
+
+    Block by block: all layers of a block are visited with the inputs that came through the blocks before it as
+    `visit` has left them, and the block is run again before the next one. Layers that read the same share one object.
+
+    Args:
+        model: of Llama's layout; `visit` may change weights in place.
+        documents: token ids.
+        collect: what is kept of the inputs [N, I], one row a token, padding left out.
+        visit: must leave what was collected as it is.
+
+    Raises:
+        ValueError: there are no documents, or a layer can't be handled.
+    """
+    if not documents or min(map(len, documents)) < 1:
+        raise ValueError(f"calibration takes documents of at least one token; got {len(documents)}")
+    kinds = sorted(set(getattr(model.config, "layer_types", None) or ()))
+    if len(kinds) > 1:  # the first block's mask would serve them all
+        raise ValueError(f"calibration handles blocks that attend in one way; this model's are {', '.join(kinds)}")
+    by_block: dict[int, list[tuple[str, nn.Linear]]] = {}
+    for name, layer in linears(model):
+        by_block.setdefault(int(name.split(".")[2]), []).append((name, layer))
+    calls = [_first_call(model, document) for document in documents]
+    for index, block in enumerate(blocks(model)):
+        collected: dict[str, CollectedT] = {}
+        for states, settings in calls:
+            for names, inputs in _read(block, by_block.get(index, []), states, settings):
+                shared = collected.get(names[0]) or collect()
+                shared.add(inputs)
+                collected |= dict.fromkeys(names, shared)
+        for name, layer in by_block.get(index, []):
+            visit(name, layer, collected[name])
+        calls = [(_states(block(states, **settings)), settings) for states, settings in calls]
+
+
+def _read(
+    block: Block, layers: Sequence[tuple[str, nn.Linear]], states: Tensor, settings: dict[str, object]
+) -> list[tuple[list[str], Tensor]]:
+    """Run a block; return what its layers read, [n, I] each, and the names of those that read it."""
+    found: list[tuple[list[str], Tensor]] = []
+
+    def catch(name: str, inputs: Tensor) -> None:
+        if found and found[-1][1] is inputs:
+            found[-1][0].append(name)
+        else:
+            found.append(([name], inputs))
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args, name=name: catch(name, args[0])) for name, layer in layers
+    ]
+    try:
+        block(states, **settings)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [(names, inputs.flatten(0, -2)) for names, inputs in found]
+
+
+class _Caught(Exception):
+    pass
+
+
+def _first_call(model: PreTrainedModel, document: Sequence[int]) -> tuple[Tensor, dict[str, object]]:
+    """Return what the first block is called with, one document at a time, so that nothing is padding."""
+    found: list[tuple[Tensor, dict[str, object]]] = []
+
+    def catch(module: nn.Module, args: tuple[Tensor, ...], settings: dict[str, object]) -> None:
+        found.append((args[0], settings))
+        raise _Caught
+
+    hook = blocks(model)[0].register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
+    except _Caught:
+        pass
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def _states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,334 @@
+"""Distillation, in the one training loop: a draft learns to say what the target would say next.
+
+Two things make it cheap. The target runs once per sequence (`models.core.learning.hidden`). And of the unrolled steps
+only those rows run whose earlier drafted tokens were right. When one is wrong, serving throws the rest of the block
+away, so what the draft would have said next is never read. The work per token follows the acceptance rate instead of K.
+"""
+
+import json
+import resource
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from models import catalog
+from models.answers import RolloutSource, require_labels, target, token_counts
+from models.core.learning.averaged import Averaged
+from models.core.learning.batches import hidden_states
+from models.core.learning.captured import Captures
+from models.core.learning.hidden import HiddenStates, Sample, length_buckets
+from models.core.learning.loop import Loop
+from models.core.learning.resume import load_state, save_state
+from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
+from models.core.learning.unrolled_loss import UnrolledLoss
+from models.core.learning.validation import Validated, Validation, split
+from models.drafts import Draft, Procedure
+from models.params import BaseParams
+from models.types import MIN_COMPLETION
+
+
+class Params(Validated):
+    """Settings of the loop.
+
+    Attributes:
+        learning_rate: of AdamW, at its highest.
+        warmup: share of the steps in which the learning rate rises; none where a run goes on from another's state.
+        schedule: how the learning rate goes on after that: "cosine" falls to 2% at the end of the run; "constant"
+            stays, for runs that others go on from.
+        average: share of the steps, the last ones, whose mean the draft's weights are in the end; 0 takes the last.
+            The mean does what a falling learning rate does, and the next run goes on from the weights themselves. With
+            `validation` it is the share of each pass.
+        weight_decay: of AdamW.
+        num_epochs: passes over the answers; with `validation` the most there are.
+        min_steps: where these are fewer optimizer steps, as with a small window, passes go on until so many are done.
+        max_grad_norm: gradients are clipped to this norm.
+        num_threads: of the processor; 0 leaves it to torch.
+        loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
+        answers: whose answers are learnt, and what a token of them counts.
+        teachers: models beside the target; labels are the mean of their probabilities and the target's.
+        step_decay: weight of unroll j is step_decay ** j; by default the family's.
+        follow: rows that are unrolled further: "accepted" those right so far, "all" every one; by default the family's.
+        batch_tokens: tokens, padding included, of one optimizer step.
+        max_minutes: training ends then at the latest, the learning rate's schedule with it.
+        checkpoint_s: seconds between checkpoints.
+    """
+
+    name: Literal["distill"] = "distill"
+    learning_rate: float = Field(1.5e-3, gt=0)
+    warmup: float = Field(0.05, ge=0, lt=1)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    average: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    num_epochs: int = Field(6, ge=1)
+    min_steps: int = Field(0, ge=0)
+    batch_tokens: int = Field(512, ge=2)
+    step_decay: float | None = Field(None, gt=0, le=1)
+    follow: Literal["accepted", "all"] | None = None
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+    checkpoint_s: float = Field(30.0, ge=0)
+    num_threads: int = Field(0, ge=0)
+    loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
+    answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
+    teachers: tuple[TeacherParams, ...] = ()
+
+    def over(self, procedure: Procedure) -> Procedure:
+        """Return how a family is trained, with what is said here in its place."""
+        said = {name: value for name in Procedure._fields if (value := getattr(self, name)) is not None}
+        return procedure._replace(**said)
+
+
+class Progress(NamedTuple):
+    """How far a stage is, in tokens, or in answers that are written; `loss` is a running mean of the first unroll's.
+
+    `tau` is that of the last look at the answers kept for validation, in tokens a step; None before there was one.
+    """
+
+    stage: Literal["answers", "hidden states", "train"]
+    done: int
+    total: int
+    loss: float | None
+    tokens_per_s: float
+    tau: float | None = None
+
+
+class Report(NamedTuple):
+    """What training cost. A token is one of a sequence, prompt included, each epoch anew.
+
+    `taus` are (steps done, τ) of the looks at `num_validated` answers kept from it; the draft is as at the best.
+    """
+
+    tokens_per_s: float
+    hidden_tokens_per_s: float
+    seconds: float
+    num_tokens: int
+    num_steps: int
+    losses: list[tuple[int, float]]
+    peak_memory_mib: float
+    num_validated: int = 0
+    taus: Sequence[tuple[int, float]] = ()
+
+
+def train(
+    draft: Draft,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    params: Params,
+    num_draft_tokens: int,
+    work_dir: Path,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+    device: str = "cpu",
+    state: Path | None = None,
+    state_out: Path | None = None,
+    captured: Captures | None = None,
+    teacher_dirs: Sequence[Path] = (),
+    unseen: Collection[str] | None = None,
+) -> Report:
+    """Train `draft` in place.
+
+    Args:
+        draft: in float32; parameters that need no gradient stay as they are.
+        target_dir: the target that the answers came from.
+        samples: prompts with the target's answers of two tokens and more.
+        params: the loop's settings.
+        num_draft_tokens: K as served; for how many tokens a row is unrolled then is for the draft to say.
+        work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
+        seed: of the order of batches.
+        on_progress: called a few times a second at most.
+        device: where target and draft run; the draft is moved there.
+        state: the end of the run to go on from, as `state_out` of that run; its weights replace the draft's.
+        state_out: file to write this run's end to.
+        captured: hidden states that need not be computed.
+        teacher_dirs: of each of the settings' teachers.
+        unseen: ids of the samples that the draft has learnt nothing of, which may be kept for validation; None for all.
+
+    Raises:
+        ValueError: no sample has anything to learn from, K is 0, `state` is of a draft of another shape, or a teacher
+            has another vocabulary.
+        FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
+    """
+    samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
+    if not samples:
+        raise ValueError("no sample has an answer of more than two tokens")
+    if num_draft_tokens < 1:
+        raise ValueError(f"a draft is trained for num_draft_tokens from 1; got {num_draft_tokens}")
+    if params.num_threads:
+        torch.set_num_threads(params.num_threads)
+    require_teachers(draft, target_dir, params.teachers, teacher_dirs)
+    report = on_progress or (lambda progress: None)
+    samples, kept = split(samples, params.validation, seed, unseen)
+    learnt: HiddenStates | RolloutSource
+    source = catalog.load("answers", params.answers.name)
+    if source.WRITES:
+        learnt = source.ROUNDS(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
+    else:
+        learnt = hidden_states(
+            draft,
+            target_dir,
+            samples + kept,
+            work_dir,
+            lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
+            device,
+            captured,
+        )
+        learnt.samples = samples
+    draft.to(device)
+    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept, report)
+    if state is not None:
+        loop.go_on_from(state)
+    return loop.run(state_out)
+
+
+class _Loop(Loop[list[Sample]]):
+    lost = "the draft is discarded and its parent stays"
+
+    def __init__(
+        self,
+        draft: Draft,
+        target_dir: Path,
+        learnt: HiddenStates | RolloutSource,
+        params: Params,
+        num_draft_tokens: int,
+        work_dir: Path,
+        seed: int,
+        teacher_dirs: Sequence[Path] = (),
+        kept: Sequence[Sample] = (),
+        show: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        super().__init__({name: p for name, p in draft.named_parameters() if p.requires_grad}, params, seed, work_dir)
+        self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
+        self.procedure = params.over(draft.procedure)
+        require_labels(params.answers, self.procedure.loss)
+        counts = token_counts(learnt.samples, params.answers)
+        require_reader(params.teachers, self.procedure.loss)
+        self.teachers = Teachers(draft, target_dir, self.procedure.loss, params.teachers, teacher_dirs)
+        self.num_unroll = draft.num_unrolled(num_draft_tokens)
+        self.loss = UnrolledLoss(draft, self.procedure, self.teachers, counts, self.num_unroll, seed)
+        self.batches = length_buckets(learnt.samples, params.batch_tokens)
+        self.total = max(params.num_epochs * len(self.batches), params.min_steps)
+        self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.batches)
+        self.key, self.round = self._key(), -1
+        self.warmup = params.warmup
+        self.averaged = Averaged(self.trained, params.average > 0)
+        steps = len(self.batches)
+        self.validation = Validation(draft, target_dir, kept, num_draft_tokens, params.patience, steps, work_dir)
+
+    def go_on_from(self, state: Path) -> None:
+        """Take weights and moments over; with moments there is nothing to warm up."""
+        load_state(state, self.trained, self.optimizer)
+        self.warmup = 0.0
+
+    def run(self, state_out: Path | None = None) -> Report:
+        self.resume()
+        if isinstance(self.learnt, HiddenStates):
+            self._read(self.learnt)
+        self.run_steps()
+        if not isinstance(self.learnt, HiddenStates):
+            self.learnt.end()
+        self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
+        if state_out is not None:
+            save_state(state_out, self.trained, self.optimizer)
+        self.averaged.put()
+        self.draft.eval()
+        return Report(
+            tokens_per_s=self.num_tokens / max(self.seconds, 1e-9),
+            hidden_tokens_per_s=self.learnt.tokens_per_s,
+            seconds=self.seconds,
+            num_tokens=self.num_tokens,
+            num_steps=self.step,
+            losses=self.losses,
+            peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            num_validated=len(self.validation.samples),
+            taus=self.validation.taus,
+        )
+
+    def is_over(self) -> bool:
+        return self._done() >= 1.0 or self.validation.is_over
+
+    def report(self) -> None:
+        tau, speed = self.validation.taus[-1][1] if self.validation.taus else None, self.num_tokens / self.seconds
+        self.show(Progress("train", self.num_tokens, self.all_tokens, self.losses[-1][1], speed, tau))
+
+    def before_step(self) -> None:
+        """Where the draft writes, let it write what is learnt from this step on, unless it has."""
+        if isinstance(self.learnt, HiddenStates) or (number := self.learnt.at(self.step, self.total)) == self.round:
+            return
+        if self.step:
+            self.save()  # nobody goes on from before it: what was written there is removed
+        loss = self.losses[-1][1] if self.losses else None
+        states = self.learnt.begin(
+            number, self.key, lambda stage, done, of, speed: self.show(Progress(stage, done, of, loss, speed))
+        )
+        self._read(states)
+        self.batches, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
+
+    def _read(self, states: HiddenStates) -> None:
+        """Learn from these samples, once all teachers have read them."""
+        device, self.states = str(self.draft.vocabulary.device), states
+        self.teachers.read(states, device, lambda d, t, r: self.show(Progress("hidden states", d, t, None, r)))
+
+    def _done(self) -> float:
+        """Fraction of the schedule, by steps or by time, whichever is further."""
+        by_time = self.seconds / (60 * self.params.max_minutes) if self.params.max_minutes else 0.0
+        return max(self.step / self.total, by_time)
+
+    def advance(self, batch: list[Sample]) -> float:
+        done, after = self._done(), 1.0
+        warm = min(1.0, (done + 1 / self.total) / max(self.warmup, 1e-9))
+        if self.params.schedule == "cosine":
+            after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
+        self.begin_step(self.params.learning_rate * warm * after)
+        loss, first = self.loss(batch, self.states, self.step, done)
+        self.require_finite(loss)
+        loss.backward()
+        self.descend()
+        return first
+
+    def after_step(self, batch: list[Sample]) -> None:
+        """Take the step into the mean, if it is one of the last: of the run, or of a validated pass."""
+        self.num_tokens += sum(len(s.token_ids) for s in batch)
+        if not self.params.average:
+            return
+        done = self.validation.place(self.step) if self.validation.samples else self._done()
+        if done >= 1 - self.params.average:
+            self.averaged.add()
+        else:
+            self.averaged.begin()
+
+    def looked(self) -> bool:
+        """Look at the draft as it would be kept, and write what it is before anything says that it is the best."""
+        if not self.validation.is_due(self.step, at_end=self._done() >= 1.0):
+            return False
+        started = time.perf_counter()
+        with self.averaged.in_place():
+            is_best = self.validation.look(self.step)
+        if is_best:
+            self.validation.keep(self.trained, self.optimizer, self.key, self.averaged)
+        self.seconds += time.perf_counter() - started
+        self.save()
+        self.validation.forget_others()
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {"num_averaged": self.averaged.number, "taus": self.validation.taus}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.averaged.number = state["num_averaged"]
+        self.validation.taus = [(step, tau) for step, tau in state["taus"]]
+
+    def extra(self) -> Mapping[str, Tensor]:
+        return self.averaged.tensors
+
+    def _key(self) -> str:
+        """What must be equal for a checkpoint to be this run's."""
+        settings = self.params.model_copy(update=self.procedure._asdict()).model_dump(
+            exclude={"num_threads", "checkpoint_s"}
+        )
+        ids = [[s.id for s in bucket] for bucket in self.batches]
+        return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)

@@ -1,0 +1,272 @@
+"""The target's hidden states, computed once per sequence and kept on disk.
+
+Training reads each sequence many times and a forward pass of the target costs more than one of the draft. States are
+kept in bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's
+size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on
+after the last such line. A quantized target's states are those of its quantized layers, as transformers simulates them.
+
+What was captured while an answer was served (models/core/learning/captured.py) is taken as it is: the target reads only
+the positions before it, those of equal beginnings once. It may differ in the last bits, since an engine computes in
+another order.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models.core.checkpoints.loading import load_model
+from models.core.layers.layout import blocks
+from models.core.learning.captured import Captured, Captures
+from models.precision import fast_dtype
+
+ItemT = TypeVar("ItemT")
+
+
+class Sample(NamedTuple):
+    """One served answer: what was asked, what the target said, and how it was sampled.
+
+    Attributes:
+        cluster: names the conversations that it belongs with (`models.core.evaluation.clusters`); "" where nobody
+        looked. weight: requests that it stands for beside the others of its domain where drafts are held to it.
+        rejected: places of the completion at which a drafted token was rejected, 0 being its first token; None where
+            nothing is known of drafts.
+    """
+
+    id: str
+    domain: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    temperature: float = 0.0
+    cluster: str = ""
+    weight: float = 1.0
+    rejected: list[int] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt_ids + self.completion_ids
+
+
+class HiddenStates:
+    """States of `samples` at some layers, on disk.
+
+    Attributes:
+        layers: residual streams, counted as layers done, ascending; the last one is the target's last.
+        directory: where they lie.
+        tokens_per_s: of the extraction that this object ran; 0 when all was there.
+    """
+
+    def __init__(self, directory: Path, samples: Sequence[Sample], layers: Sequence[int], hidden_size: int) -> None:
+        self.samples, self.layers, self.hidden_size = samples, tuple(layers), hidden_size
+        self.tokens_per_s = 0.0
+        self.directory = directory
+        self._offsets: dict[str, int] = {}
+        self._states: Tensor | None = None
+        self._log_sums: Tensor | None = None
+
+    def read(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return [T, len(layers)·H] states in bfloat16, and [T] log Σ exp of the target's logits after each token."""
+        start, length = self._offsets[sample.id], len(sample.token_ids)
+        if self._states is None or self._log_sums is None:
+            raise ValueError("hidden states were not extracted")
+        return self._states[start : start + length], self._log_sums[start : start + length]
+
+    def extract(
+        self,
+        target: Path | PreTrainedModel,
+        batch_tokens: int = 1024,
+        on_progress: Callable[[int, int, float], None] | None = None,
+        device: str = "cpu",
+        captured: Captures | None = None,
+    ) -> None:
+        """Compute what is not on disk yet.
+
+        Args:
+            target: the target's directory, or the model itself where it lies in none.
+            batch_tokens: tokens of one forward pass; four times as many leave a processor's caches and cost a fifth
+                of the speed.
+            on_progress: called with (tokens done, tokens in all, tokens/s).
+            device: where the target runs.
+            captured: states that need not be computed.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        rows = self._read_index()
+        self._offsets = {row["id"]: row["start"] for row in rows}
+        done = max((row["start"] + row["length"] for row in rows), default=0)
+        wanted = [s for s in self.samples if s.id not in self._offsets]
+        if wanted:
+            model = load_model(target, fast_dtype(device), device) if isinstance(target, Path) else target
+            running = _Target(model, self.layers, device)
+            self._run(running, wanted, rows, done, batch_tokens, on_progress, captured)
+        num_tokens = sum(len(s.token_ids) for s in self.samples)
+        width = len(self.layers) * self.hidden_size
+        size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
+        if num_tokens == 0:
+            raise ValueError("there are no samples to extract hidden states of")
+        states = np.memmap(self.directory / "states.bin", dtype=np.int16, mode="r+", shape=(size, width))
+        self._states = torch.from_numpy(states).view(torch.bfloat16)
+        self._log_sums = torch.from_numpy(np.fromfile(self.directory / "log_sums.bin", dtype=np.float32, count=size))
+
+    def _read_index(self) -> list[dict[str, Any]]:
+        """Return what the index says of samples that are complete."""
+        index, rows = self.directory / "index.jsonl", []
+        for line in index.read_text().splitlines() if index.is_file() else ():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # the line that a kill cut short; its bytes are written again
+                break
+        return rows
+
+    def _run(
+        self,
+        target: "_Target",
+        wanted: list[Sample],
+        rows: list[dict[str, Any]],
+        done: int,
+        batch_tokens: int,
+        on_progress: Callable[[int, int, float], None] | None,
+        captured: Captures | None,
+    ) -> None:
+        total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
+        index = self.directory / "index.jsonl"
+        index.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with (
+            (self.directory / "states.bin").open("ab") as states,
+            (self.directory / "log_sums.bin").open("ab") as log_sums,
+            index.open("a") as lines,
+            torch.inference_mode(),
+        ):
+            states.truncate(done * len(self.layers) * self.hidden_size * 2)
+            log_sums.truncate(done * 4)
+            for batch in self._batches(target, wanted, batch_tokens, captured):
+                for _, tapped, sums in batch:
+                    states.write(tapped.contiguous().view(torch.int16).numpy().tobytes())
+                    log_sums.write(sums.numpy().tobytes())
+                for file in (states, log_sums):
+                    file.flush()
+                    os.fsync(file.fileno())
+                for sample, tapped, _ in batch:
+                    length = len(tapped)
+                    lines.write(json.dumps({"id": sample.id, "start": done, "length": length}) + "\n")
+                    self._offsets[sample.id] = done
+                    done, finished = done + length, finished + length
+                lines.flush()
+                self.tokens_per_s = finished / (perf_counter() - started)
+                if on_progress:
+                    on_progress(finished, total, self.tokens_per_s)
+        target.close()
+
+    def _batches(
+        self, target: "_Target", wanted: list[Sample], batch_tokens: int, captured: Captures | None
+    ) -> Iterator[list[tuple[Sample, Tensor, Tensor]]]:
+        """Yield samples with [T, W] states in bfloat16 and [T] log sums, those that were captured first."""
+        rest = wanted
+        if captured is not None:
+            rest = []
+            for batch in length_buckets(wanted, batch_tokens):
+                found = [(sample, captured.find(sample.id, sample.token_ids, self.layers)) for sample in batch]
+                rest += [sample for sample, one in found if one is None]
+                if made := [(sample, *target.complete(sample, one)) for sample, one in found if one is not None]:
+                    yield made
+        for batch in length_buckets(rest, batch_tokens):
+            yield target.compute(batch)
+
+
+class _Target:
+    """The target at work: states at some layers, and what its logits sum up to after each token of an answer."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], device: str) -> None:
+        self._model, self._device = model, device
+        self._taps = _Taps(model, layers)
+        self._beginnings: dict[tuple[int, ...], Tensor] = {}
+
+    def close(self) -> None:
+        self._taps.remove()
+
+    def compute(self, batch: Sequence[Sample]) -> list[tuple[Sample, Tensor, Tensor]]:
+        """Run whole samples."""
+        tapped, final = self._read([sample.token_ids for sample in batch])
+        return [
+            (sample, tapped[row, : len(sample.token_ids)], self._log_sums(sample, final[row]))
+            for row, sample in enumerate(batch)
+        ]
+
+    def complete(self, sample: Sample, captured: Captured) -> tuple[Tensor, Tensor]:
+        """Run what is missing before captured states; the last token's are never read and are zeroes."""
+        states = torch.zeros(len(sample.token_ids), captured.states.shape[1], dtype=torch.bfloat16)
+        states[captured.first : -1] = captured.states
+        if captured.first:
+            beginning = tuple(sample.token_ids[: captured.first])
+            if beginning not in self._beginnings:
+                self._beginnings[beginning] = self._read([list(beginning)])[0][0]
+            states[: captured.first] = self._beginnings[beginning]
+        norm = self._model.model.norm
+        last = states[:, -len(norm.weight) :].to(self._device, self._model.dtype)
+        return states, self._log_sums(sample, norm(last))
+
+    def _read(self, token_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """[B, T] → [B, T, W] states in bfloat16 and [B, T, H] what the output matrix multiplies."""
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
+        # Right padding needs no mask: no token attends to a later one.
+        final = self._model.model(input_ids=tokens.to(self._device), use_cache=False).last_hidden_state
+        return self._taps.take().to("cpu", torch.bfloat16), final
+
+    def _log_sums(self, sample: Sample, final: Tensor) -> Tensor:
+        length = len(sample.token_ids)
+        sums = torch.zeros(length)
+        first = len(sample.prompt_ids) - 1
+        sums[first:] = self._model.lm_head(final[first:length]).float().logsumexp(-1).cpu()
+        return sums
+
+
+class _Taps:
+    """Hooks that keep residual streams; the library's own list holds the last one after the norm only."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._layers = layers
+        self._hooks = []
+        for number, layer in enumerate(blocks(model), start=1):
+            if number in layers:
+                self._hooks.append(layer.register_forward_hook(self._keeper(number)))
+        if 0 in layers:
+            self._hooks.append(model.model.embed_tokens.register_forward_hook(self._keeper(0)))
+
+    def _keeper(self, number: int) -> Callable[..., None]:
+        def keep(module: torch.nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._kept[number] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def take(self) -> Tensor:
+        """[B, T, layers·H]."""
+        return torch.cat([self._kept[number] for number in self._layers], dim=-1)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def batches_of(items: Iterable[ItemT], length: Callable[[ItemT], int], batch_tokens: int) -> list[list[ItemT]]:
+    """Group items of like length, so that little is padded; what is longer than a batch is one by itself."""
+    batches: list[list[ItemT]] = []
+    for item in sorted(items, key=length):
+        # Sorted, so the new item would be the longest of its batch.
+        if batches and length(item) * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
+def length_buckets(samples: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
+    """Group samples of like length so that a padded batch holds at most `batch_tokens` tokens (or one sample)."""
+    return batches_of(sorted(samples, key=lambda sample: sample.id), lambda sample: len(sample.token_ids), batch_tokens)

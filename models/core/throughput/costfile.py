@@ -1,0 +1,87 @@
+"""The file in which what steps take is kept over restarts; the table itself is `models.core.throughput.cost`."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from models.core.throughput.cost import Cost
+from models.core.throughput.curves import Curve, ascending
+from models.types import Frozen
+
+FORMAT = 2  # since 2 a step lasts until the next one begins
+
+
+def save(cost: Cost, file: Path) -> None:
+    """Write a table as JSON in place of the last one, whole or not at all."""
+    scale = math.exp(cost.drift)
+    curves = [
+        {
+            "num_sequences": curve.num_sequences,
+            "rows": curve.rows,
+            "target_ms": [scale * ms for ms in curve.points],
+            "draft_ms": None if curve.draft is None else scale * curve.draft,
+        }
+        for curve in cost.curves
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps({"format": FORMAT, "measured_for": cost.measured_for, "curves": curves}))
+    os.replace(new, file)
+
+
+def load(file: Path, measured_for: str) -> Cost:
+    """Read a table.
+
+    Raises:
+        ValueError: there is none, it is torn, or its times hold for something else; then it is measured anew.
+    """
+    try:
+        saved = _File.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{file.name} is no table of what steps take: {first_line}") from error
+    if saved.measured_for != measured_for:
+        raise ValueError(f"{file.name} was measured for {saved.measured_for}, wanted {measured_for}")
+    if not saved.fits:
+        raise ValueError(f"{file.name} is no table of what steps take: its points are in no order")
+    return Cost(tuple(curve.read() for curve in saved.curves), measured_for, grows=False)
+
+
+class _Curve(Frozen):
+    """A curve as it is saved."""
+
+    num_sequences: int = Field(ge=1)
+    rows: list[float] = Field(min_length=1)
+    target_ms: list[float]
+    draft_ms: float | None = Field(gt=0, allow_inf_nan=False)
+
+    def read(self) -> Curve:
+        """Return the table's curve."""
+        return Curve(self.num_sequences, tuple(self.rows), ascending(self.target_ms), self.draft_ms)
+
+
+class _File(Frozen):
+    """A table as it is saved."""
+
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    measured_for: str
+    curves: list[_Curve] = Field(min_length=1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the numbers can be a table's."""
+        return _rising([curve.num_sequences for curve in self.curves]) and all(
+            len(curve.rows) == len(curve.target_ms)
+            and _rising(curve.rows)
+            and all(math.isfinite(number) and number > 0 for number in (*curve.rows, *curve.target_ms))
+            for curve in self.curves
+        )
+
+
+def _rising(numbers: Sequence[float]) -> bool:
+    return all(left < right for left, right in pairwise(numbers))

@@ -1,0 +1,139 @@
+"""Look-up: the longest match wins, costs what was added, and never reads another key's text."""
+
+import numpy as np
+import pytest
+
+from models.core.drafting.lookup import Answers, Match, NgramIndex, Sequence, Store
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "num_tokens", "found"),
+    [
+        ([1, 2, 3, 4, 5, 9, 2, 3], 3, Match(2, [4, 5, 9])),
+        ([1, 2, 3, 7, 0, 2, 3, 8, 0, 1, 2, 3], 1, Match(3, [7])),  # the longest wins over a later one
+        ([2, 3, 7, 0, 2, 3, 8, 1, 2, 3], 1, Match(2, [8])),  # of equally long ones the latest
+        ([5, 6, 7, 5, 6, 7, 5, 6], 7, Match(5, [7, 5, 6, 7, 5, 6, 7])),  # what repeats itself goes on doing so
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 6, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1, Match(8, [6])),  # as long as is looked for
+        *((token_ids, 4, Match(0, [])) for token_ids in ([], [1], [1, 2], [1, 2, 3, 4])),
+        ([1, 2, 1, 2], 0, Match(0, [])),
+    ],
+)
+def test_what_followed_the_last_tokens_is_drafted(token_ids: list[int], num_tokens: int, found: Match) -> None:
+    made = Sequence(2, 8)
+    made.extend(token_ids)
+    assert made.look_up(num_tokens) == found
+
+
+def test_added_step_by_step_it_finds_what_a_search_of_the_whole_finds() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 4, size=300).tolist()
+    grown = Sequence(3, 5)
+    for end in range(len(tokens)):
+        grown.extend([tokens[end]])
+        found, known = grown.look_up(1), tokens[: end + 1]
+        best = max(
+            (
+                (size, start)
+                for size in range(3, 6)
+                for start in range(size, end + 1)
+                if known[start - size : start] == known[-size:]
+            ),
+            default=None,
+        )
+        if best is None:
+            assert found == Match(0, [])
+        elif len([1 for start in range(3, end + 1) if known[start - 3 : start] == known[-3:]]) <= 16:
+            assert found == Match(best[0], [known[best[1]]])
+
+
+def test_sizes_that_can_not_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="wanted 1 ≤ shortest ≤ longest; got 3 and 2"):
+        Sequence(3, 2)
+
+
+def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never() -> None:
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
+    library.sequence("first", "alice", 2).extend([1, 2, 10, 11, 12, 13])
+    library.close_all_but([])
+    own, other = library.sequence("second", "alice", 1), library.sequence("third", "bob", 1)
+    for one in (own, other):
+        one.extend([10, 11])
+    assert own.look_up(2) == Match(2, [12, 13])
+    assert other.look_up(2) == Match(0, [])
+
+
+def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
+    library.sequence("first", "alice", 1).extend([10, 11, 12])
+    second = library.sequence("second", "alice", 1)
+    second.extend([10, 11])
+    library.close_all_but(["first", "second"])
+    assert second.look_up(1) == Match(0, [])
+
+
+def test_without_capacity_only_the_sequence_itself_is_looked_up() -> None:
+    library = NgramIndex(shortest=2, longest=8, capacity=0)
+    library.sequence("first", "alice", 1).extend([10, 11, 12])
+    library.close_all_but([])
+    second = library.sequence("second", "alice", 1)
+    second.extend([10, 11])
+    assert second.look_up(1) == Match(0, [])
+
+
+def test_no_more_than_the_capacity_is_remembered_and_the_oldest_goes_first() -> None:
+    answers = Answers(shortest=2, capacity=8)
+    for start in (10, 20, 30):
+        answers.add(list(range(start, start + 4)))
+    held = [text.token_ids for text in answers.texts()]
+    assert held == [[30, 31, 32, 33], [20, 21, 22, 23]]
+    answers.add(list(range(100)))
+    assert sum(len(text.token_ids) for text in answers.texts()) <= 8
+
+
+def test_keys_beyond_the_limit_are_forgotten_the_least_recent_first() -> None:
+    library = NgramIndex(shortest=2, longest=8, capacity=100, max_keys=2)
+    for number, key in enumerate(["alice", "bob", "carol"]):
+        library.sequence(f"of-{key}", key, 1).extend([10 * number, 10 * number + 1, 10 * number + 2])
+        library.close_all_but([])
+    found = {}
+    for number, key in enumerate(["bob", "carol"]):
+        one = library.sequence(f"again-{key}", key, 1)
+        one.extend([10 * number + 10, 10 * number + 11])
+        found[key] = one.look_up(1).token_ids
+    assert found == {"bob": [12], "carol": [22]}
+    again = library.sequence("again-alice", "alice", 1)
+    again.extend([0, 1])
+    assert again.look_up(1) == Match(0, [])
+
+
+def test_forgetting_leaves_nothing_of_other_requests() -> None:
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
+    library.sequence("first", "alice", 1).extend([10, 11, 12])
+    library.close_all_but([])
+    second = library.sequence("second", "alice", 1)
+    assert library.forget() == 3
+    second.extend([10, 11])
+    assert second.look_up(1) == Match(0, [])
+    library.close_all_but([])  # it ended before, and nobody had noticed yet
+    third = library.sequence("third", "alice", 1)
+    third.extend([10])
+    assert third.look_up(1) == Match(0, [])
+    third.extend([11, 12])
+    library.close_all_but([])
+    fourth = library.sequence("fourth", "alice", 1)
+    fourth.extend([10, 11])
+    assert fourth.look_up(1) == Match(2, [12])
+
+
+def test_a_store_gives_what_followed_the_longest_match_the_latest_first() -> None:
+    store = Store([[1, 2, 3], [5, 1, 2, 4, 6], [1, 2, 7, 8, 9]], shortest=1)
+    assert store.continuations([0, 1, 2], 9, 2) == [[7, 8], [4, 6], [3]]
+    assert store.continuations([0, 5, 1, 2], 9, 9) == [[4, 6]]
+    assert store.continuations([0, 5, 1, 2], 2, 9) == [[7, 8, 9], [4, 6], [3]]
+    assert store.continuations([6, 1], 9, 9) == [[2, 7, 8, 9], [2, 4, 6], [2, 3]]  # 6 and 1 stand in two texts
+
+
+@pytest.mark.parametrize("end", [[], [77], [9]])
+def test_a_store_that_holds_no_such_ending_gives_nothing_that_follows(end: list[int]) -> None:
+    assert not any(Store([[1, 2, 9]], shortest=1).continuations(end, 9, 9))
+    assert Store([], shortest=1).continuations(end, 9, 9) == []

@@ -1,0 +1,139 @@
+"""The rule by hand, and its false alarms in simulated weeks."""
+
+import numpy as np
+import pytest
+
+from models.core.evaluation.acceptance import AcceptanceCount
+from models.core.evaluation.canary import Answer, Finding, Params, judge, lost_on_canaries, lost_on_traffic
+
+PARAMS = Params()
+K = 3
+
+
+def answer(token_ids: list[int], accepted: list[int]) -> Answer:
+    return Answer(tuple(token_ids), (K,) * len(accepted), tuple(accepted))
+
+
+def tallies(accepted: int, num: int = 32, domain: str = "chat") -> list[AcceptanceCount]:
+    return [AcceptanceCount(index, domain, steps=4, drafted=4 * K, accepted=4 * accepted) for index in range(num)]
+
+
+def test_the_share_of_the_gain_that_is_missing_is_what_is_lost() -> None:
+    then, now = answer([*range(121)], [2] * 40), answer([*range(121)], [1] * 60)
+    assert lost_on_canaries([then], [now]) == pytest.approx(0.5)
+    assert lost_on_canaries([then], [then]) == 0
+    assert lost_on_canaries([now], [then]) == pytest.approx(-1)
+
+
+def test_what_comes_after_outputs_part_does_not_count() -> None:
+    then = answer([*range(121)], [2] * 40)
+    now = answer([*range(100), *[0] * 21], [2] * 33 + [0] * 21)
+    assert lost_on_canaries([then], [now]) == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (answer([*range(40)], [2] * 13), answer([*range(40)], [1] * 20)),
+        (answer([*range(40)], [0] * 39), answer([*range(40)], [0] * 39)),
+        (answer([*range(121)], [2] * 40), Answer(tuple(range(121)), (0,) * 120, (0,) * 120)),
+    ],
+    ids=["few steps", "no gain then", "not drafted now"],
+)
+def test_where_there_is_nothing_to_compare_nothing_is_said(then: Answer, now: Answer) -> None:
+    assert lost_on_canaries([then], [now]) is None
+
+
+def test_traffic_is_held_against_what_its_domains_were_promised() -> None:
+    promised = {"chat": 2.0, "code": 3.0}
+    assert lost_on_traffic(promised, tallies(1), PARAMS) == 0
+    assert lost_on_traffic(promised, tallies(1, domain="code"), PARAMS) == pytest.approx(0.5)
+    assert lost_on_traffic(promised, tallies(1, domain="new"), PARAMS) == pytest.approx(0.5)
+    assert lost_on_traffic(promised, [*tallies(0, 50), *tallies(1)], PARAMS) == 0  # only the last count
+    assert lost_on_traffic(promised, tallies(0, 31), PARAMS) is None
+    assert lost_on_traffic({}, tallies(0), PARAMS) is None
+
+
+@pytest.mark.parametrize(
+    ("canaries", "traffic", "finding"),
+    [
+        (0.0, 0.9, Finding.SOUND),
+        (None, 0.9, Finding.SOUND),
+        (0.9, 0.0, Finding.FELL),
+        (0.9, None, Finding.FELL),
+        (0.9, 0.9, Finding.PAIR),
+    ],
+)
+def test_both_must_fall_for_a_broken_pair(canaries: float | None, traffic: float | None, finding: Finding) -> None:
+    assert judge(canaries, traffic, PARAMS) is finding
+
+
+class World:
+    """Eight canary prompts of 96 tokens and traffic of one domain, with the demo's rates.
+
+    A third of the outputs part at a near tie, after that the steps are fresh ones; of the other steps one in fifty has
+    a drafted token flipped by the shape of the batch. Requests differ: their chance of acceptance is Beta distributed.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng, self.chance = rng, 0.45
+        chances = rng.beta(8 * self.chance, 8 * (1 - self.chance), 20_000)
+        self.promised = 1 + float(np.mean(chances + chances**2 + chances**3))
+        self.reference = [self.answer(self.chance) for _ in range(8)]
+
+    def steps(self, chance: float, num_tokens: int = 96) -> list[int]:
+        accepted = np.cumprod(self.rng.random((num_tokens, K)) < chance, axis=1).sum(axis=1)
+        emitted = np.cumsum(accepted + 1)
+        return accepted[: int(np.searchsorted(emitted, num_tokens - 1)) + 1].tolist()
+
+    def answer(self, chance: float) -> Answer:
+        return answer(self.rng.integers(1, 9, 96).tolist(), self.steps(chance))
+
+    def again(self, then: Answer, chance: float | None = None) -> Answer:
+        """Return a prompt's answer now; with another chance if the draft no longer is what it was."""
+        token_ids = list(then.token_ids)
+        if self.rng.random() < 1 / 3:
+            token_ids[int(self.rng.integers(96)) :] = [0] * (96 - int(self.rng.integers(96)))
+            token_ids = (token_ids + [0] * 96)[:96]
+        if chance is not None:
+            return answer(token_ids, self.steps(chance))
+        flipped = self.rng.random(len(then.accepted)) < 0.02
+        return answer(token_ids, [0 if flip else count for flip, count in zip(flipped, then.accepted, strict=True)])
+
+    def requests(self, chance: float) -> list[AcceptanceCount]:
+        chances = self.rng.beta(8 * chance, 8 * (1 - chance), PARAMS.num_requests)
+        counts = [self.steps(one, 60) for one in chances]
+        return [AcceptanceCount(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(counts)]
+
+    def look(self, canaries: float | None, traffic: float) -> Finding:
+        """Take one look, twice where the first sees a fall."""
+        for _ in range(2):
+            lost = lost_on_canaries(self.reference, [self.again(then, canaries) for then in self.reference])
+            if judge(lost, None, PARAMS) is Finding.SOUND:
+                return Finding.SOUND
+        return judge(lost, lost_on_traffic({"chat": self.promised}, self.requests(traffic), PARAMS), PARAMS)
+
+
+NUM_LOOKS = 1008  # a week of one in ten minutes
+
+
+def simulate(canaries: float | None, traffic: float, num_looks: int, seed: int) -> dict[Finding, float]:
+    world = World(np.random.default_rng(seed))
+    found = [world.look(canaries, traffic) for _ in range(num_looks)]
+    return {finding: found.count(finding) / num_looks for finding in Finding}
+
+
+@pytest.mark.slow
+def test_a_week_in_which_nothing_happens_or_traffic_drifts_raises_no_alarm() -> None:
+    for seed, traffic in enumerate([0.45, 0.45, 0.1, 0.1]):
+        shares = simulate(None, traffic, NUM_LOOKS, seed)
+        print(f"traffic at {traffic}: {shares}")
+        assert shares[Finding.SOUND] == 1
+
+
+def test_a_broken_pair_is_found_at_nearly_every_look_and_drift_never_taken_for_one() -> None:
+    broken = simulate(0.15, 0.15, 100, seed=9)
+    alone = simulate(0.15, 0.45, 100, seed=10)
+    print(f"both fell: {broken}; canary prompts alone: {alone}")
+    assert broken[Finding.PAIR] >= 0.95
+    assert alone[Finding.PAIR] <= 0.05

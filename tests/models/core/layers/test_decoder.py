@@ -1,0 +1,241 @@
+"""Our forward pass says what the library's does, whatever the steps it is given, and forgets what it is told to."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from models.core.checkpoints.checkpoint import read_tensors
+from models.core.layers.decoder import CHUNK, Begun, Cache, Decoder, Sublayers
+
+SHAPE = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama, head of its own": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=False)),
+    "llama, bfloat16 values": (LlamaForCausalLM, LlamaConfig(**SHAPE, dtype="bfloat16")),
+    "llama 3 rope": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=32)),
+}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Decoder]:
+    family, config = MODELS[request.param]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = family(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+            parameter.data = parameter.to(config.dtype or torch.float32).float()
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")  # where bfloat16 is read as float16
+        return model, Decoder.load(directory, torch.float32)
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def test_logits_and_tapped_states_are_the_librarys(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    wanted = model(tokens(30)[None], output_hidden_states=True)
+    states, tapped = decoder.forward(tokens(30), Cache(decoder, 30), taps=(0, 1, 2))
+    torch.testing.assert_close(decoder.logits(states), wanted.logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tapped, torch.cat(wanted.hidden_states[:3], -1)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_steps_of_any_size_and_a_cut_give_what_one_pass_gives(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    whole, _ = decoder.forward(tokens(40), Cache(decoder, 40))
+    cache = Cache(decoder, 48)
+    parts = [decoder.forward(part, cache)[0] for part in tokens(40).split([20, 1, 5, 14])]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
+    cache.length = 20
+    decoder.forward(torch.tensor([5, 6, 7, 8]), cache)
+    cache.length = 20
+    again, _ = decoder.forward(tokens(40)[20:], cache)
+    torch.testing.assert_close(again, whole[20:], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_long_prompt_goes_in_chunks(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    prompt = tokens(CHUNK + 50)
+    states, tapped = decoder.forward(prompt, Cache(decoder, len(prompt)), taps=(3,))
+    assert tapped.shape == (len(prompt), 64)
+    torch.testing.assert_close(decoder.logits(states), model(prompt[None]).logits[0], rtol=1e-3, atol=1e-3)
+
+
+PARENTS = (-1, 0, 0, 1, 1, 2, 5)
+
+
+@torch.inference_mode()
+def test_each_path_of_a_tree_is_read_as_a_text_of_its_own(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    prompt, tree = tokens(12), tokens(19)[12:]
+    cache = Cache(decoder, 24)
+    decoder.forward(prompt, cache)
+    states, tapped = decoder.forward(tree, cache, taps=(1, 3), parents=PARENTS)
+    for path in ([0, 1, 3], [0, 1, 4], [0, 2, 5, 6]):
+        text = torch.cat([prompt, tree[path]])
+        wanted, wanted_tapped = decoder.forward(text, Cache(decoder, 24), taps=(1, 3))
+        torch.testing.assert_close(states[path], wanted[12:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tapped[path], wanted_tapped[12:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 4], [0, 2, 5, 6]])
+@torch.inference_mode()
+def test_a_cache_that_keeps_a_path_is_that_of_a_fresh_pass(pair: tuple[torch.nn.Module, Decoder], path) -> None:
+    _, decoder = pair
+    cache, fresh, (before, tree, after) = Cache(decoder, 32), Cache(decoder, 32), tokens(24).split([12, 7, 5])
+    decoder.forward(before, cache)
+    decoder.forward(tree, cache, parents=PARENTS)
+    cache.keep(12, path)
+    decoder.forward(torch.cat([before, tree[path]]), fresh)
+    assert cache.length == fresh.length == 12 + len(path)
+    for held, wanted in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+        torch.testing.assert_close(held[:, :, : cache.length], wanted[:, :, : cache.length], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoder.forward(after, cache)[0], decoder.forward(after, fresh)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_chain_that_says_its_parents_is_a_chain(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    plain, _ = decoder.forward(tokens(9), Cache(decoder, 9))
+    told, _ = decoder.forward(tokens(9), Cache(decoder, 9), parents=range(-1, 8))
+    assert torch.equal(plain, told)
+
+
+@torch.inference_mode()
+def test_rows_may_go_on_from_any_token_of_the_cache(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    cache = Cache(decoder, 30)
+    decoder.forward(tokens(12), cache)
+    found, _ = decoder.forward(tokens(20)[12:17], cache, parents=(-5, 0, -1, -13, 3))
+    for path, start in (([0, 1], 8), ([2], 12), ([3, 4], 0)):
+        alone = Cache(decoder, 30)
+        decoder.forward(tokens(20), alone)
+        alone.length = start
+        wanted, _ = decoder.forward(tokens(20)[12:17][path], alone)
+        torch.testing.assert_close(found[path], wanted, rtol=1e-4, atol=1e-4)
+    cache.length = 12
+    with pytest.raises(ValueError, match="a row follows token -2; the cache holds 12 from 0"):
+        decoder.forward(tokens(2), cache, parents=(-14, 0))
+
+
+@torch.inference_mode()
+def test_vectors_are_read_as_embeddings_behind_the_tokens(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    ids, parents = torch.tensor([5, 6, 7, 8, 9]), (-1, 0, 1, 0, 3)
+    vectors = model.get_input_embeddings().weight[ids[3:]].detach()
+    one, other = Cache(decoder, 9), Cache(decoder, 9)
+    wanted, wanted_taps = decoder.forward(ids, one, (1,), parents)
+    found, taps = decoder.forward(ids[:3], other, (1,), parents, vectors=vectors)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(taps, wanted_taps)
+    assert one.length == other.length == 5
+    with pytest.raises(ValueError, match="5 tokens and 5 more; the cache holds 9"):
+        decoder.forward(ids[:3], other, (), parents, vectors=vectors)
+
+
+@torch.inference_mode()
+def test_a_sublayer_that_is_skipped_adds_nothing(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    """Held to the library's model with the output matrices of these sublayers at 0."""
+    model, decoder = pair
+    skipped = Sublayers(attention=frozenset({1}), mlp=frozenset({1, 2}))
+    matrices = [model.model.layers[number].self_attn.o_proj for number in skipped.attention]
+    matrices += [model.model.layers[number].mlp.down_proj for number in skipped.mlp]
+    kept = [matrix.weight.clone() for matrix in matrices]
+    for matrix in matrices:
+        matrix.weight.zero_()
+    wanted = model(tokens(20)[None], output_hidden_states=True)
+    for matrix, weight in zip(matrices, kept, strict=True):
+        matrix.weight.copy_(weight)
+    cache = Cache(decoder, 20)
+    parts = [decoder.partial(part, cache, skipped) for part in tokens(20).split([1, 12, 7])]
+    logits = torch.cat([decoder.logits(states) for states, _ in parts])
+    torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4)
+    begun = torch.cat([begun.states for _, begun in parts])
+    assert parts[0][1].num_layers == 1
+    torch.testing.assert_close(begun, wanted.hidden_states[1][0], rtol=1e-4, atol=1e-4)
+    assert not cache.keys[1].any()
+    assert cache.keys[2].any()
+
+
+@pytest.mark.parametrize("parents", [None, (-1, 0, 1, 1, 3)])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@torch.inference_mode()
+def test_rows_that_began_in_a_part_go_on_from_there(
+    pair: tuple[torch.nn.Module, Decoder], num_layers: int, parents: tuple[int, ...] | None
+) -> None:
+    _, decoder = pair
+    begun_cache, fresh_cache = (Cache(decoder, 40) for _ in range(2))
+    for cache in (begun_cache, fresh_cache):
+        decoder.forward(tokens(9), cache)
+    rest = frozenset(range(num_layers, 3))
+    _, begun = decoder.partial(tokens(14)[9:12], begun_cache, Sublayers(rest, rest))
+    assert begun.num_layers == num_layers
+    begun_cache.length = 9
+    begun_cache.keys[num_layers:, :, 9:] = begun_cache.values[num_layers:, :, 9:] = 9.0  # of which nothing is read
+    taps = tuple(range(num_layers, 4))
+    found, tapped = decoder.forward(tokens(14)[9:], begun_cache, taps, parents, begun)
+    wanted, wanted_tapped = decoder.forward(tokens(14)[9:], fresh_cache, taps, parents)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tapped, wanted_tapped, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(begun_cache.keys[:, :, :14], fresh_cache.keys[:, :, :14], rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_a_row_has_left_behind_can_not_be_tapped(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    with pytest.raises(ValueError, match="rows that begin after 2 layers have no states of layer 1"):
+        decoder.forward(tokens(2), Cache(decoder, 9), taps=(1,), begun=Begun(2, torch.zeros(1, 64)))
+
+
+def test_a_full_cache_is_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    with pytest.raises(ValueError, match="0 tokens and 9 more; the cache holds 8"):
+        decoder.forward(tokens(9), Cache(decoder, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_another_architecture_is_refused(tiny_target: Path, changes: dict[str, object], reason: str) -> None:
+    config = SimpleNamespace(**{**vars(LlamaConfig.from_pretrained(tiny_target)), "model_type": "llama", **changes})
+    with pytest.raises(ValueError, match=reason):
+        Decoder(config, read_tensors(tiny_target), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("-model.norm.weight", "model.norm.weight is missing"), ("+extra.weight", "extra.weight is not")],
+)
+def test_a_missing_or_unknown_tensor_is_named(tiny_target: Path, name: str, reason: str) -> None:
+    tensors = read_tensors(tiny_target)
+    if name[0] == "-":
+        del tensors[name[1:]]
+    else:
+        tensors[name[1:]] = torch.zeros(1)
+    with pytest.raises(ValueError, match=reason):
+        Decoder(LlamaConfig.from_pretrained(tiny_target), tensors, torch.float32)

@@ -1,0 +1,33 @@
+"""The 8-bit layer: by hand, with a fixed scale, with a bias."""
+
+import torch
+from torch import nn
+
+from models.core.layers.integer_linear import IntegerLinear, token_scales
+from models.core.layers.integers import Integers
+
+WEIGHT = Integers(torch.tensor([[1, 2], [-3, 4]], dtype=torch.int8), torch.tensor([[0.5], [2.0]]))
+
+
+def test_a_scale_a_token_by_hand() -> None:
+    layer = IntegerLinear(WEIGHT, None, input_scale=None)
+    # Token scales 1 and 0.01: integers (127, −1) and (127, 64), 63.5 being rounded to even.
+    outputs = layer(torch.tensor([[[127.0, -1.0], [1.27, 0.635]]]))
+    expected = [[62.5, -770.0], [0.01 * 0.5 * 255, 0.01 * 2 * -125]]
+    assert torch.allclose(outputs, torch.tensor([expected]), rtol=1e-6)
+
+
+def test_a_fixed_scale_clips_what_is_larger() -> None:
+    bias = nn.Parameter(torch.tensor([10.0, 20.0]))
+    layer = IntegerLinear(WEIGHT, bias, input_scale=torch.tensor([1.0]))
+    assert layer(torch.tensor([[1000.0, 0.4]])).tolist() == [[73.5, -742.0]]
+
+
+def test_a_token_of_zeros_has_a_scale() -> None:
+    assert token_scales(torch.zeros(1, 4)).tolist() == [[1.0]]
+
+
+def test_a_token_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
+    outputs = IntegerLinear(WEIGHT, None, input_scale=None)(torch.tensor([[float("nan"), 1.0], [127.0, -1.0]]))
+    assert outputs[0].isnan().all()
+    assert outputs[1].tolist() == [62.5, -770.0]

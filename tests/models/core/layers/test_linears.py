@@ -1,0 +1,71 @@
+"""The walk over linear layers, and what they read on the way."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.core.layers.linears import Gram, Rows, calibrate, linears, replace
+
+DOCUMENTS = [[5, 9, 30, 41], [7, 8, 9]]
+
+
+def test_every_matrix_of_a_block_is_walked_over_and_no_other(model: PreTrainedModel) -> None:
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    names = [name for name, _ in linears(model)]
+    assert [name.rpartition(".")[2] for name in names] == 2 * list(parts)
+    replace(model, lambda name, layer: nn.Linear(layer.in_features, layer.out_features, bias=False))
+    assert [name for name, _ in linears(model)] == names
+
+
+def test_a_layer_that_is_no_linear_one_is_named(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Bilinear(2, 2, 2)
+    with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.up_proj is a Bilinear"):
+        list(linears(model))
+
+
+def test_a_layer_is_visited_with_what_it_reads_of_each_token(model: PreTrainedModel) -> None:
+    seen: dict[str, Tensor] = {}
+    calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: seen.update({name: read.inputs}))
+    assert seen.keys() == {name for name, _ in linears(model)}
+    embedded = model.model.embed_tokens(torch.tensor([token for document in DOCUMENTS for token in document]))
+    assert torch.allclose(seen["model.layers.0.self_attn.q_proj"], model.model.layers[0].input_layernorm(embedded))
+
+
+def test_a_block_reads_what_the_changed_blocks_before_it_put_out(model: PreTrainedModel) -> None:
+    def read() -> Tensor:
+        seen: dict[str, Tensor] = {}
+        calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: seen.update({name: read.inputs}))
+        return seen["model.layers.1.self_attn.q_proj"]
+
+    def zero_first(name: str, layer: nn.Linear, read: Rows) -> None:
+        found.update({name: read.inputs})
+        if name.startswith("model.layers.0."):
+            layer.weight.zero_()
+
+    before, found = read(), {}
+    calibrate(model, DOCUMENTS, Rows, zero_first)
+    changed = found["model.layers.1.self_attn.q_proj"]
+    assert not torch.allclose(before, changed)
+    assert torch.allclose(changed, read())
+
+
+def test_what_can_not_be_calibrated_on_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="calibration takes documents of at least one token; got 0"):
+        calibrate(model, [], Rows, lambda name, layer, read: None)
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="attend in one way; this model's are full_attention, sliding_attention"):
+        calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: None)
+
+
+def test_inner_products_are_summed_document_by_document_and_shared_by_layers_that_read_the_same(
+    model: PreTrainedModel,
+) -> None:
+    rows: dict[str, Rows] = {}
+    grams: dict[str, Gram] = {}
+    calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: rows.update({name: read}))
+    calibrate(model, DOCUMENTS, Gram, lambda name, layer, read: grams.update({name: read}))
+    for name, gram in grams.items():
+        assert gram.num_tokens == 7
+        torch.testing.assert_close(gram.matrix, rows[name].inputs.T @ rows[name].inputs)
+    assert len({id(gram) for gram in grams.values()}) == 8  # of fourteen layers

@@ -1,0 +1,105 @@
+"""Which matrices are packed, and that their products stay what they were."""
+
+import pytest
+import torch
+
+from models.core.layers.packed_product import (
+    BYTE,
+    HALF_STEP,
+    fits_half,
+    half_product,
+    int8_product,
+    onednn_product,
+    product,
+    takes_int8,
+    takes_onednn,
+)
+
+needs_int8 = pytest.mark.skipif(not takes_int8(torch.zeros(32, 32)), reason="no int8 products here")
+
+
+def matrix() -> torch.Tensor:
+    """[64, 64] with columns from below float16's smallest step to its largest value."""
+    rng = torch.Generator().manual_seed(0)
+    return torch.randn(64, 64, generator=rng) * torch.logspace(-9, 4, 64)
+
+
+def test_only_weights_that_float16_holds_are_read_as_float16() -> None:
+    assert fits_half(matrix().bfloat16().float())
+    assert not fits_half(matrix())
+    assert not fits_half((10 * matrix()).bfloat16().float())
+    assert not fits_half(matrix().bfloat16())
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_a_product_in_half_is_exact_to_the_rounding_of_its_smallest_weights(num_rows: int) -> None:
+    weight, rng = matrix().bfloat16().float(), torch.Generator().manual_seed(1)
+    x, bias = torch.randn(num_rows, 64, generator=rng), torch.randn(64, generator=rng)
+    got = half_product(weight)(x, bias).double()
+    wanted = x.double() @ weight.double().T + bias.double()
+    allowed = x.abs().double() @ (HALF_STEP + 1e-6 * weight.abs().double()).T
+    assert bool(((got - wanted).abs() <= allowed + 1e-6).all())
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 40])
+def test_a_matrix_that_float16_does_not_hold_keeps_its_values(num_rows: int) -> None:
+    weight, rng = matrix(), torch.Generator().manual_seed(1)
+    x, bias = torch.randn(num_rows, 64, generator=rng), torch.randn(64, generator=rng)
+    wanted = x.double() @ weight.double().T + bias.double()
+    allowed = 1e-6 * (x.abs().double() @ weight.abs().double().T + bias.abs().double())
+    assert bool(((product(weight)(x, bias).double() - wanted).abs() <= allowed).all())
+
+
+@pytest.mark.skipif(not takes_onednn(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no bfloat16 products here")
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_a_packed_matrix_in_bfloat16_gives_the_rounded_product(num_rows: int) -> None:
+    weight, rng = matrix().bfloat16(), torch.Generator().manual_seed(1)
+    x, bias = (torch.randn(rows, 64, generator=rng).bfloat16() for rows in (num_rows, 1))
+    got = onednn_product(weight)(x, bias[0]).double()
+    wanted = x.double() @ weight.double().T + bias[0].double()
+    allowed = 2.0**-8 * wanted.abs() + 1e-6 * (x.abs().double() @ weight.abs().double().T)
+    assert bool(((got - wanted).abs() <= allowed).all())
+
+
+def test_onednn_packs_matrices_of_a_processor_in_float32_or_bfloat16_alone() -> None:
+    assert takes_onednn(torch.zeros(1, 1)) == torch.backends.mkldnn.is_available()
+    assert not takes_onednn(torch.zeros(1, 1, dtype=torch.float64))
+    assert not takes_onednn(torch.zeros(1, 1, device="meta"))
+    assert not takes_onednn(torch.zeros(0, 1))
+
+
+@needs_int8
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+@pytest.mark.parametrize("shape", [(32, 32), (64, 128), (160, 96)], ids=str)
+def test_a_product_in_int8_is_off_by_no_more_than_rounding_matrix_and_rows_makes_it(
+    shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(shape, generator=rng), torch.randn(shape[0], generator=rng)
+    weight[3] = 0
+    x = torch.randn(num_rows, shape[1], generator=rng).bfloat16()
+    x[0] = 0  # has no largest value
+    got = int8_product(weight)(x, bias).double()
+    read, exact, added = x.double(), weight.double(), bias.double()
+    step, row_step = (one.abs().amax(1, keepdim=True) / BYTE for one in (exact, read))
+    wanted = read @ exact.T + added
+    rounded = (read.abs().sum(1, keepdim=True) @ step.T + row_step @ (exact.abs() + step).sum(1)[None]) / 2
+    assert bool(((got - wanted).abs() <= 1.01 * rounded + 2.0**-8 * wanted.abs() + 1e-5).all())
+    assert bool((rounded[1:] < wanted.std()).all()), "the bound holds of anything"
+
+
+@needs_int8
+def test_rows_are_rounded_each_by_itself() -> None:
+    rng = torch.Generator().manual_seed(0)
+    multiply, x = int8_product(torch.randn(64, 32, generator=rng)), torch.randn(2, 3, 32, generator=rng).bfloat16()
+    alone = torch.stack([multiply(row) for row in x.view(6, 32)]).view(2, 3, 64)
+    x[1] *= 1000
+    assert torch.equal(multiply(x)[0], alone[0])
+    assert multiply(x[:, :0]).shape == (2, 0, 64)
+
+
+def test_int8_takes_whole_blocks_on_a_processor_alone() -> None:
+    assert not takes_int8(torch.zeros(32, 48))
+    assert not takes_int8(torch.zeros(48, 32))
+    assert not takes_int8(torch.zeros(0, 32))
+    assert not takes_int8(torch.zeros(32, 32, device="meta"))
