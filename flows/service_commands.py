@@ -55,13 +55,16 @@ def _wait_for_end(child: "Child") -> NoReturn:
 
 
 def attach(
-    server: Annotated[str, typer.Argument(help="URL of a vLLM server with the plugin redraft_vllm, without /v1.")],
+    servers: Annotated[
+        list[str],
+        typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1."),
+    ],
     recipe: RecipeName = DEFAULT_RECIPE,
     server_cache: Annotated[
-        str, typer.Option(help="Where the server sees our folder cache/; by default under the same path.")
+        str, typer.Option(help="Where the servers see our folder cache/; by default under the same path.")
     ] = "",
 ) -> None:
-    """Keep the draft of a vLLM server that you run at the registry's champion, until Ctrl-C.
+    """Keep the drafts of vLLM servers that you run at the registry's champion, until Ctrl-C; the first tries it first.
 
     Example: redraft attach http://127.0.0.1:8001
     """
@@ -70,9 +73,10 @@ def attach(
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    child = start_attachment({**config, "server": server.rstrip("/"), "server_cache": server_cache}, settings)
+    told = {"servers": [server.rstrip("/") for server in servers], "server_cache": server_cache}
+    child = start_attachment({**config, **told}, settings)
     try:
-        out.print(f"following the champion for {server}, log in {child.log_path}", soft_wrap=True)
+        out.print(f"following the champion for {', '.join(servers)}, log in {child.log_path}", soft_wrap=True)
         _wait_for_end(child)
     finally:
         child.stop(END_TIMEOUT_S)

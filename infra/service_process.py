@@ -117,18 +117,21 @@ def start_service(
 
 
 def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
-    """Start what keeps somebody else's server at the champion (services/attach.py), and return it.
+    """Start what keeps somebody else's servers at the champion (services/attach.py), and return it.
 
     Args:
-        config: as a service's, with `server` and `server_cache`.
+        config: as a service's, with `servers` and `server_cache`.
         settings: where everything lies.
 
     Raises:
-        ValueError: the server's address is no URL.
+        ValueError: a server's address is no URL, or comes twice.
     """
-    address = _address(config["server"])
-    serve = {**config["serve"], "port": address.port or 80}  # the server's own, whatever a service would bind
-    return _start_beside("services.attach", "attached", {**config, "serve": serve}, settings)
+    servers: list[str] = config["servers"]
+    address, *_ = map(_address, servers)
+    if twice := sorted({server for server in servers if servers.count(server) > 1}):
+        raise ValueError(f"server {twice[0]} is named {servers.count(twice[0])} times, wanted each once")
+    serve = {**config["serve"], "port": address.port or 80}  # a server's own, whatever a service would bind
+    return _start_beside("services.attach", "attached", address, {**config, "serve": serve}, settings)
 
 
 def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable[[str], None]) -> NoReturn:
@@ -143,11 +146,11 @@ def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable
         ValueError: the server's address is no URL, or the port can't be bound.
         RuntimeError: it ends as soon as it is started.
     """
-    _address(config["server"])
+    address = _address(config["server"])
     require_port_free(settings.host, config["port"])
     whole, first = {**config, "host": settings.host}, True
     while True:
-        child, listened = _start_beside("services.record", "recorded", whole, settings), False
+        child, listened = _start_beside("services.record", "recorded", address, whole, settings), False
         tell(f"{settings.host}:{config['port']} passes requests on to {config['server']}, log in {child.log_path}")
         try:
             while (code := child.poll()) is None:
@@ -177,15 +180,15 @@ def _address(server: str) -> SplitResult:
     return address
 
 
-def _start_beside(module: str, name: str, config: Mapping[str, Any], settings: Settings) -> Child:
+def _start_beside(module: str, name: str, address: SplitResult, config: Mapping[str, Any], settings: Settings) -> Child:
     """Start a program that works on somebody else's server, with its settings in a file of the home."""
-    host = urlsplit(config["server"]).netloc.replace(":", "-")
+    host = address.netloc.replace(":", "-")
     path = settings.home / name / f"{host}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
     write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
     argv = [sys.executable, "-m", module, "--config", str(path)]
-    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {config['server']}")
+    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {address.geturl()}")
 
 
 def last_url(settings: Settings) -> str:

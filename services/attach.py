@@ -14,19 +14,21 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
+from pydantic import Field
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, file_digest
-from models.targets import describe
+from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
-from services.drafts import DraftHistory, DraftSource, Loaded, read_memory
+from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_memory
 from services.reconciler import Reconciler, ReplicaHooks
+from services.rollout import RolloutFile, RolloutSource
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 WEIGHTS = "model.safetensors"
@@ -39,18 +41,27 @@ class AttachConfig(ServiceConfig):
     """What is attached to, beside what a service of ours would be started with.
 
     Attributes:
-        server: URL of the server.
-        server_cache: where the server sees our cache, "" if it sees the same paths.
+        servers: their URLs, in the order in which they try a new draft.
+        server_cache: where the servers see our cache, "" if they see the same paths.
+        server: the one that a reconciler is about.
     """
 
-    server: str
+    servers: tuple[str, ...] = Field(min_length=1)
     server_cache: str = ""
+    server: str = ""
 
     @property
     def memory(self) -> Path:
         """The file that remembers good and refused drafts of this server over a restart."""
-        name = hashlib.sha256(self.server.encode()).hexdigest()[:16]
-        return self.settings.home / "attached" / f"{name}.json"
+        return self._file(self.server)
+
+    @property
+    def rollout(self) -> Path:
+        """The file that says where the servers stand."""
+        return self._file(" ".join(("rollout", *self.servers)))
+
+    def _file(self, of: str) -> Path:
+        return self.settings.home / "attached" / f"{hashlib.sha256(of.encode()).hexdigest()[:16]}.json"
 
     def published(self, directory: Path) -> str:
         """Return the path by which the server reads a directory of our cache."""
@@ -63,39 +74,60 @@ async def attach(config: AttachConfig, token: str) -> None:
     """Follow the registry for as long as the process runs; a server that is away is waited for.
 
     Raises:
-        NoPlugin: the server can't replace drafts.
+        NoPlugin: a server can't replace drafts, and never could.
         ValueError: it drafts with what the registry does not know.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
+    rollout = RolloutFile(config.rollout, config.servers)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in config.servers:
+                group.create_task(_keep(config.model_copy(update={"server": server}), token, target, rollout))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
+    """Follow the registry for one server; what it refuses once it was followed is waited for, too."""
+    server, was_followed, counts, events = config.server, False, Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
-    source = DraftSource(
-        open_registry(config.settings), config.settings.cache, target, config.engine_params().num_draft_tokens
+    source = RolloutSource(
+        open_registry(config.settings),
+        config.settings.cache,
+        target,
+        config.engine_params().num_draft_tokens,
+        may_take=lambda name: rollout.rollout.may_take(server, name),
     )
-    events, counts = Emitter(config.orchestrator), Counter[str]()
 
     def tell(event: str, text: str) -> None:
-        events.emit(event, EVERY_DOMAIN, {"server": config.server, "told": text})
+        events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
     while True:
-        engine = AttachedEngine(config.server, token, config.published)
+        engine = AttachedEngine(server, token, config.published)
         try:
             boot = await _boot(engine, source)
             memory = _read_memory(config.memory)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-            reconciler.hooks = ReplicaHooks(tell=tell)
-            log.info("%s drafts with draft %d", config.server, boot.version.number)
-            await _follow(reconciler, engine, config.serve.poll_s)
-            log.warning("%s has another draft than was put there: it was started again", config.server)
-        except httpx.HTTPError as error:
-            log.warning("%s does not answer: %s", config.server, error)
+            reconciler.hooks, was_followed = ReplicaHooks(tell=tell), True
+            log.info("%s drafts with draft %d", server, boot.version.number)
+            await _follow(reconciler, engine, config.serve.poll_s, lambda state: rollout.saw(server, state))
+            log.warning("%s has another draft than was put there: it was started again", server)
+        except (httpx.HTTPError, ValueError, RuntimeError) as error:
+            if not was_followed and not isinstance(error, httpx.HTTPError):
+                raise
+            log.warning("%s can't be followed now: %s: %s", server, type(error).__name__, error)
+            rollout.saw(server, None)
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()
 
 
-async def _follow(reconciler: Reconciler, engine: AttachedEngine, poll_s: float) -> None:
-    """Return once the server has another draft than it was given."""
+async def _follow(
+    reconciler: Reconciler, engine: AttachedEngine, poll_s: float, saw: Callable[[DraftState], None]
+) -> None:
+    """Return once the server has another draft than it was given; `saw` is told how it stands, before each look."""
     while (await engine.look())["version"] == engine.draft_version:
+        saw(reconciler.state)
         await reconciler.look()
         await asyncio.sleep(poll_s)
 

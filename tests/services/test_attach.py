@@ -13,7 +13,7 @@ from services.attach import TOKEN, AttachConfig, main
 def config(home: Path, **changed: object) -> dict[str, object]:
     settings = Settings(home=home).model_dump(mode="json")
     whole = {"target_dir": str(home / "target"), "settings": settings, "serve": {"port": 8000}}
-    return {**whole, "server": "http://127.0.0.1:8001", **changed}
+    return {**whole, "servers": ["http://127.0.0.1:8001"], **changed}
 
 
 def test_without_the_servers_token_nothing_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,12 @@ def test_without_the_servers_token_nothing_is_followed(tmp_path: Path, capsys: p
 @pytest.mark.parametrize("server", ["127.0.0.1:8001", "ftp://host", "http://"])
 def test_what_is_no_address_is_refused(tmp_path: Path, server: str) -> None:
     with pytest.raises(ValueError, match="wanted a URL"):
-        start_attachment(config(tmp_path, server=server), Settings(home=tmp_path))
+        start_attachment(config(tmp_path, servers=[server]), Settings(home=tmp_path))
+
+
+def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="http://127.0.0.1:1 is named 2 times"):
+        start_attachment(config(tmp_path, servers=["http://127.0.0.1:1"] * 2), Settings(home=tmp_path))
 
 
 def test_a_server_may_see_the_cache_elsewhere_and_has_a_memory_of_its_own(tmp_path: Path) -> None:

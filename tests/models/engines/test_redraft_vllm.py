@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,15 +101,13 @@ class Server:
         return self.client.post("/redraft/draft", json=body, headers={"Authorization": f"Bearer {SECRET}"})
 
 
-@pytest.fixture(scope="module")
-def server(
-    site: Path, tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """`vllm serve` with nothing of redraft on its path but the plugin."""
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    speculation = {**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 3}
+@contextmanager
+def serving(site: Path, target: Path, draft: Path, folder: Path) -> Iterator[Server]:
+    """Run `vllm serve` with nothing of redraft on its path but the plugin."""
+    port = free_port()
+    speculation = {**family_of(draft).vllm_config(draft), "num_speculative_tokens": 3}
     argv = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_target)),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)),
         *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"),
         *("--per-request-spec-decode-metrics", "detailed"),
@@ -116,11 +115,19 @@ def server(
     ]
     environment = {**child_environment(), **openmp_preload(), "PYTHONPATH": str(site), TOKEN: SECRET}
     environment |= {"VLLM_PLUGINS": "redraft,redraft_notice"}
-    with Child.start(argv, environment, folder / "server.log", "vLLM's server") as child:
+    with Child.start(argv, environment, folder / f"{port}.log", "vLLM's server") as child:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 600, child, "vLLM's server")
         server = Server(port)
         yield server
         server.client.close()
+
+
+@pytest.fixture(scope="module")
+def server(
+    site: Path, tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with serving(site, tiny_target, tiny_draft, tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -199,8 +206,8 @@ def test_old_keys_remain_for_as_long_as_requests_run_and_no_longer(server: Serve
     wait_until(lambda: server.draft().json()["state"] == "serving", 20, None, "an empty prefix cache")
 
 
-def test_a_server_follows_the_registry_and_a_draft_that_lies_is_taken_back(
-    server: Server, tiny_target: Path, tmp_path: Path
+def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_back(
+    server: Server, site: Path, tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
     goldens = []
@@ -213,25 +220,34 @@ def test_a_server_follows_the_registry_and_a_draft_that_lies_is_taken_back(
     (home := tmp_path / "home").mkdir()
     world = World(home, target)
     first, second = world.versions
-    config = {**json.loads(world.config().read_text()), "server": server.url}
-    (home / "attach.json").write_text(json.dumps(config))
     argv = [sys.executable, "-m", "services.attach", "--config", str(home / "attach.json")]
     environment = {"PYTHONPATH": str(ROOT), TOKEN: SECRET}
+    seen: list[tuple[str, str]] = []  # of both servers, again and again
+
+    def have(version: int) -> bool:
+        later = other.draft().json()["version"]  # asked before the first one, which must have had it by then
+        seen.append((server.draft().json()["version"], later))
+        return seen[-1] == (str(version), str(version))
 
     def wait_for(version: int) -> None:
-        wait_until(lambda: server.draft().json()["version"] == str(version), 90, child, f"draft {version}")
+        wait_until(lambda: have(version), 90, child, f"draft {version}")
 
-    with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
-        wait_for(first)
-        world.registry.promote("draft", second)
-        wait_for(second)
-        liar = world.register(2, golden_tau="3.9")
-        world.registry.promote("draft", liar)
-        wait_until(lambda: world.registry.get("draft", liar).quarantined != "", 90, child, "a quarantine")
-        assert "promised 3.900" in world.registry.get("draft", liar).quarantined
-        wait_for(second)
-        assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
-        wait_for(second)
+    with serving(site, tiny_target, tiny_draft, tmp_path) as other:
+        config = {**json.loads(world.config().read_text()), "servers": [server.url, other.url]}
+        (home / "attach.json").write_text(json.dumps(config))
+        with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
+            wait_for(first)
+            world.registry.promote("draft", second)
+            wait_for(second)
+            assert (str(first), str(second)) not in seen
+            liar = world.register(2, golden_tau="3.9")
+            world.registry.promote("draft", liar)
+            wait_until(lambda: not have(liar) and world.registry.get("draft", liar).quarantined != "", 90, child, "")
+            assert "promised 3.900" in world.registry.get("draft", liar).quarantined
+            wait_for(second)
+            assert str(liar) not in {later for _, later in seen}
+            assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
+            wait_for(second)
 
 
 GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}

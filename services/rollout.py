@@ -1,0 +1,117 @@
+"""How a draft reaches several servers: the first that answers tries it, the rest get it once it was proven there.
+
+Who may take a draft follows from rows in a file of the home, so that a proven draft goes on to the rest after a restart
+too. What a server's reconciler asks for the champion is told of none before its turn, and the last good draft stays.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from infra.files import write_atomic
+from infra.versions import Version
+from models.types import Frozen
+from services.drafts import DraftSource, DraftState, label
+
+KEPT_PROVEN = 16
+
+log = logging.getLogger(__name__)
+
+
+class Row(Frozen):
+    """Where a server stands.
+
+    Attributes:
+        version: label of the draft that it serves, "" before that is known.
+        wave: 0 of the server that tries new drafts, 1 of the rest.
+        server: its URL.
+        state: "serving" while it tries another draft, too.
+    """
+
+    version: str = ""
+    wave: int
+    server: str
+    state: Literal["starting", "away", "serving"] = "starting"
+
+
+class Rollout(Frozen):
+    """Where all servers stand.
+
+    Attributes:
+        rows: in the order in which the servers are tried.
+        proven: labels of the drafts that passed a probation on one of them, the last first.
+    """
+
+    rows: tuple[Row, ...]
+    proven: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, servers: Sequence[str], proven: tuple[str, ...] = ()) -> "Rollout":
+        """Return the state before anything is known of the servers; until one is away, the first is asked first."""
+        return cls(rows=tuple(Row(wave=min(at, 1), server=server) for at, server in enumerate(servers)), proven=proven)
+
+    def may_take(self, server: str, version: str) -> bool:
+        """Whether a server may take a draft, by its label, now."""
+        return version in self.proven or any(row.server == server and row.wave == 0 for row in self.rows)
+
+    def saw(self, server: str, state: DraftState | None) -> "Rollout":
+        """Return the state after a look at a server's reconciler; None of a server that does not answer."""
+        rows, proven = {row.server: row for row in self.rows}, self.proven
+        if state is None:
+            rows[server] = rows[server].model_copy(update={"state": "away"})
+        else:
+            serving = "" if state.serving is None else label(state.serving.version)
+            rows[server] = rows[server].model_copy(update={"state": "serving", "version": serving})
+            if serving and state.proof is not None:
+                proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
+        first = next((row.server for row in rows.values() if row.state != "away"), "")
+        waves = (row.model_copy(update={"wave": int(row.server != first)}) for row in rows.values())
+        return Rollout(rows=tuple(waves), proven=proven)
+
+
+class RolloutFile:
+    """The rollout of the servers that a process follows, on the disk after each change.
+
+    Attributes:
+        rollout: where they stand.
+    """
+
+    def __init__(self, path: Path, servers: Sequence[str]) -> None:
+        """Go on with what an earlier process left; a file that can't be read is as none."""
+        self._path = path
+        try:
+            proven = Rollout.model_validate_json(path.read_bytes()).proven
+        except (OSError, ValidationError):
+            proven = ()
+        self.rollout = Rollout.of(servers, proven)
+
+    def saw(self, server: str, state: DraftState | None) -> None:
+        """See `Rollout.saw`; a full disk costs the memory of a restart."""
+        before, self.rollout = self.rollout, self.rollout.saw(server, state)
+        if self.rollout == before:
+            return
+        for row in set(self.rollout.rows) - set(before.rows):
+            log.info("%s, wave %d: %s, draft %s", row.server, row.wave, row.state, row.version or "unknown")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, json.dumps(self.rollout.model_dump(mode="json"), indent=1))
+        except OSError as error:
+            log.warning("where the servers stand was not written: %s", error)
+
+
+class RolloutSource(DraftSource):
+    """Names the champion to a server whose turn it is, and none to another."""
+
+    def __init__(self, *given: Any, may_take: Callable[[str], bool]) -> None:
+        """Say as in `DraftSource` where drafts come from; `may_take` is asked with a draft's label."""
+        super().__init__(*given)
+        self._may_take = may_take
+
+    def champion(self) -> Version | None:
+        """See `DraftSource.champion`."""
+        champion = super().champion()
+        return champion if champion is not None and self._may_take(label(champion)) else None

@@ -1,0 +1,82 @@
+"""Of several servers one tries a draft first, and the rest get it once it was proven there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.drafts import DraftHistory, DraftState, label
+from services.rollout import Rollout, RolloutFile
+from tests.services.test_swap import PROOF, draft, version
+
+A, B, C = SERVERS = ("http://a", "http://b", "http://c")
+OLD, NEW = (label(version(number)) for number in (1, 2))
+
+
+def unproven(number: int) -> DraftState:
+    return DraftState.started(draft(number), DraftHistory())
+
+
+def serves(number: int) -> DraftState:
+    return replace(unproven(number), proof=PROOF)
+
+
+def tries(number: int, serving: int) -> DraftState:
+    return replace(serves(serving), candidate=draft(number))
+
+
+def seen(rollout: Rollout, **states: DraftState | None) -> Rollout:
+    for name, state in states.items():
+        rollout = rollout.saw(f"http://{name}", state)
+    return rollout
+
+
+def may_take(rollout: Rollout, name: str) -> str:
+    return "".join(server[-1] for server in SERVERS if rollout.may_take(server, name))
+
+
+def test_the_first_server_takes_a_new_draft_and_the_rest_once_it_is_proven_there() -> None:
+    begun = seen(Rollout.of(SERVERS), b=unproven(1), a=serves(1), c=serves(1))
+    assert (may_take(begun, OLD), may_take(begun, NEW)) == ("abc", "a")
+    trying = seen(begun, a=tries(2, serving=1))
+    assert may_take(trying, NEW) == "a"
+    assert [(row.state, row.wave, row.version) for row in trying.rows] == [("serving", at, OLD) for at in (0, 1, 1)]
+    proven = seen(trying, a=serves(2))
+    assert (may_take(proven, NEW), may_take(proven, OLD)) == ("abc", "abc")  # the way back has no waves
+
+
+def test_a_draft_that_a_server_was_started_with_is_proven_by_nothing() -> None:
+    assert may_take(seen(Rollout.of(SERVERS), a=unproven(2)), NEW) == "a"
+
+
+def test_a_draft_that_fails_on_the_first_server_never_gets_to_the_rest() -> None:
+    failed = seen(Rollout.of(SERVERS), a=serves(1), b=serves(1), c=serves(1))
+    failed = seen(seen(failed, a=tries(2, serving=1)), a=serves(1))
+    assert may_take(failed, NEW) == "a"
+
+
+def test_where_the_first_server_is_away_the_next_one_tries() -> None:
+    away = seen(Rollout.of(SERVERS), b=serves(1), a=None)
+    assert may_take(away, NEW) == "b"
+    assert may_take(seen(away, b=None, c=serves(1)), NEW) == "c"
+    assert may_take(seen(away, a=serves(1)), NEW) == "a"
+    assert may_take(seen(away, b=None, c=None), NEW) == ""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_was_proven_outlives_a_restart_and_damage_does_not_stop_one(tmp_path: Path, damaged: bool) -> None:
+    file = tmp_path / "home" / "rollout.json"
+    RolloutFile(file, SERVERS).saw(A, serves(2))
+    if damaged:
+        file.write_text("{")
+    again = RolloutFile(file, SERVERS)
+    assert may_take(again.rollout, NEW) == ("a" if damaged else "abc")
+    again.saw(B, serves(1))
+    assert may_take(RolloutFile(file, SERVERS).rollout, OLD) == "abc"
+
+
+def test_a_disk_that_takes_nothing_stops_no_rollout(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    full = RolloutFile(tmp_path / "file" / "rollout.json", SERVERS)
+    full.saw(A, serves(2))
+    assert may_take(full.rollout, NEW) == "abc"
