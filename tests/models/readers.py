@@ -4,7 +4,7 @@ What the key does is tested where it is read; `tests.models.test_settings` holds
 """
 
 _KEYS: dict[str, dict[str, str]] = {
-    "flows/build.py": {"recipe.Recipe": "seed target text select pretrain shrink prune finetune quantize traffic"},
+    "flows/build.py": {"recipe.Recipe": "seed target text select traffic"},
     "flows/clean.py": {"recipe.Recipe": "keep"},
     "flows/demo.py": {"recipe.Recipe": "demo"},
     "flows/deployments.py": {
@@ -151,6 +151,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/distill_draft.py": {"recipe.Recipe": "draft distill"},
     "tasks/find_past.py": {"recipe.Refresh": "pool"},
     "tasks/change_model.py": {
+        "recipe.Recipe": "pretrain shrink prune finetune quantize",
         "stages.Finetune": "method domain regimes second",
         "stages.Second": "domain weight",
         "stages.Pretrain": "regimes",

@@ -66,7 +66,7 @@ def tables() -> list[type[BaseModel]]:
 
 
 def name_of(table: type[BaseModel]) -> str:
-    return f"{table.__module__.removeprefix('models.')}.{table.__name__}".removesuffix(".Params")
+    return f"{table.__module__.removeprefix('models.').removeprefix('core.')}.{table.__name__}".removesuffix(".Params")
 
 
 KEYS = [f"{name_of(table)}.{key}" for table in tables() for key in table.model_fields if key != "name"]
