@@ -7,7 +7,6 @@ directories with a manifest; nothing here imports a model library, pickles, or s
 """
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -107,7 +106,7 @@ class Registry:
             model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
             self.store.client.log_model_artifacts(model.model_id, str(directory))
             model = self.store.client.finalize_logged_model(model.model_id, "READY")
-            self._create_registered_model(kind)
+            _create_registered_model(self.store, kind)
             version = self.store.client.create_model_version(
                 kind,
                 source=model.artifact_location,
@@ -159,10 +158,7 @@ class Registry:
             with translated(f"reading {name} of {version.kind} {version.number}"):
                 run_id = self.store.client.get_model_version(version.kind, str(version.number)).run_id
                 assert run_id is not None  # `register` makes every version of a run
-                if name not in [file.path for file in self.store.client.list_artifacts(run_id)]:
-                    return None
-                with tempfile.TemporaryDirectory() as folder:
-                    return Path(self.store.client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+                return self.store.read_text(run_id, name)
         except NotFound:  # somebody deleted the run
             return None
 
@@ -182,10 +178,9 @@ class Registry:
                 raise ValueError(f"{kind} {number} is quarantined: {version.quarantined}")
             if version.cleaned:
                 raise ValueError(f"the files of {kind} {number} were cleaned away on {version.cleaned}")
-            try:
+            champion: Version | None = None
+            with suppress(ForeignVersion):  # promoting is how the alias is put right
                 champion = self.champion(kind)
-            except ForeignVersion:  # promoting is how the alias is put right
-                champion = None
             if champion is not None and champion.number == number:
                 return
             if expected_champion is not None:
@@ -199,10 +194,9 @@ class Registry:
 
     def require_champion(self, kind: Kind, number: int) -> None:
         """Raise Outdated unless a version that something was gated against is the champion still, and good."""
-        try:
+        champion: Version | None = None
+        with suppress(ForeignVersion):
             champion = self.champion(kind)
-        except ForeignVersion:
-            champion = None
         gated = f"it was gated against {kind} {number}"
         if champion is None or champion.number != number:
             now = "there is none" if champion is None else f"that is {champion.number}"
@@ -280,29 +274,8 @@ class Registry:
         final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".{final.name}.lock"):
-            if final.exists():
-                try:
-                    _require_digest(final, version)
-                    return final
-                except ValueError:
-                    shutil.rmtree(final)
-            with renamed_when_complete(final) as staging:
-                self._fetch(version, staging)
-                _require_digest(staging, version)
+            _download(self.store, version, final)
         return final
-
-    def _fetch(self, version: Version, directory: Path) -> None:
-        inner = directory / ".fetched"
-        inner.mkdir()
-        with translated(f"fetching {version.kind} {version.number}"):
-            from mlflow.artifacts import download_artifacts
-
-            uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
-            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
-            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri))
-        for path in fetched.iterdir():
-            path.rename(directory / path.name)
-        shutil.rmtree(inner)
 
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""
@@ -314,20 +287,21 @@ class Registry:
             seen.add(version.number)
         return None
 
-    def _create_registered_model(self, kind: Kind) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.store.client.create_registered_model(kind)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-
 
 def open_registry(settings: Settings | None = None) -> Registry:
     """Return the registry that lies where the settings say, by default those of this process."""
     settings = settings or load_settings()
     return Registry(settings.mlflow_uri, settings.mlflow_files)
+
+
+def _create_registered_model(store: Store, kind: Kind) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        store.client.create_registered_model(kind)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
 
 
 def _replaced_by(version: Version) -> int | None:
@@ -340,6 +314,27 @@ def _replaced_by(version: Version) -> int | None:
     with suppress(ForeignVersion):  # whose tags somebody damaged
         return version.lineage.gate_champion
     return None
+
+
+def _download(store: Store, version: Version, final: Path) -> None:
+    """Keep a good copy of a version's files, and fetch them where there is none."""
+    if final.exists():
+        with suppress(ValueError):
+            _require_digest(final, version)
+            return
+        shutil.rmtree(final)
+    with renamed_when_complete(final) as staging:
+        (inner := staging / ".fetched").mkdir()
+        with translated(f"fetching {version.kind} {version.number}"):
+            from mlflow.artifacts import download_artifacts
+
+            uri = store.client.get_model_version_download_uri(version.kind, str(version.number))
+            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
+            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=store.uri))
+        for path in fetched.iterdir():
+            path.rename(staging / path.name)
+        shutil.rmtree(inner)
+        _require_digest(staging, version)
 
 
 def _require_digest(directory: Path, version: Version) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -71,6 +72,13 @@ class Store:
                 [self.experiment_id], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"]
             )
         return [dict(run.data.metrics) for run in runs]
+
+    def read_text(self, run_id: str, name: str) -> str | None:
+        """Return a text file of a run, None if it has none of that name."""
+        if name not in [file.path for file in self.client.list_artifacts(run_id)]:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
 
     @cached_property
     def client(self) -> "MlflowClient":
