@@ -89,7 +89,8 @@ async def attach(config: AttachConfig, token: str) -> None:
 
 async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
     """Follow the registry for one server; what it refuses once it was followed is waited for, too."""
-    server, was_followed, counts, events = config.server, False, Counter[str](), Emitter(config.orchestrator)
+    server, was_followed, said = config.server, False, ""
+    counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
     source = RolloutSource(
         open_registry(config.settings),
@@ -108,14 +109,16 @@ async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: R
             boot = await _boot(engine, source)
             memory = _read_memory(config.memory)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-            reconciler.hooks, was_followed = ReplicaHooks(tell=tell), True
+            reconciler.hooks, was_followed, said = ReplicaHooks(tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
             await _follow(reconciler, engine, config.serve.poll_s, lambda state: rollout.saw(server, state))
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
             if not was_followed and not isinstance(error, httpx.HTTPError):
                 raise
-            log.warning("%s can't be followed now: %s: %s", server, type(error).__name__, error)
+            if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
+                log.warning("%s can't be followed now: %s", server, text)
+            said = text
             rollout.saw(server, None)
             await asyncio.sleep(config.serve.poll_s)
         finally:

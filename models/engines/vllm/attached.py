@@ -4,6 +4,7 @@ Its speculation can't be switched off. So where an output differs from the refer
 apart: the draft is not served, and not quarantined either.
 """
 
+import asyncio
 import hashlib
 import json
 import time
@@ -135,7 +136,7 @@ class AttachedEngine:
         order = {
             "version": version,
             "path": self._published(weights.file.parent),
-            "sha256": file_digest(weights.file),
+            "sha256": await asyncio.to_thread(file_digest, weights.file),
             "parameters": weights.parameters,
         }
         answer = await self._http.post("/redraft/draft", json=order, headers=self._token, timeout=SWAP_S)
@@ -151,7 +152,7 @@ class AttachedEngine:
         """Return by how much the server's modules were off from a draft's file after it was loaded."""
         weights = family_of(directory).vllm_weights(directory)
         found = await self.look()
-        if weights is None or found["digest"] != file_digest(weights.file):
+        if weights is None or found["digest"] != await asyncio.to_thread(file_digest, weights.file):
             raise ValueError(
                 f"{self.url} serves weights {found['digest'][:12]}, which are not those of {directory.name}"
             )
