@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import uvicorn
 from pydantic import Field
 
@@ -41,6 +41,7 @@ from services.recording_proxy import DraftVersions, RecordingProxy
 CONNECT_S, DRAIN_S = 10.0, 20.0
 KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
 BACKLOG = 1024
+MAX_HEADER_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +94,8 @@ async def record(config: RecordConfig, token: str) -> None:
         lambda ids, change: markers().rewrite(ids, change),
         config.target_version,
     )
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
-    timeout = httpx.Timeout(None, connect=CONNECT_S)
     server = config.server.rstrip("/")
-    async with httpx.AsyncClient(verify=verify, limits=limits, timeout=timeout, trust_env=False) as http:
+    async with _client(verify) as http:
         versions = DraftVersions(http, server, token)
         keys = Keys(keys_path(config.settings), is_loopback(config.host))
         secret, defaults = home_secret(config.settings.home), default_sampling(config.target_dir)
@@ -109,6 +108,19 @@ async def record(config: RecordConfig, token: str) -> None:
             versions.close()
             log.info("%s", json.dumps(app.status()))
             await asyncio.to_thread(recorder.close)
+
+
+def _client(verify: ssl.SSLContext) -> aiohttp.ClientSession:
+    """Return what asks the server: it keeps connections, and neither adds to a request nor changes an answer."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ssl=verify),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        auto_decompress=False,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -156,7 +168,6 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         path = parser.parse_args(argv).config
         config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))

@@ -8,13 +8,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import aiohttp
+from multidict import CIMultiDict
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
 
 from services.access import Keys, RequestError
 from services.consented import MAX_BODY_BYTES, Consented, Unrecorded, may_record, read_consented
@@ -32,8 +35,9 @@ HOP_BY_HOP = {
 }
 EVENTS = "text/event-stream"
 REFUSED = (400, 422)  # as a server answers that does not take what we add
+UNANSWERED = (aiohttp.ClientError, TimeoutError)
 
-RawHeaders = list[tuple[bytes, bytes]]
+RawHeaders = Sequence[tuple[bytes, bytes]]
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +47,14 @@ class ClientLeft(Exception):
 
 
 class RequestBody:
-    """The body of one request, on its way to the server."""
+    """The body of one request, on its way to the server.
+
+    Attributes:
+        is_cut: the client left before it sent all.
+    """
 
     def __init__(self, receive: Receive) -> None:
+        self.is_cut = False
         self._receive, self._come, self._whole = receive, bytearray(), asyncio.Event()
 
     async def start(self, max_bytes: int) -> bytes | None:
@@ -70,6 +79,7 @@ class RequestBody:
     async def _next(self) -> bytes:
         message = await self._receive()
         if message["type"] == "http.disconnect":
+            self.is_cut = True
             raise ClientLeft
         if not message.get("more_body", False):
             self._whole.set()
@@ -84,7 +94,7 @@ class DraftVersions:
         current: its number in the registry, as text; "" where it is not known.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, token: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
         self.current = ""
         self._http, self._url, self._token = http, url, token
         self._due: list[tuple[str, Callable[[str], None]]] = []
@@ -113,11 +123,12 @@ class DraftVersions:
 
     async def _ask(self) -> str:
         headers = {"Authorization": f"Bearer {self._token}"}
+        timeout = aiohttp.ClientTimeout(ASK_S)
         try:
-            answer = await self._http.get(f"{self._url}/redraft/draft", headers=headers, timeout=ASK_S)
-            told = answer.json() if answer.status_code == httpx.codes.OK else {}
+            async with self._http.get(f"{self._url}/redraft/draft", headers=headers, timeout=timeout) as answer:
+                told = await answer.json(content_type=None) if answer.status == HTTPStatus.OK else {}
             version = str(told.get("version", "")) if told.get("state") != "unknown" else ""
-        except (httpx.HTTPError, ValueError, AttributeError):
+        except (*UNANSWERED, ValueError, AttributeError):
             return ""
         return version if version.isascii() and version.isdigit() else ""
 
@@ -132,7 +143,7 @@ class RecordingProxy:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: aiohttp.ClientSession,
         server: str,
         models: Sequence[str],
         recorder: Recorder,
@@ -154,7 +165,7 @@ class RecordingProxy:
             defaults: sampling of requests that don't say how.
         """
         self.recorded, self.passed = 0, Counter[str]()
-        self._http, self._server, self._models = http, httpx.URL(server), models
+        self._http, self._server, self._models = http, server.rstrip("/"), models
         self._recorder, self._versions, self._keys = recorder, versions, keys
         self._secret, self._defaults, self._domains = secret, defaults, Domains()
         self._takes_more = True
@@ -163,7 +174,7 @@ class RecordingProxy:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        started = False
+        started, body = False, RequestBody(receive)
 
         async def seen(message: Message) -> None:
             nonlocal started
@@ -175,12 +186,14 @@ class RecordingProxy:
                 self._keys.identify(Headers(scope=scope), STATUS_PATH)
                 await JSONResponse(self.status())(scope, receive, seen)
             else:
-                await self._answer(scope, RequestBody(receive), seen)
+                await self._answer(scope, body, seen)
         except ClientLeft:
             pass
         except RequestError as refusal:
             await refusal.response()(scope, receive, seen)
-        except httpx.HTTPError as error:
+        except UNANSWERED as error:
+            if body.is_cut:
+                return
             log.warning("%s %s: %s", scope["method"], self._server, type(error).__name__)
             if not started:
                 message = f"the server behind this one does not answer ({type(error).__name__})"
@@ -226,17 +239,17 @@ class RecordingProxy:
     async def _pass(self, scope: Scope, body: RequestBody, wanted: Consented | None, send: Send) -> None:
         began = self._versions.current
         answer = await self._ask(scope, body, wanted)
-        if wanted is not None and answer.status_code in REFUSED:  # it may be what was added that it does not take
-            await answer.aclose()
+        if wanted is not None and answer.status in REFUSED:  # it may be what was added that it does not take
+            answer.close()
             answer = await self._ask(scope, body, None)
-            self._takes_more &= answer.is_error
+            self._takes_more &= not answer.ok
         reader: AnswerReader | None = None
         try:
             kind = answer.headers.get("content-type", "").partition(";")[0].strip()
             if wanted is None:
                 await _send_raw(answer, send)
-            elif answer.status_code != httpx.codes.OK or "content-encoding" in answer.headers:
-                self.passed["an error" if answer.is_error else "an answer that can't be read"] += 1
+            elif answer.status != HTTPStatus.OK or "content-encoding" in answer.headers:
+                self.passed["an answer that can't be read" if answer.ok else "an error"] += 1
                 await _send_raw(answer, send)
             elif kind == EVENTS:
                 reader = stream = StreamReader(wanted.added)
@@ -247,20 +260,20 @@ class RecordingProxy:
         finally:
             if wanted is not None and reader is not None:
                 self._keep(wanted, reader, began)
-            await answer.aclose()
+            answer.close()
 
-    async def _ask(self, scope: Scope, body: RequestBody, wanted: Consented | None) -> httpx.Response:
+    async def _ask(self, scope: Scope, body: RequestBody, wanted: Consented | None) -> aiohttp.ClientResponse:
         """Send a request on, and return the answer as soon as its headers are there."""
-        target = self._server.raw_path.rstrip(b"/") + scope["raw_path"]
-        target += b"?" + scope["query_string"] if scope["query_string"] else b""
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        url = URL(f"{self._server}{scope['raw_path'].decode('latin-1')}{query}", encoded=True)
         content: bytes | AsyncIterator[bytes] | None = None if wanted is None else wanted.body
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
             content = content or body.parts()
         else:
             await body.start(0)
-        headers = onward(scope["headers"], wanted is not None)
-        url = self._server.copy_with(raw_path=target)
-        return await self._http.send(httpx.Request(scope["method"], url, headers=headers, content=content), stream=True)
+        sent = onward(scope["headers"], wanted is not None)
+        headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in sent)
+        return await self._http.request(scope["method"], url, headers=headers, data=content, allow_redirects=False)
 
     def _keep(self, wanted: Consented, reader: AnswerReader, began: str) -> None:
         if reader.fault or not reader.has_ids:
@@ -301,31 +314,31 @@ def _named_by_connection(headers: RawHeaders) -> set[bytes]:
     return {part.strip().lower() for value in said for part in value.split(b",")}
 
 
-async def _send_raw(answer: httpx.Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": backward(answer.headers.raw)})
-    async for part in answer.aiter_raw():
+async def _send_raw(answer: aiohttp.ClientResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": answer.status, "headers": backward(answer.raw_headers)})
+    async for part in answer.content.iter_any():
         await _send_part(send, part)
     await _send_part(send, b"", more=False)
 
 
-async def _send_stream(answer: httpx.Response, reader: StreamReader, send: Send) -> None:
-    headers = backward(answer.headers.raw, rewritten=True)
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+async def _send_stream(answer: aiohttp.ClientResponse, reader: StreamReader, send: Send) -> None:
+    headers = backward(answer.raw_headers, rewritten=True)
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     try:
-        async for part in answer.aiter_raw():
+        async for part in answer.content.iter_any():
             if passed := reader.feed(part):
                 await _send_part(send, passed)
-    except httpx.HTTPError:
+    except UNANSWERED:
         reader.fault = "an answer that was cut"
         await _send_part(send, reader.rest())
         raise
     await _send_part(send, reader.rest(), more=False)
 
 
-async def _send_whole(answer: httpx.Response, reader: AnswerReader, send: Send) -> None:
-    body = reader.whole(b"".join([part async for part in answer.aiter_raw()]))
-    headers = [*backward(answer.headers.raw, rewritten=True), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+async def _send_whole(answer: aiohttp.ClientResponse, reader: AnswerReader, send: Send) -> None:
+    body = reader.whole(await answer.read())
+    headers = [*backward(answer.raw_headers, rewritten=True), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await _send_part(send, body, more=False)
 
 

@@ -9,11 +9,12 @@ import sqlite3
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
@@ -364,20 +365,28 @@ async def test_a_row_names_the_draft_that_answered_from_its_beginning_to_its_end
         assert [row.draft_version for row in await made.rows(3)] == [7, None, 8]
 
 
-async def test_what_is_no_number_of_the_registry_is_no_version() -> None:
-    async def version(told: Callable[[], httpx.Response]) -> str:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: told())) as http:
-            versions = DraftVersions(http, "http://server", "token")
-            asking = asyncio.create_task(versions.run())
-            settled = asyncio.get_running_loop().create_future()
-            versions.after("7", settled.set_result)
-            found = await settled
-            asking.cancel()
-            return str(found)
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ({"version": "7"}, "7"),
+        ({"version": "start-up"}, ""),
+        ({"version": "7", "state": "unknown"}, ""),
+        (["7"], ""),
+        (None, ""),
+    ],
+)
+async def test_what_is_no_number_of_the_registry_is_no_version(told: object, version: str) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        said = json.dumps(told).encode()
+        yield head("application/json", "200 OK" if told else "401 Unauthorized", len(said)) + said
 
-    said = [{"version": "7"}, {"version": "start-up"}, {"version": "7", "state": "unknown"}, ["7"]]
-    assert [await version(lambda one=one: httpx.Response(200, json=one)) for one in said] == ["7", "", "", ""]  # type: ignore[misc]
-    assert await version(lambda: httpx.Response(401)) == ""
+    async with PlayedServer(play) as server, aiohttp.ClientSession() as http:
+        versions = DraftVersions(http, server.url, "token")
+        asking = asyncio.create_task(versions.run())
+        settled = asyncio.get_running_loop().create_future()
+        versions.after("7", settled.set_result)
+        assert await settled == version
+        asking.cancel()
 
 
 def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_path: Path) -> None:
