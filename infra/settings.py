@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from models.types import Frozen
 
 PREFIX = "REDRAFT_"
-# What the process that follows somebody else's server reads itself (services/attach.py): no setting of the home.
-OF_ATTACHED = ("REDRAFT_ATTACH_TOKEN",)
+# Token of the plugin's routes; who attaches or records reads it itself, and it is no setting of the home.
+ATTACH_TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 KEY = r"[\x21-\x7e]{8,512}"
 
 QUIET_MLFLOW = {
@@ -136,7 +136,7 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for variable in sorted(environment):
-        if not variable.startswith(PREFIX) or variable in OF_ATTACHED:
+        if not variable.startswith(PREFIX) or variable == ATTACH_TOKEN:
             continue
         field = variable.removeprefix(PREFIX).lower()
         if field not in Settings.model_fields or variable != variable.upper():

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
+from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, file_digest
 from models.targets import TargetCard, describe
@@ -30,7 +31,6 @@ from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_
 from services.reconciler import Reconciler, ReplicaHooks
 from services.rollout import RolloutFile, RolloutSource
 
-TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 WEIGHTS = "model.safetensors"
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
 
@@ -88,8 +88,8 @@ async def attach(config: AttachConfig, token: str) -> None:
 
 
 async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
-    """Follow the registry for one server; what it refuses once it was followed is waited for, too."""
-    server, was_followed, said = config.server, False, ""
+    """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
+    server, was_seen, said = config.server, False, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
     source = RolloutSource(
@@ -109,13 +109,14 @@ async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: R
             boot = await _boot(engine, source)
             memory = _read_memory(config.memory)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-            reconciler.hooks, was_followed, said = ReplicaHooks(tell=tell), True, ""
+            reconciler.hooks, was_seen, said = ReplicaHooks(tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
             await _follow(reconciler, engine, config.serve.poll_s, lambda state: rollout.saw(server, state))
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
-            if not was_followed and not isinstance(error, httpx.HTTPError):
+            if not isinstance(error, httpx.HTTPError) and not (was_seen and rollout.rollout.is_followed):
                 raise
+            was_seen = True
             if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
                 log.warning("%s can't be followed now: %s", server, text)
             said = text
@@ -172,8 +173,8 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = read_as(AttachConfig, parser.parse_args(argv).config)
-        if not (token := environment.get(TOKEN, "")):
-            raise ValueError(f"set {TOKEN} to the token that the server was started with")
+        if not (token := environment.get(ATTACH_TOKEN, "")):
+            raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
         asyncio.run(attach(config, token))
     except (ValueError, RuntimeError) as error:
         print(f"services.attach: {error}", file=sys.stderr, flush=True)

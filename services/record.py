@@ -30,7 +30,7 @@ from infra.keys import is_loopback, keys_path
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.secret import home_secret
-from infra.settings import OF_ATTACHED, AbsolutePath, Settings
+from infra.settings import ATTACH_TOKEN, AbsolutePath, Settings
 from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     try:
         path = parser.parse_args(argv).config
         config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))
-        asyncio.run(record(config, environment.get(OF_ATTACHED[0], "")))
+        asyncio.run(record(config, environment.get(ATTACH_TOKEN, "")))
     except (ValueError, OSError) as error:
         print(f"services.record: {error}", file=sys.stderr, flush=True)
         return 2

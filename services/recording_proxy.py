@@ -165,7 +165,7 @@ class RecordingProxy:
             defaults: sampling of requests that don't say how.
         """
         self.recorded, self.passed = 0, Counter[str]()
-        self._http, self._server, self._models = http, server.rstrip("/"), models
+        self._http, self._server, self._models = http, server, models
         self._recorder, self._versions, self._keys = recorder, versions, keys
         self._secret, self._defaults, self._domains = secret, defaults, Domains()
         self._takes_more = True

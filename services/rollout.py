@@ -8,12 +8,14 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
 from infra.files import write_atomic
+from infra.registry import Registry
 from infra.versions import Version
+from models.targets import TargetCard
 from models.types import Frozen
 from services.drafts import DraftSource, DraftState, label
 
@@ -53,6 +55,11 @@ class Rollout(Frozen):
     def of(cls, servers: Sequence[str], proven: tuple[str, ...] = ()) -> "Rollout":
         """Return the state before anything is known of the servers; until one is away, the first is asked first."""
         return cls(rows=tuple(Row(wave=min(at, 1), server=server) for at, server in enumerate(servers)), proven=proven)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether any server was ever followed."""
+        return any(row.version for row in self.rows)
 
     def may_take(self, server: str, version: str) -> bool:
         """Whether a server may take a draft, by its label, now."""
@@ -106,9 +113,16 @@ class RolloutFile:
 class RolloutSource(DraftSource):
     """Names the champion to a server whose turn it is, and none to another."""
 
-    def __init__(self, *given: Any, may_take: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        cache: Path,
+        target: TargetCard,
+        num_draft_tokens: int,
+        may_take: Callable[[str], bool],
+    ) -> None:
         """Say as in `DraftSource` where drafts come from; `may_take` is asked with a draft's label."""
-        super().__init__(*given)
+        super().__init__(registry, cache, target, num_draft_tokens)
         self._may_take = may_take
 
     def champion(self) -> Version | None:

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.falls --runs 200
 
 Requests of one domain are drawn whose truth is known, and those that are drafted alone are judged as the service judges
-them (models/core/evaluation/drift_detector.py); a domain counts as judged after each of them. A fall keeps the steps
+them (models/core/evaluation/drift_detector.py); a domain counts as decided after each of them. A fall keeps the steps
 and takes accepted tokens.
 
 What conversations give, and how far they differ, is the demonstration's: of its gate's scores, steps weighted, `chat`

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from infra.service_process import start_attachment
-from infra.settings import Settings
-from services.attach import TOKEN, AttachConfig, main
+from infra.settings import ATTACH_TOKEN, Settings
+from services.attach import AttachConfig, main
 
 
 def config(home: Path, **changed: object) -> dict[str, object]:
@@ -20,7 +20,7 @@ def test_without_the_servers_token_nothing_is_followed(tmp_path: Path, capsys: p
     file = tmp_path / "attach.json"
     file.write_text(json.dumps(config(tmp_path)))
     assert main(["--config", str(file)], {}) == 2
-    assert TOKEN in capsys.readouterr().err
+    assert ATTACH_TOKEN in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("server", ["127.0.0.1:8001", "ftp://host", "http://"])

@@ -36,7 +36,9 @@ def may_take(rollout: Rollout, name: str) -> str:
 
 
 def test_the_first_server_takes_a_new_draft_and_the_rest_once_it_is_proven_there() -> None:
+    assert not Rollout.of(SERVERS).is_followed
     begun = seen(Rollout.of(SERVERS), b=unproven(1), a=serves(1), c=serves(1))
+    assert begun.is_followed
     assert (may_take(begun, OLD), may_take(begun, NEW)) == ("abc", "a")
     trying = seen(begun, a=tries(2, serving=1))
     assert may_take(trying, NEW) == "a"

@@ -242,7 +242,12 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
             assert (str(first), str(second)) not in seen
             liar = world.register(2, golden_tau="3.9")
             world.registry.promote("draft", liar)
-            wait_until(lambda: not have(liar) and world.registry.get("draft", liar).quarantined != "", 90, child, "")
+            wait_until(
+                lambda: not have(liar) and world.registry.get("draft", liar).quarantined != "",
+                90,
+                child,
+                "a quarantine",
+            )
             assert "promised 3.900" in world.registry.get("draft", liar).quarantined
             wait_for(second)
             assert str(liar) not in {later for _, later in seen}
