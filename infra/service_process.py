@@ -29,6 +29,7 @@ ASK_TIMEOUT_S = 2.0
 TELL_S = 1.0
 WATCH_S = 0.1
 WRONG = 2  # exit code of a program that can't run with its settings
+SIGNALLED = 128  # exit codes above are of programs that somebody ended (`Child.poll`)
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 
@@ -144,7 +145,7 @@ def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable
 
     Raises:
         ValueError: the server's address is no URL, or the port can't be bound.
-        RuntimeError: it ends as soon as it is started.
+        RuntimeError: it ends by itself before it ever listened.
     """
     address = _address(config["server"])
     require_port_free(settings.host, config["port"])
@@ -158,7 +159,7 @@ def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable
                 time.sleep(WATCH_S)
         finally:
             child.stop(END_TIMEOUT_S)
-        if first and (code == WRONG or not listened):
+        if first and (code == WRONG or not (listened or code > SIGNALLED)):
             raise RuntimeError(f"{child.name} ended with exit code {code}\n{child.tail()}")
         tell(f"{child.name} ended with exit code {code}, and is started again")
         first = False

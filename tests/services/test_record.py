@@ -429,12 +429,13 @@ def test_a_recorder_that_is_killed_is_started_again(tmp_path: Path) -> None:
 
     argv = [sys.executable, "-c", code, json.dumps(told)]
     with Child.start(argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "keeper.log", "what keeps the recorder") as keeper:
+        wait_until(lambda: pid() != 0, WAIT_S, keeper, "the recorder's process")
+        os.kill(pid(), signal.SIGKILL)  # before it listens: somebody ended it, so nothing is wrong with it
         wait_until(up, WAIT_S, keeper, "the recorder")
         assert not answers(url)
-        first = pid()
-        assert first
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: pid() not in (0, first) and up(), WAIT_S, keeper, "the recorder again")
+        second = pid()
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: pid() not in (0, second) and up(), WAIT_S, keeper, "the recorder again")
 
 
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
