@@ -12,9 +12,15 @@ from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from infra.processes import Child
+    from infra.settings import Settings
+    from infra.supervisor import Program
     from tasks.send_traffic import TrafficReport
 
 POLL_S = 0.2
+NONE: list[str] = []
+
+ServerCache = Annotated[str, typer.Option(help="Where servers see our folder cache/; by default under the same path.")]
+Ca = Annotated[str, typer.Option(help="File of the certificates that sign the recorded server's.")]
 
 
 def serve(
@@ -60,23 +66,28 @@ def attach(
         typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1."),
     ],
     recipe: RecipeName = DEFAULT_RECIPE,
-    server_cache: Annotated[
-        str, typer.Option(help="Where the servers see our folder cache/; by default under the same path.")
-    ] = "",
+    server_cache: ServerCache = "",
 ) -> None:
     """Keep the drafts of vLLM servers that you run at the registry's champion, until Ctrl-C; the first tries it first.
 
     Example: redraft attach http://127.0.0.1:8001
     """
     settings, parsed = prepare(recipe)
-    from infra.service_process import END_TIMEOUT_S, start_attachment
+    from infra.service_process import attach_program
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     told = {"servers": [server.rstrip("/") for server in servers], "server_cache": server_cache}
-    child = start_attachment({**config, **told}, settings)
+    _run(attach_program({**config, **told}, settings), f"following the champion for {', '.join(servers)}", settings)
+
+
+def _run(program: "Program", told: str, settings: "Settings") -> NoReturn:
+    """Run one program until Ctrl-C; RuntimeError if it ends before."""
+    from infra.service_process import END_TIMEOUT_S, start_program
+
+    child = start_program(program, settings)
     try:
-        out.print(f"following the champion for {', '.join(servers)}, log in {child.log_path}", soft_wrap=True)
+        out.print(f"{told}, log in {child.log_path}", soft_wrap=True, markup=False)
         _wait_for_end(child)
     finally:
         child.stop(END_TIMEOUT_S)
@@ -87,20 +98,21 @@ def record(
     model: Annotated[list[str], typer.Option(help="Name by which the server knows the target; may be given again.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")],
     recipe: RecipeName = DEFAULT_RECIPE,
-    ca: Annotated[str, typer.Option(help="File of the certificates that sign the server's.")] = "",
+    ca: Ca = "",
 ) -> None:
     """Pass requests on to a server that you run, and log those whose clients consent, until Ctrl-C.
 
     Example: redraft record http://127.0.0.1:8001 --port 8000 --model target
     """
     settings, parsed = prepare(recipe)
-    from infra.service_process import keep_recording
+    from infra.service_process import record_program
     from tasks.configure_service import configure_service
 
     told = configure_service.fn(parsed)
     config = {"server": server.rstrip("/"), "models": model, "port": port, "ca": ca}
     config |= {name: told[name] for name in ("target_dir", "target_version")}
-    keep_recording(config, settings, lambda line: out.print(line, soft_wrap=True, markup=False))
+    program = record_program(config, settings)
+    _run(program, f"{program.url} passes requests on to {server}", settings)
 
 
 def traffic(
@@ -129,18 +141,40 @@ def traffic(
     _show_traffic(report)
 
 
-def up(recipe: RecipeName = DEFAULT_RECIPE) -> None:
+def up(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    attach: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="Of a vLLM server with the plugin redraft_vllm; then none of ours is served."),
+    ] = NONE,
+    server_cache: ServerCache = "",
+    record: Annotated[
+        str, typer.Option(metavar="URL", help="Of what clients' requests go on to; by default the first --attach.")
+    ] = "",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients of --attach are to ask.")] = 8080,
+    model: Annotated[list[str], typer.Option(help="Name by which that server knows the target.")] = NONE,
+    ca: Ca = "",
+) -> None:
     """Start all processes, the service and the flows among them, in the background. Crashed ones are restarted.
 
-    Example: redraft up --recipe tiny
+    Examples: redraft up --recipe tiny; redraft up --attach http://127.0.0.1:8001 --model target
     """
     settings, _ = prepare(recipe)
-    from flows.up import SERVICE, start
+    from flows.up import SERVICE, Attached, start
+    from infra.service_process import RECORD
 
+    attached = None
+    if attach:
+        if not model:
+            raise ValueError("--attach needs --model, the name by which the server knows the target")
+        servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
+        attached = Attached(
+            servers=servers, recorded=recorded, models=tuple(model), port=port, server_cache=server_cache, ca=ca
+        )
     with out.status("starting; `redraft logs` shows the progress"):
-        state = start(recipe, settings)
+        state = start(recipe, settings, attached)
     for program in state.programs:
-        path = "/v1" if program.name == SERVICE else ""
+        path = "/v1" if program.name in (SERVICE, RECORD) else ""
         out.print(
             f"{program.name:8} {program.url}{path}" if program.url else f"{program.name:8} running", soft_wrap=True
         )

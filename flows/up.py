@@ -1,9 +1,10 @@
 """All that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows,
 and the post-promotion test.
 
-    python -m flows.up --recipe FILE
+    python -m flows.up --recipe FILE [--attached JSON]
 
-`redraft up` starts this in the background and waits until all of it answers.
+`redraft up` starts this in the background and waits until all of it answers. In the place of a service of ours there
+may be what follows the champion on somebody else's servers, and what records the requests to them.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from flows.command import complete_erasures
@@ -25,14 +27,17 @@ from infra.processes import free_port
 from infra.service_process import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
+    attach_program,
     health_url,
+    record_program,
     require_startable,
     service_argv,
     write_config,
 )
-from infra.settings import Settings, load_settings
+from infra.settings import ATTACH_TOKEN, Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
-from models.recipe import load_recipe
+from models.recipe import Recipe, load_recipe
+from models.types import Frozen
 
 PREFECT, MLFLOW, SERVICE, RUNNER, POST_PROMOTION = "prefect", "mlflow", "service", "runner", "post-promotion"
 SUPERVISOR = "supervisor"
@@ -42,12 +47,32 @@ UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
 
 
-def start(recipe: str, settings: Settings) -> UpState:
+class Attached(Frozen):
+    """Somebody else's servers, in the place of a service of ours.
+
+    Attributes:
+        servers: their URLs, without `/v1`.
+        recorded: URL of what clients' requests go on to: one of them, or a router before them.
+        models: names by which it knows the target.
+        port: where the recorder before it listens.
+        server_cache: where the servers see our cache, "" if they see the same paths.
+        ca: file of the certificates that sign what is recorded, "" for the system's.
+    """
+
+    servers: tuple[str, ...]
+    recorded: str
+    models: tuple[str, ...]
+    port: int
+    server_cache: str = ""
+    ca: str = ""
+
+
+def start(recipe: str, settings: Settings, attached: Attached | None = None) -> UpState:
     """Start the supervisor in the background and wait until all programs answer.
 
     Raises:
         ValueError: something runs here already, or the service can't be started, see `require_served` and
-            `require_startable`.
+            `require_startable`; or the token of the servers to attach to is not set.
         RuntimeError: a program did not start; nothing is left running.
     """
     if (running := read_state(settings.home)) is not None:
@@ -55,13 +80,19 @@ def start(recipe: str, settings: Settings) -> UpState:
         raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
     parsed = load_recipe(recipe)
     parsed.require_served()
-    require_startable(settings, parsed.serve.port)
+    more: list[str] = []
+    if attached is None:
+        require_startable(settings, parsed.serve.port)
+    elif not os.environ.get(ATTACH_TOKEN):
+        raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
+    else:
+        more = ["--attached", attached.model_dump_json()]
     (settings.home / STATE).unlink(missing_ok=True)
     log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.up", "--recipe", recipe],
+            [sys.executable, "-m", "flows.up", "--recipe", recipe, *more],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -136,47 +167,63 @@ def pages(settings: Settings) -> list[Program]:
     return programs
 
 
-def _programs(recipe: str, settings: Settings) -> list[Program]:
+def _programs(recipe: str, settings: Settings, attached: Attached | None) -> list[Program]:
     programs = pages(settings)
     orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
+    parsed, api = load_recipe(recipe), orchestrated["PREFECT_API_URL"]
+    served = _service(parsed, settings, api) if attached is None else _attached(parsed, settings, api, attached)
+    programs += [replace(program, env={**program.env, **orchestrated}) for program in served]
+    # What may train comes once requests are answered: it would hold up their start.
+    for name, module in ((RUNNER, "flows.deployments"), (POST_PROMOTION, "flows.post_promotion")):
+        argv = [sys.executable, "-m", module, "--recipe", recipe]
+        programs.append(Program(name, argv, env=orchestrated, after=(PREFECT, served[-1].name)))
+    return programs
+
+
+def _service(recipe: Recipe, settings: Settings, orchestrator: str) -> list[Program]:
     from tasks.configure_service import configure_service  # torch: too slow for who only asks what runs
 
-    parsed = load_recipe(recipe)
-    service = write_config(configure_service.fn(parsed, orchestrated["PREFECT_API_URL"]), settings)
-    programs.append(
+    service = write_config(configure_service.fn(recipe, orchestrator), settings)
+    return [
         Program(
             SERVICE,
             service_argv(settings),
             url=service,
             health=health_url(service),
-            env={**openmp_preload(), **orchestrated},
+            env=openmp_preload(),
             start_timeout_s=START_TIMEOUT_S,
-            grace_s=parsed.serve.drain_s + END_TIMEOUT_S,
+            grace_s=recipe.serve.drain_s + END_TIMEOUT_S,
         )
-    )
-    # What may train comes once requests are answered: it would hold up their start.
-    for name, module in ((RUNNER, "flows.deployments"), (POST_PROMOTION, "flows.post_promotion")):
-        argv = [sys.executable, "-m", module, "--recipe", recipe]
-        programs.append(Program(name, argv, env=orchestrated, after=(PREFECT, SERVICE)))
-    return programs
+    ]
+
+
+def _attached(recipe: Recipe, settings: Settings, orchestrator: str, attached: Attached) -> list[Program]:
+    from tasks.configure_service import configure_service  # as in `_service`
+
+    config = configure_service.fn(recipe, orchestrator)
+    followed = {**config, **attached.model_dump(include={"servers", "server_cache"})}
+    recorded = {"server": attached.recorded, **attached.model_dump(include={"models", "port", "ca"})}
+    recorded |= {name: config[name] for name in ("target_dir", "target_version")}
+    return [attach_program(followed, settings), record_program(recorded, settings)]
 
 
 def main() -> int:
     """Supervise until SIGTERM or SIGINT, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m flows.up", description="Run everything, supervised.")
     parser.add_argument("--recipe", required=True)
-    recipe = parser.parse_args().recipe
+    parser.add_argument("--attached", type=Attached.model_validate_json)
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     settings = load_settings()
     settings.prepare_environment()
     try:
         open_home(settings)
         complete_erasures(settings)
-        programs = _programs(recipe, settings)
+        programs = _programs(given.recipe, settings, given.attached)
     except ValueError as error:
         print(error, flush=True)
         return 2
-    return Supervisor(programs, settings.home, recipe).run()
+    return Supervisor(programs, settings.home, given.recipe).run()
 
 
 if __name__ == "__main__":

@@ -136,6 +136,18 @@ class QueryLog(LogFile):
         steps, accepted = self.connection().execute(query, (self.windows.cursor(), domain, num_rows)).fetchone()
         return 1 + accepted / steps if steps else 1.0
 
+    def acceptance_counts(
+        self, draft_version: int, after_seq: int, num_rows: int
+    ) -> list[tuple[int, str, int, int, int]]:
+        """Return (seq, domain, steps, drafted, accepted) of a draft's newest rows that it drafted alone, by seq."""
+        query = """SELECT seq, domain, json_array_length(body, '$.drafted'),
+            (SELECT sum(value) FROM json_each(body, '$.drafted')),
+            (SELECT sum(value) FROM json_each(body, '$.accepted')) FROM rows
+            WHERE seq > ? AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
+            AND NOT json_extract(body, '$.structured') AND json_array_length(body, '$.drafted') > 0
+            ORDER BY seq DESC LIMIT ?"""
+        return self.connection().execute(query, (after_seq, draft_version, num_rows)).fetchall()[::-1]
+
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""
         counts: dict[str, Counter[str | None]] = {}

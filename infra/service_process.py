@@ -1,11 +1,10 @@
 """The service as a process of its own: started with a file of settings, and found again by that file."""
 
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -16,10 +15,10 @@ from infra.files import write_atomic
 from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
-from infra.serving import compiled_folder, config_path, is_served, served_by
+from infra.serving import RECORDER_HEALTH, compiled_folder, config_path, is_served, served_by
 from infra.settings import Settings
 from infra.status import RunningService
-from infra.supervisor import read_state
+from infra.supervisor import Program, read_state
 
 # The first start on a machine may compile the models, for minutes.
 START_TIMEOUT_S = 900.0
@@ -27,9 +26,7 @@ START_TIMEOUT_S = 900.0
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 2.0
 TELL_S = 1.0
-WATCH_S = 0.1
-WRONG = 2  # exit code of a program that can't run with its settings
-SIGNALLED = 128  # exit codes above are of programs that somebody ended (`Child.poll`)
+ATTACH, RECORD = "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 
@@ -117,8 +114,8 @@ def start_service(
     return child, url
 
 
-def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
-    """Start what keeps somebody else's servers at the champion (services/attach.py), and return it.
+def attach_program(config: Mapping[str, Any], settings: Settings) -> Program:
+    """Return what keeps somebody else's servers at the champion (services/attach.py), its settings in the home.
 
     Args:
         config: as a service's, with `servers` and `server_cache`.
@@ -132,46 +129,39 @@ def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
     if twice := sorted({server for server in servers if servers.count(server) > 1}):
         raise ValueError(f"server {twice[0]} is named {servers.count(twice[0])} times, wanted each once")
     serve = {**config["serve"], "port": address.port or 80}  # a server's own, whatever a service would bind
-    return _start_beside("services.attach", "attached", address, {**config, "serve": serve}, settings)
+    return Program(ATTACH, _argv("services.attach", {**config, "serve": serve}, "attached", address, settings))
 
 
-def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable[[str], None]) -> NoReturn:
-    """Keep running what records the requests to somebody else's server (services/record.py), until Ctrl-C.
+def record_program(config: Mapping[str, Any], settings: Settings) -> Program:
+    """Return what records the requests to somebody else's server (services/record.py), its settings in the home.
 
     Args:
         config: what its RecordConfig holds, without `host` and `settings`.
         settings: where everything lies.
-        tell: gets what happens, in words.
 
     Raises:
         ValueError: the server's address is no URL, or the port can't be bound.
-        RuntimeError: it ends by itself before it ever listened.
     """
-    address = _address(config["server"])
+    address, url = _address(config["server"]), f"http://{settings.host}:{config['port']}"
     require_port_free(settings.host, config["port"])
-    whole, first = {**config, "host": settings.host}, True
-    while True:
-        child, listened = _start_beside("services.record", "recorded", address, whole, settings), False
-        tell(f"{settings.host}:{config['port']} passes requests on to {config['server']}, log in {child.log_path}")
-        try:
-            while (code := child.poll()) is None:
-                listened = listened or _listens(settings.host, config["port"])
-                time.sleep(WATCH_S)
-        finally:
-            child.stop(END_TIMEOUT_S)
-        if first and (code == WRONG or not (listened or code > SIGNALLED)):
-            raise RuntimeError(f"{child.name} ended with exit code {code}\n{child.tail()}")
-        tell(f"{child.name} ended with exit code {code}, and is started again")
-        first = False
-        time.sleep(0 if listened else TELL_S)
+    argv = _argv("services.record", {**config, "host": settings.host}, "recorded", address, settings)
+    return Program(RECORD, argv, url=url, health=f"{url}{RECORDER_HEALTH}", first_pause_s=0.1)
 
 
-def _listens(host: str, port: int) -> bool:
+def start_program(program: Program, settings: Settings) -> Child:
+    """Start one program by itself, and wait until it answers where it answers anybody.
+
+    Raises:
+        RuntimeError: it ended by itself before that.
+        TimeoutError: it did not answer in time.
+    """
+    child = Child.start(program.argv, program.env, settings.home / "logs" / f"{program.name}.log", program.name)
     try:
-        socket.create_connection((host, port), ASK_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+        wait_until(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
+    except BaseException:
+        child.stop()
+        raise
+    return child
 
 
 def _address(server: str) -> SplitResult:
@@ -181,15 +171,13 @@ def _address(server: str) -> SplitResult:
     return address
 
 
-def _start_beside(module: str, name: str, address: SplitResult, config: Mapping[str, Any], settings: Settings) -> Child:
-    """Start a program that works on somebody else's server, with its settings in a file of the home."""
-    host = address.netloc.replace(":", "-")
-    path = settings.home / name / f"{host}.json"
+def _argv(module: str, config: Mapping[str, Any], folder: str, address: SplitResult, settings: Settings) -> list[str]:
+    """Return the program that works on somebody else's server, with its settings in a file of the home."""
+    path = settings.home / folder / f"{address.netloc.replace(':', '-')}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
     write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
-    argv = [sys.executable, "-m", module, "--config", str(path)]
-    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {address.geturl()}")
+    return [sys.executable, "-m", module, "--config", str(path)]
 
 
 def last_url(settings: Settings) -> str:

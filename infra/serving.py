@@ -13,6 +13,8 @@ from infra.settings import Settings
 
 # The model's name in requests.
 SERVED_NAME = "target"
+# What a recorder answers to anybody; of the server behind it, it says nothing.
+RECORDER_HEALTH = "/redraft/healthz"
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
 MAX_RAY_DIR = 40
 MAX_FRONT_DIR = 80

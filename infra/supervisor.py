@@ -24,7 +24,7 @@ from models.types import Frozen
 
 STATE = "up.json"
 POLL_S = 0.5
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a program that ran this long did not fail at its start
 HELD_S = 60.0  # how long what is left of a killed program may hold its port before the next one is to fail on it
 
@@ -42,6 +42,7 @@ class Program:
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
         start_timeout_s: how long it may take until then.
         grace_s: what it gets to end.
+        first_pause_s: before it is started again the first time.
         after: names of those before it that must answer when it first starts.
     """
 
@@ -52,6 +53,7 @@ class Program:
     health: str = ""
     start_timeout_s: float = 120.0
     grace_s: float = 20.0
+    first_pause_s: float = 1.0
     after: tuple[str, ...] = ()
 
 
@@ -103,7 +105,7 @@ class Supervisor:
         self._restarts = dict.fromkeys((program.name for program in programs), 0)
         self._ready: set[str] = set()
         self._started_s: dict[str, float] = {}
-        self._pause_s = dict.fromkeys(self._restarts, FIRST_PAUSE_S)
+        self._pause_s = {program.name: program.first_pause_s for program in programs}
         self._due_s: dict[str, float] = {}
         self._ended = threading.Event()
         self._failure = ""
@@ -168,7 +170,7 @@ class Supervisor:
                 self._tell()
         elif name not in self._due_s:
             steady = now_s - self._started_s[name] > STEADY_S
-            self._pause_s[name] = FIRST_PAUSE_S if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
+            self._pause_s[name] = program.first_pause_s if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
             self._due_s[name] = now_s + self._pause_s[name]
             self._ready.discard(name)
             log.warning("%s ended with %s; restarting in %g s", name, code, self._pause_s[name])

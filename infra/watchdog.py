@@ -66,7 +66,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
-        """PostPromotionTest for as long as the block lasts."""
+        """Watch for as long as the block lasts."""
         thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         thread.start()
         try:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,17 +22,21 @@ import httpx
 from pydantic import Field
 
 from infra.events import EVERY_DOMAIN, Emitter
+from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import ATTACH_TOKEN
+from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
 from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_memory
+from services.drift import DriftWatch
 from services.reconciler import Reconciler, ReplicaHooks
 from services.rollout import RolloutFile, RolloutSource
 
 WEIGHTS = "model.safetensors"
+NUM_COUNTED = 4096  # rows that say how the champion does, at one look
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
 
 log = logging.getLogger(__name__)
@@ -81,6 +86,7 @@ async def attach(config: AttachConfig, token: str) -> None:
     rollout = RolloutFile(config.rollout, config.servers)
     try:
         async with asyncio.TaskGroup() as group:
+            group.create_task(detect_drift(config))
             for server in config.servers:
                 group.create_task(_keep(config.model_copy(update={"server": server}), token, target, rollout))
     except ExceptionGroup as failures:
@@ -124,6 +130,28 @@ async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: R
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()
+
+
+async def detect_drift(config: AttachConfig) -> None:
+    """Tell the trigger by the log's rows which domains the champion's drafting fell short in."""
+    registry, journal = open_registry(config.settings), QueryLog(config.settings.querylog)
+    params = config.serve.drift_detector
+    drift = DriftWatch(params, config.settings.querylog, Emitter(config.orchestrator))
+
+    def new(draft: int) -> list[AcceptanceCount]:
+        try:
+            return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, drift.last, NUM_COUNTED)]
+        finally:
+            journal.close()  # each look may come from another thread
+
+    while True:
+        await asyncio.sleep(params.period_s)
+        try:
+            if (champion := await asyncio.to_thread(registry.champion, "draft")) is not None:
+                drift.follow(champion)
+                await drift.hear(await asyncio.to_thread(new, champion.number))
+        except (sqlite3.Error, OSError, ValueError) as error:
+            log.warning("registry and query log don't tell how the champion does: %s", error)
 
 
 async def _follow(

@@ -15,10 +15,11 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDict
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
+from infra.serving import RECORDER_HEALTH
 from services.access import Keys, RequestError
 from services.consented import MAX_BODY_BYTES, Consented, Unrecorded, may_record, read_consented
 from services.frames import AnswerReader, StreamReader
@@ -185,6 +186,8 @@ class RecordingProxy:
             if scope["path"] == STATUS_PATH:
                 self._keys.identify(Headers(scope=scope), STATUS_PATH)
                 await JSONResponse(self.status())(scope, receive, seen)
+            elif scope["path"] == RECORDER_HEALTH:
+                await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, seen)
             else:
                 await self._answer(scope, body, seen)
         except ClientLeft:

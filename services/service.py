@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.busy import Busy
 from infra.captured import CapturedFiles
-from infra.events import ACCEPTANCE_FELL, EVERY_DOMAIN, Emitter
+from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
@@ -20,11 +20,8 @@ from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus
-from infra.triggerfile import TriggerFile, now_ms
-from infra.triggers import Fallen, Fell, Recovered
 from models.chats import ChatEncoder
 from models.core.drafting.draft_files import read_vocabulary
-from models.core.evaluation import drift_detector
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
@@ -38,7 +35,8 @@ from services.access import Admission, Keys
 from services.boot import start_engine
 from services.capture import Capture
 from services.config import ServiceConfig
-from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, label
+from services.drafts import DraftHistory, DraftSource, DraftState, Loaded
+from services.drift import DriftWatch
 from services.failures import BackgroundTasks
 from services.fair_queue import FairQueue
 from services.questions import Domains
@@ -80,7 +78,8 @@ class Service:
         self.turns = FairQueue(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
         engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of
-        self._alone, self._doubted = AcceptanceSampler(), frozenset[str]()
+        self._alone = AcceptanceSampler()
+        self._drift = DriftWatch(config.serve.drift_detector, config.settings.querylog, events)
         self._num_seeded = 0
         self._started_s = time.monotonic()
         self.background = BackgroundTasks()
@@ -229,7 +228,7 @@ class Service:
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight
         lost = 0.0 if (throughput := self.engine.llm.throughput) is None else throughput.overhead_of(num) * num
-        return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
+        return self._alone.draws(self.engine.draft_version, domain, domain in self._drift.doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:
         self._events.emit(event, EVERY_DOMAIN, {"text": text})
@@ -262,42 +261,17 @@ class Service:
             await asyncio.sleep(ERASURES_S)
 
     async def _detect_drift(self) -> None:
-        """Keep for the trigger which domains fell short of what the champion was promoted for, and which did not.
-
-        It is told anew at every look, so nothing is lost if the file can't be written now.
-        """
-        params, trigger = self.config.serve.drift_detector, TriggerFile(self.config.settings.querylog)
-        detector, served, last = drift_detector.DriftDetector({}, params), "", -1
+        """Look for as long as the service runs; of a draft that is being replaced nothing needs to be told."""
         while True:
-            await asyncio.sleep(params.period_s)
+            await asyncio.sleep(self.config.serve.drift_detector.period_s)
             state = self.reconciler.state if self.reconciler is not None else None
             if state is None or state.serving is None or state.serving.version.number != state.champion:
-                continue  # of a draft that is being replaced nothing needs to be told
+                continue
             version = state.serving.version
-            if served != label(version):
-                detector, served = drift_detector.DriftDetector(version.lineage.tau, params), label(version)
+            if self._drift.follow(version):
                 vocabulary = await asyncio.to_thread(read_vocabulary, state.serving.directory)
                 self.recorder.coverage.follow(str(version.number), vocabulary)
-            if tallies := self.recorder.recent(str(version.number), last):
-                detector.take(tallies)
-                last = tallies[-1].number
-            self._doubted = detector.doubted()
-            events = {domain: _event(version.number, standing) for domain, standing in detector.standings().items()}
-            try:
-                changed = await asyncio.to_thread(trigger.tell, events)
-            except (sqlite3.Error, OSError, ValueError) as error:
-                log.warning("the trigger's state can't be written: %s", error)
-                continue
-            for domain, now in changed.items():
-                if isinstance(now, Fallen):
-                    figures = now.fall.model_dump(include={"draft", "promised", "served"})
-                    self._events.emit(ACCEPTANCE_FELL, domain, figures)
-
-
-def _event(draft: int, standing: drift_detector.Standing) -> Fell | Recovered:
-    if not standing.fallen:
-        return Recovered()
-    return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())
+            await self._drift.hear(self.recorder.recent(str(version.number), self._drift.last))
 
 
 async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handlers) -> Reasoning | None:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from infra import supervisor
 from infra.supervisor import Program, Supervisor
-supervisor.POLL_S, supervisor.FIRST_PAUSE_S = 0.05, 0.1
+supervisor.POLL_S = 0.05
 home, *programs = sys.argv[1:]
 sys.exit(Supervisor([eval(program) for program in programs], Path(home), "tiny").run())
 """
@@ -32,7 +32,7 @@ def server(port: int, name: str = "web", delay_s: float = 0.0) -> str:
     argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     argv = ["sh", "-c", f"sleep {delay_s}; exec {' '.join(argv)}"] if delay_s else argv
     url = f"http://127.0.0.1:{port}"
-    return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=60)"
+    return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=60, first_pause_s=0.1)"
 
 
 @pytest.fixture

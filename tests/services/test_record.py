@@ -23,7 +23,9 @@ from infra.consent import QueryRow
 from infra.keys import add_key, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
+from infra.serving import RECORDER_HEALTH
 from infra.settings import Settings, load_settings
+from infra.supervisor import ProcessRecord, read_state
 from models.chats import ChatEncoder
 from models.markers import Markers
 from models.targets.random import byte_tokenizer
@@ -405,37 +407,30 @@ def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_pat
         Markers.read(tmp_path / "absent")
 
 
-def test_a_recorder_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    made = config(tmp_path, f"http://127.0.0.1:{free_port()}")
-    told = made.model_dump(mode="json", exclude={"host", "settings"})
+def test_a_recorder_is_supervised_as_one_of_the_programs_and_started_again(tmp_path: Path) -> None:
+    told = config(tmp_path, f"http://127.0.0.1:{free_port()}").model_dump(mode="json", exclude={"host", "settings"})
     code = (
-        "import json, sys; from infra.service_process import keep_recording; from infra.settings import Settings;"
-        f"keep_recording(json.loads(sys.argv[1]), Settings(home={str(tmp_path)!r}), print)"
+        "import json, sys; from infra.service_process import record_program; from infra.settings import Settings;"
+        f"from infra.supervisor import Supervisor; settings = Settings(home={str(tmp_path)!r});"
+        "Supervisor([record_program(json.loads(sys.argv[1]), settings)], settings.home, '').run()"
     )
-    url = f"http://127.0.0.1:{made.port}{STATUS_PATH}"
 
-    def pid() -> int:
-        found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], check=True, capture_output=True, text=True).stdout
-        lines = [line for line in found.splitlines() if f"{tmp_path}/recorded" in line and "processes.py" not in line]
-        return int(lines[0].split()[0]) if lines else 0
+    def found() -> ProcessRecord | None:
+        return state.programs[0] if (state := read_state(tmp_path)) is not None else None
 
-    def refuses() -> bool:
-        return httpx.get(url, trust_env=False).status_code == 401
-
-    def up() -> bool:
-        with suppress(httpx.HTTPError):
-            return refuses()
-        return False
+    def is_up(restarts: int) -> bool:
+        now = found()
+        return now is not None and now.ready and now.restarts == restarts
 
     argv = [sys.executable, "-c", code, json.dumps(told)]
     with Child.start(argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "keeper.log", "what keeps the recorder") as keeper:
-        wait_until(lambda: pid() != 0, WAIT_S, keeper, "the recorder's process")
-        os.kill(pid(), signal.SIGKILL)  # before it listens: somebody ended it, so nothing is wrong with it
-        wait_until(up, WAIT_S, keeper, "the recorder")
-        assert not answers(url)
-        second = pid()
-        os.kill(second, signal.SIGKILL)
-        wait_until(lambda: pid() not in (0, second) and up(), WAIT_S, keeper, "the recorder again")
+        wait_until(lambda: is_up(0), WAIT_S, keeper, "the recorder")
+        first = found()
+        assert first is not None and first.pid is not None
+        assert (first.url, answers(first.url + RECORDER_HEALTH)) == (f"http://127.0.0.1:{told['port']}", True)
+        assert httpx.get(first.url + STATUS_PATH, trust_env=False).status_code == 401
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: is_up(1), WAIT_S, keeper, "the recorder again")
 
 
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
