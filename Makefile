@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak mutants test-bench baselines references docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak attach-demo mutants test-bench baselines references docs tutorial clean
 
 install: $(STAMP)
 
@@ -88,6 +88,10 @@ test-front: install
 
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# The loop beside two stock vLLM servers, from nothing.
+attach-demo: install
+	$(BIN)/python -m tests.benchmarks.attach_demo
 
 # Whether the tests catch planted faults; NUM= says how many, SEED= draws others.
 mutants: install

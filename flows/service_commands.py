@@ -152,7 +152,7 @@ def up(
         str, typer.Option(metavar="URL", help="Of what clients' requests go on to; by default the first --attach.")
     ] = "",
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients of --attach are to ask.")] = 8080,
-    model: Annotated[list[str], typer.Option(help="Name by which that server knows the target.")] = NONE,
+    model: Annotated[list[str], typer.Option(help="Its name for the target; without one nothing is recorded.")] = NONE,
     ca: Ca = "",
 ) -> None:
     """Start all processes, the service and the flows among them, in the background. Crashed ones are restarted.
@@ -165,8 +165,6 @@ def up(
 
     attached = None
     if attach:
-        if not model:
-            raise ValueError("--attach needs --model, the name by which the server knows the target")
         servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
         attached = Attached(
             servers=servers, recorded=recorded, models=tuple(model), port=port, server_cache=server_cache, ca=ca

@@ -53,7 +53,7 @@ class Attached(Frozen):
     Attributes:
         servers: their URLs, without `/v1`.
         recorded: URL of what clients' requests go on to: one of them, or a router before them.
-        models: names by which it knows the target.
+        models: names by which it knows the target; without one nothing is recorded here.
         port: where the recorder before it listens.
         server_cache: where the servers see our cache, "" if they see the same paths.
         ca: file of the certificates that sign what is recorded, "" for the system's.
@@ -202,9 +202,12 @@ def _attached(recipe: Recipe, settings: Settings, orchestrator: str, attached: A
 
     config = configure_service.fn(recipe, orchestrator)
     followed = {**config, **attached.model_dump(include={"servers", "server_cache"})}
+    programs = [attach_program(followed, settings)]
+    if not attached.models:
+        return programs
     recorded = {"server": attached.recorded, **attached.model_dump(include={"models", "port", "ca"})}
     recorded |= {name: config[name] for name in ("target_dir", "target_version")}
-    return [attach_program(followed, settings), record_program(recorded, settings)]
+    return [*programs, record_program(recorded, settings)]
 
 
 def main() -> int:
