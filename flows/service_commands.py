@@ -157,11 +157,11 @@ def up(
 ) -> None:
     """Start all processes, the service and the flows among them, in the background. Crashed ones are restarted.
 
-    Examples: redraft up --recipe tiny; redraft up --attach http://127.0.0.1:8001 --model target
+    Example: redraft up --recipe tiny
     """
     settings, _ = prepare(recipe)
-    from flows.up import SERVICE, Attached, start
-    from infra.service_process import RECORD
+    from flows.up import SERVICE, start
+    from infra.service_process import RECORD, Attached
 
     attached = None
     if attach:

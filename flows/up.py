@@ -27,6 +27,7 @@ from infra.processes import free_port
 from infra.service_process import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
+    Attached,
     attach_program,
     health_url,
     record_program,
@@ -37,7 +38,6 @@ from infra.service_process import (
 from infra.settings import ATTACH_TOKEN, Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import Recipe, load_recipe
-from models.types import Frozen
 
 PREFECT, MLFLOW, SERVICE, RUNNER, POST_PROMOTION = "prefect", "mlflow", "service", "runner", "post-promotion"
 SUPERVISOR = "supervisor"
@@ -45,26 +45,6 @@ SUPERVISOR = "supervisor"
 GUARDED = (sys.executable, "-m", "infra.auth_middleware", "--port")
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
-
-
-class Attached(Frozen):
-    """Somebody else's servers, in the place of a service of ours.
-
-    Attributes:
-        servers: their URLs, without `/v1`.
-        recorded: URL of what clients' requests go on to: one of them, or a router before them.
-        models: names by which it knows the target; without one nothing is recorded here.
-        port: where the recorder before it listens.
-        server_cache: where the servers see our cache, "" if they see the same paths.
-        ca: file of the certificates that sign what is recorded, "" for the system's.
-    """
-
-    servers: tuple[str, ...]
-    recorded: str
-    models: tuple[str, ...]
-    port: int
-    server_cache: str = ""
-    ca: str = ""
 
 
 def start(recipe: str, settings: Settings, attached: Attached | None = None) -> UpState:

@@ -19,6 +19,7 @@ from infra.serving import RECORDER_HEALTH, compiled_folder, config_path, is_serv
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import Program, read_state
+from models.types import Frozen
 
 # The first start on a machine may compile the models, for minutes.
 START_TIMEOUT_S = 900.0
@@ -29,6 +30,26 @@ TELL_S = 1.0
 ATTACH, RECORD = "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
+
+
+class Attached(Frozen):
+    """Somebody else's servers, in the place of a service of ours.
+
+    Attributes:
+        servers: their URLs, without `/v1`.
+        recorded: URL of what clients' requests go on to: one of them, or a router before them.
+        models: names by which it knows the target; without one nothing is recorded here.
+        port: where the recorder before it listens.
+        server_cache: where the servers see our cache, "" if they see the same paths.
+        ca: file of the certificates that sign what is recorded, "" for the system's.
+    """
+
+    servers: tuple[str, ...]
+    recorded: str
+    models: tuple[str, ...]
+    port: int
+    server_cache: str = ""
+    ca: str = ""
 
 
 def require_startable(settings: Settings, port: int) -> None:
