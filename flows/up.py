@@ -147,7 +147,8 @@ def pages(settings: Settings) -> list[Program]:
     return programs
 
 
-def _programs(recipe: str, settings: Settings, attached: Attached | None) -> list[Program]:
+def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> list[Program]:
+    """Return all that is to run, with its settings in the home; ValueError if something of it can't be started."""
     programs = pages(settings)
     orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
     parsed, api = load_recipe(recipe), orchestrated["PREFECT_API_URL"]
@@ -202,7 +203,7 @@ def main() -> int:
     try:
         open_home(settings)
         complete_erasures(settings)
-        programs = _programs(given.recipe, settings, given.attached)
+        programs = programs_of(given.recipe, settings, given.attached)
     except ValueError as error:
         print(error, flush=True)
         return 2

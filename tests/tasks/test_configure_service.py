@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from flows.up import start
+from flows.up import programs_of, start
 from infra.artifacts import Artifact
 from infra.manifest import write_manifest
+from infra.processes import free_port
 from infra.registry import Registry
-from infra.settings import Settings
+from infra.service_process import Attached
+from infra.settings import ATTACH_TOKEN, Settings, load_settings
 from models.recipe import Recipe, load_recipe, shipped_recipes
 from models.targets import pretrained, random
 from models.targets.random import Params
+from services.attach import AttachConfig
+from services.config import read_as
+from services.record import RecordConfig
 from tasks.configure_service import configure_service
 from tasks.register import register_target
 from tests.tags import draft_tags
@@ -89,3 +94,28 @@ def test_a_recipe_whose_engine_has_no_endpoint_starts_no_service(tmp_path: Path)
     with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
         start(str(file), Settings(home=tmp_path / "home"))
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("models", [("target", "other"), ()])
+def test_servers_of_others_are_followed_and_recorded_where_they_stand_for_a_service(
+    served: Artifact, models: tuple[str, ...]
+) -> None:
+    servers, router = ("http://127.0.0.1:1", "http://127.0.0.1:2"), "https://127.0.0.1:3"
+    attached = Attached(servers=servers, recorded=router, models=models, port=free_port(), server_cache="/mnt")
+    found = {program.name: program for program in programs_of("tiny", load_settings(), attached)}
+    assert [*found] == ["prefect", "mlflow", "attach", *(["record"] if models else []), "runner", "post-promotion"]
+    follows = read_as(AttachConfig, Path(found["attach"].argv[-1]))
+    assert (follows.servers, follows.server_cache) == (servers, "/mnt")
+    assert follows.orchestrator == f"{found['prefect'].url}/api"
+    assert set(found["runner"].after) <= {*found}
+    if models:
+        records = read_as(RecordConfig, Path(found["record"].argv[-1]))
+        assert (records.server, records.models, records.port) == (router, models, attached.port)
+        assert (records.target_dir, records.target_version) == (follows.target_dir, follows.target_version)
+
+
+def test_without_the_servers_token_nothing_is_brought_up(served: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTACH_TOKEN, raising=False)
+    attached = Attached(servers=("http://127.0.0.1:1",), recorded="http://127.0.0.1:1", models=(), port=1)
+    with pytest.raises(ValueError, match=ATTACH_TOKEN):
+        start("tiny", load_settings(), attached)
