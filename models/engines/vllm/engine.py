@@ -19,7 +19,7 @@ from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
-from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of
+from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, place_of
 from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
 
@@ -80,10 +80,13 @@ class VllmEngine:
         dtype: str = params.dtype
         if dtype == "auto":
             dtype = str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
-        holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
+        place = place_of(params, current_platform.get_device_name())
+        holds = {
+            eager: measured_for(target, None, dtype, eager, vllm.__version__, place=place) for eager in (True, False)
+        }
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
-        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures)
+        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures, place=place)
         engine = await cls._launch(wanted, served_name, draft_version, mode, times)
         if engine.setup is None:
             return engine

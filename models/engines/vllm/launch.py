@@ -39,6 +39,7 @@ class Speculation(NamedTuple):
     Attributes:
         dtype, eager: how it computes.
         unplanned: why no step is planned; "" plans them where that is possible.
+        place: see `measuring.place_of`.
     """
 
     target: Path
@@ -49,6 +50,7 @@ class Speculation(NamedTuple):
     costs: Path | None
     captures: bool = False
     unplanned: str = ""
+    place: str = "cpu"
 
     def arguments(self) -> tuple[dict[str, Any], Setup | None]:
         """Return vLLM's arguments, and what its scheduler plans by; none where nothing is drafted or planned.
@@ -73,7 +75,9 @@ class Speculation(NamedTuple):
         setup: Setup | None = None
         if not self.why_unplanned():
             most = max(params.num_draft_tokens, params.lookup.num_tokens)
-            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most)
+            facts = measured_for(
+                self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most, self.place
+            )
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
             one_pass = own.get("parallel_drafting", False)
