@@ -167,6 +167,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/prepare_text.py": {"stages.Text": "source"},
     "tasks/select_data.py": {"recipe.Traffic": "source send_groups"},
     "tasks/select_text.py": {"stages.Select": "max_length method num_documents num_rounds proxy"},
+    "tasks/stages/throttle.py": {"learning.distill": "device"},
     "tasks/stages/shares.py": {"recipe.Refresh": "share_wait_s"},
     "tasks/stages/teachers.py": {"learning.teacher.TeacherParams": "model"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},

@@ -5,6 +5,7 @@ does.
 """
 
 import ast
+import math
 import os
 from difflib import get_close_matches
 from functools import cache
@@ -78,6 +79,11 @@ class Params(EngineParams):
     def rules(self) -> Rules:
         """What vLLM verifies drafted tokens by."""
         return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
+
+    @property
+    def num_devices(self) -> int:
+        """Over how many GPUs it is spread, the first ones that it sees."""
+        return math.prod(int(self.extra.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data"))
 
     @field_validator("lengths")
     @classmethod
