@@ -1,9 +1,11 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from models.core.drafting.draft_families import family_of, require_family
+from models.drafts import EngineWeights
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
 from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, place_of
+from models.engines.vllm.redraft_vllm.routes import MOST_CHARS, Broken, Order, Refused, Swapper
 from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
 
@@ -55,6 +59,7 @@ class VllmEngine:
         times: Times,
     ) -> None:
         self.llm, self.args, self.draft, self.setup, self.mode, self.times = llm, args, draft, setup, mode, times
+        self._swapper = Swapper(llm, tolerance=TOLERANCE)
 
     @classmethod
     async def start(
@@ -164,12 +169,13 @@ class VllmEngine:
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two engine steps; return the milliseconds it took.
 
-        The prefix cache is forgotten, because it holds the keys of the draft before. The engine takes what it is sent
-        in order: a request that is sent after the swap is drafted by the new draft and labelled so, also where the
-        caller no longer waits.
+        It is read and checked before, while the engine runs its steps. The prefix cache is forgotten, because it holds
+        the keys of the draft before. The engine takes what it is sent in order: a request that is sent after the swap
+        is drafted by the new draft and labelled so, also where the caller no longer waits.
 
         Raises:
             ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
+            RuntimeError: it is not known what the engine drafts with.
         """
         started = time.monotonic()
         if self.draft is None:
@@ -179,14 +185,17 @@ class VllmEngine:
         weights, before = family.vllm_weights(directory), (self.llm.draft_version, self.draft)
         if weights is None and family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
-        self.llm.draft_version, self.draft = version, directory
-        self.llm.num_swaps += 1
-        self.llm.speeds.clear()  # of the draft before
-        if weights is not None:
-            swap = self._call("swap_draft", str(weights.file), weights.parameters)
+        async with self._swapping():
+            order = None if weights is None else await asyncio.to_thread(_order, weights, version)
+            if order is not None:
+                await self._swapper.stage(order)
+            self.llm.draft_version, self.draft = version, directory
+            self.llm.num_swaps += 1
+            self.llm.speeds.clear()  # of the draft before
             try:
-                await asyncio.gather(swap, self.llm.reset_prefix_cache())  # nothing is sent between the two
-            except ValueError:
+                if order is not None:
+                    await self._swapper.commit(order)
+            except Refused:
                 self.llm.draft_version, self.draft = before
                 raise
         await self.llm.update_weight_version(version)
@@ -196,20 +205,17 @@ class VllmEngine:
         """Hold the engine's draft modules against the weights of `directory`; return the largest relative error.
 
         Raises:
-            ValueError: a parameter computes something else than the file says.
+            ValueError: a parameter computes something else than the file says, or the file does not fit.
         """
         if (weights := family_of(directory).vllm_weights(directory)) is None:
             return 0.0
-        file = str(weights.file)
-        errors: dict[str, float] = await self._call("derived_errors", file)
-        for parameter, parts in weights.parameters.items():  # apart, because every stream waits for each
-            errors[parameter] = await self._call("parameter_error", file, parameter, parts)
-        name = max(errors, key=lambda parameter: errors[parameter])
-        if not errors[name] <= TOLERANCE:
-            raise ValueError(
-                f"parameter {name} of the loaded draft is off by {errors[name]:.3g} from {directory.name}'s weights"
-            )
-        return errors[name]
+        async with self._swapping():
+            order = await asyncio.to_thread(_order, weights, f"check of {directory.name}"[:MOST_CHARS])
+            await self._swapper.stage(order)
+            try:
+                return await self._swapper.verify(order, staged=True)
+            finally:
+                await self._swapper.discard()
 
     async def capture_states(self, max_bytes: int) -> int:
         """Hold hidden states of accepted tokens for requests whose `DraftOptions` want it, in so much memory at most.
@@ -264,9 +270,28 @@ class VllmEngine:
             self.llm.grammars.close()
         self.llm.shutdown()
 
+    @asynccontextmanager
+    async def _swapping(self) -> AsyncIterator[None]:
+        """Use the swapper alone, and raise what it raises as this class says."""
+        try:
+            async with self._swapper.lock:
+                yield
+        except Refused as error:
+            raise ValueError(str(error)) from error
+        except Broken as error:
+            raise RuntimeError(str(error)) from error
+
     async def _call(self, method: str, *args: object) -> Any:
         """Run a worker's method between two steps; ValueError if the worker refused."""
         answer: dict[str, Any] = (await self.llm.collective_rpc(method, args=args))[0]
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer["value"]
+
+
+def _order(weights: EngineWeights, version: str) -> Order:
+    """Return what the swapper is told of a file, which is read for its sum."""
+    with weights.file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    parameters = {name: list(parts) for name, parts in weights.parameters.items()}
+    return Order(version=version, path=str(weights.file.parent), sha256=digest, parameters=parameters)
