@@ -57,7 +57,9 @@ _KEYS: dict[str, dict[str, str]] = {
         "serving.Structured": "enabled max_bytes max_depth max_regex timeout_s max_memory_mib"
     },
     "models/engines/vllm/launch.py": {
-        "engines.vllm": "num_draft_tokens max_model_len max_num_seqs extra draft_sample_method lookup lengths",
+        "engines.vllm": (
+            "num_draft_tokens max_model_len max_num_seqs extra draft_sample_method plan_steps lookup lengths"
+        ),
         "engines.EngineParams": "num_draft_tokens max_model_len",
     },
     "models/engines/vllm/measuring.py": {"engines.LookUp": "num_tokens", "engines.vllm": "enforce_eager"},

@@ -43,11 +43,13 @@ class VllmEngine:
         draft: directory of the draft that is loaded, or None.
         setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
         unplanned: why that is so; "" where steps are planned or nothing is drafted.
+        vllm_drafts: by itself, in its own worker; switched off, it drafts on, and none of it is verified.
         mode: whether it was compiled.
         times: what plain steps took in each mode.
     """
 
     unplanned: str = ""
+    vllm_drafts: bool = False
 
     def __init__(
         self,
@@ -82,16 +84,16 @@ class VllmEngine:
             ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
                 or it is asked for a model runner that is not supported.
         """
-        dtype: str = params.dtype
+        dtype, on_gpu = str(params.dtype), not current_platform.is_cpu()
         if dtype == "auto":
-            dtype = str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
+            dtype = str(fast_dtype("cuda" if on_gpu else "cpu")).removeprefix("torch.")
         place = place_of(params, current_platform.get_device_name())
         holds = {
             eager: measured_for(target, None, dtype, eager, vllm.__version__, place=place) for eager in (True, False)
         }
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
-        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures, place=place)
+        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures, "", place, on_gpu)
         engine = await cls._launch(wanted, served_name, draft_version, mode, times)
         if engine.setup is None:
             return engine
@@ -113,6 +115,9 @@ class VllmEngine:
         llm, args, setup = launch(wanted, served_name, draft_version)
         engine = cls(llm, args, wanted.draft, setup, mode, times)
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
+        engine.vllm_drafts = wanted.vllm_drafts
+        if wanted.vllm_drafts:
+            return engine
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
             if num_rows := await engine._call("small_batch_limit"):
@@ -240,12 +245,15 @@ class VllmEngine:
     async def set_speculation(self, on: bool) -> None:
         """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
+        Where vLLM drafts by itself, it does so for requests that begin later, and both costs what it did.
+
         Raises:
             ValueError: the engine has no draft to switch on.
         """
         if on and self.draft is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
-        if self.draft is not None:
+        self.llm.undrafted = self.vllm_drafts and not on
+        if self.draft is not None and not self.vllm_drafts:
             await self._call("set_speculation", on)
             if on and not self.speculating:
                 await self.llm.reset_prefix_cache()
@@ -253,7 +261,7 @@ class VllmEngine:
 
     async def forget_answers(self) -> int:
         """Forget recent answers and the prefix cache; return how many tokens of answers look-up held."""
-        num_tokens: int = await self._call("forget_answers")
+        num_tokens: int = 0 if self.vllm_drafts else await self._call("forget_answers")
         await self.llm.reset_prefix_cache()
         return num_tokens
 
