@@ -114,7 +114,7 @@ class Ring:
             states: [N, W].
         """
         now_s, ids = time.monotonic(), token_ids.tolist()
-        copied = torch.cuda.Event() if states.is_cuda else None  # type: ignore[no-untyped-call]  # torch's
+        copied = torch.cuda.Event() if states.is_cuda else None
         firsts = positions[list(borders[:-1])].tolist()
         for name, first, start, end in zip(names, firsts, borders[:-1], borders[1:], strict=True):
             if not name:

@@ -144,7 +144,7 @@ class Swapper:
         except Refused as refused:
             await self._revert(str(refused))
             raise
-        return emptied
+        return bool(emptied)
 
     async def verify(self, order: Order, staged: bool = False) -> float:
         """Return by how much a parameter of the loaded draft is off at most from its file, or from what is staged.
