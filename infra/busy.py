@@ -1,13 +1,17 @@
 """Whether the service of a home is answering: it holds a lock meanwhile, so that work beside it can give way.
 
+What it runs on stands in the locked file, for work that runs on something else has no need to.
+
 The lock is of the kind that belongs to an open file (Linux, `F_OFD_SETLK`): the kernel releases it with the process,
 however that ends, and who only looks takes nothing, so that nobody ever waits for it.
 """
 
 import fcntl
+import json
 import os
 import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 BUSY_FILE = "service.busy"
@@ -35,9 +39,33 @@ class Busy:
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
+    def occupy(self, devices: Iterable[str]) -> None:
+        """Say what this process runs on; see `cores` and `gpus`."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(sorted(devices)).encode(), 0)
+
+    def shares(self, devices: Iterable[str]) -> bool:
+        """Return whether the service runs on any of these, as is believed of one that did not say."""
+        try:
+            occupied = json.loads(Path(f"/proc/self/fd/{self._file}").read_text())
+        except (OSError, ValueError):
+            return True
+        return not {*occupied}.isdisjoint(devices)
+
     def close(self) -> None:
         """Release the lock, and close the file."""
         os.close(self._file)
+
+
+def cores() -> set[str]:
+    """Return the names of the cores that this process may use."""
+    return {f"core {number}" for number in os.sched_getaffinity(0)}
+
+
+def gpus(first: int, number: int) -> set[str]:
+    """Return the names of some GPUs, which this process counts among those that CUDA_VISIBLE_DEVICES lets it see."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return {f"gpu {visible[at] if at < len(visible) else at}" for at in range(first, first + number)}
 
 
 def _lock(kind: int) -> bytes:

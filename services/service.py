@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.busy import Busy
+from infra.busy import Busy, cores, gpus
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
@@ -75,6 +75,7 @@ class Service:
         self.domains = Domains()
         engine_params = config.engine_params()
         limits, busy = config.serve.limits, Busy(config.settings.home)
+        busy.occupy(cores() | (set() if config.settings.device == "cpu" else gpus(0, engine_params.num_devices)))
         self.turns = FairQueue(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
         engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of

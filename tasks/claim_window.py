@@ -24,6 +24,7 @@ from infra.triggerfile import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
 from models.core.learning.hidden import Sample
+from models.precision import is_out_of_memory
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key
@@ -66,7 +67,7 @@ def hold_window(window: Window) -> Iterator[None]:
     """Hold a claimed window until it is done with; an erasure waits meanwhile.
 
     What goes wrong meanwhile is recorded beside it and raised again. Where somebody stops the run, nothing went wrong,
-    and the attempt does not count.
+    and the attempt does not count; nor does one that a device's memory did not suffice for.
     """
     log = QueryLog(load_settings().querylog)
     with log.reading(), log.windows.hold(window):
@@ -75,7 +76,10 @@ def hold_window(window: Window) -> Iterator[None]:
         except Exception as error:
             with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
                 what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-                if log.windows.fail(window, what):
+                if is_out_of_memory(error):
+                    log.windows.withdraw(window)
+                    run_logger().warning("a device's memory ran out, which counts as no attempt: %s", what)
+                elif log.windows.fail(window, what):
                     told = "rows %d to %d are set aside: no attempt at them got through"
                     run_logger().warning(told, window.first_seq, window.last_seq)
             raise

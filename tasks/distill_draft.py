@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.consent import row_of
@@ -20,6 +21,7 @@ from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.params import BaseParams
+from models.precision import is_out_of_memory
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen
@@ -31,7 +33,7 @@ from tasks.stages.samples import read_samples
 from tasks.stages.split import cluster_samples
 from tasks.stages.task import task
 from tasks.stages.teachers import prepare_teachers
-from tasks.stages.throttle import throttled
+from tasks.stages.throttle import device_of, throttled
 
 STATE, STATE_FILE = "state", "state.safetensors"
 
@@ -79,15 +81,15 @@ def _train(
     window: Window | None,
 ) -> Trained:
     family = family_named(recipe.draft.name) if start is None else family_of(open_artifact(start.files))
-    teachers = prepare_teachers(params)
+    teachers, device = prepare_teachers(params), device_of(params)
     inputs = {"target": target, "samples": samples}
     inputs |= {f"teacher {number}": teacher for number, teacher in enumerate(teachers)}
     if start is not None:
         inputs |= {"parent": start.files} | ({} if start.state is None else {STATE: start.state})
     settings = {
         "draft": recipe.draft.model_dump(mode="json"),
-        # Neither changes what is learnt.
-        "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s"}),
+        # None of them changes what is learnt.
+        "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s", "device"}),
         "num_draft_tokens": recipe.num_draft_tokens,
         "seed": recipe.seed,
     }
@@ -97,6 +99,19 @@ def _train(
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:
+        try:
+            learn(directory, work, params)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            halved = params.model_copy(update={"batch_tokens": max(2, params.batch_tokens // 2)})
+            told = "memory of %s ran out with batches of %d tokens; trained anew with %d: %s"
+            run_logger().warning(told, device, params.batch_tokens, halved.batch_tokens, error)
+        torch.cuda.empty_cache()  # behind the block, which held what the failed step made
+        learn(directory, work, halved)
+
+    def learn(directory: Path, work: Path, params: distill.Params) -> None:
         target_dir = open_artifact(target)
         rows, kept_rows = fitted.share(read_samples(samples, "train"), params.heads)
         if params.validation and window is None:
@@ -130,7 +145,7 @@ def _train(
                 work,
                 recipe.seed,
                 on_progress,
-                load_settings().device,
+                device,
                 state=before,
                 state_out=after,
                 captured=captured,
@@ -147,7 +162,9 @@ def _train(
         fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
-    draft = cached_step(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=throttled(make))
+    draft = cached_step(
+        stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=throttled(make, device)
+    )
     return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
 
 

@@ -32,7 +32,7 @@ from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import read_samples, regression_set_versions
 from tasks.stages.task import task
-from tasks.stages.throttle import throttled
+from tasks.stages.throttle import device_of, throttled
 
 CHAMPION, CANDIDATE = "champion", "candidate"
 FILE = "scores.json"
@@ -94,7 +94,7 @@ class Scorer:
 
     def __init__(self, recipe: Recipe, pair: Pair) -> None:
         self.recipe, self.pair = recipe, pair
-        self.target_dir = open_artifact(pair.target_files)
+        self.target_dir, self.device = open_artifact(pair.target_files), device_of(recipe.refresh_distill())
 
     def gate(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
         """Return the verdict, with what it rests on."""
@@ -146,13 +146,14 @@ class Scorer:
         return float(self._produce("golden_tau", draft, self._golden))
 
     def _golden(self, opened: Draft, work: Path) -> float:
-        return measure_golden(opened, self.target_dir, self.recipe.num_draft_tokens, work, self.recipe.engine.rules)
+        num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
+        return measure_golden(opened, self.target_dir, num, work, rules, self.device)
 
     def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
         def scored(opened: Draft, _: Path) -> list[object]:
             num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
-            device, captured = load_settings().device, captures_of(self.target_dir)
-            scores = score(opened, self.target_dir, samples, num, work, device, rules, captured)
+            captured = captures_of(self.target_dir)
+            scores = score(opened, self.target_dir, samples, num, work, self.device, rules, captured)
             tell(captured, "score")
             return [s.model_dump() for s in scores]
 
@@ -175,7 +176,7 @@ class Scorer:
             },
             inputs={"target": self.pair.target_files, "draft": draft},
             code=(make, measure_golden, score, family_of(open_artifact(draft))),
-            make=throttled(make),
+            make=throttled(make, self.device),
         )
         return json.loads((open_artifact(made) / FILE).read_text())
 

@@ -95,14 +95,17 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
     return measured
 
 
-def measure_golden(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD) -> float:
-    """Return τ on the target's golden prompts."""
+def measure_golden(
+    draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD, device: str = ""
+) -> float:
+    """Return τ on the target's golden prompts; the device is REDRAFT_DEVICE unless one is named."""
     golden, _ = load_golden(target_dir)
     samples = [
         Sample(f"golden-{index}", "golden", list(one.prompt_ids), list(one.token_ids))
         for index, one in enumerate(golden)
     ]
-    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, load_settings().device, rules))
+    device = device or load_settings().device
+    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, device, rules))
 
 
 def tau_of(scores: Sequence[Score]) -> float:

@@ -41,7 +41,7 @@ from tasks.stages.samples import (
     write_samples,
 )
 from tasks.stages.task import task
-from tasks.stages.throttle import throttled
+from tasks.stages.throttle import device_of, throttled
 
 BATCH = 16
 FILE = "answers.jsonl"
@@ -77,7 +77,7 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         },
         inputs={"target": pair.target_files, "samples": samples},
         code=(make, write_samples, answering),
-        make=throttled(make),
+        make=throttled(make, device_of(recipe.refresh_distill())),
     )
 
 
@@ -104,7 +104,7 @@ def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
 
 def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence[Sample], file: Path) -> list[Sample]:
     """Return answers; those in `file` are not asked for again, the others are added to it."""
-    started, device = time.monotonic(), load_settings().device
+    started, device = time.monotonic(), device_of(recipe.refresh_distill())
     until_s = started + 60 * again.max_minutes
     written = {one.id: one for one in read_written(file)}
     batches = list(enumerate(_batches(chosen, again)))

@@ -78,7 +78,7 @@ def demonstrating(
     """Serve the champions while the block runs.
 
     vLLM's own endpoint begins beside the service, since each compiles on one core for minutes; what it is asked, it is
-    asked at the end. Where there is little memory it begins then.
+    asked at the end. On a GPU, and where there is little memory, it begins then.
 
     Raises:
         ValueError: nothing was built, or the port is taken.
@@ -91,7 +91,7 @@ def demonstrating(
     config = configure_service.fn(recipe)
     with ExitStack() as beside:
         stock = Stock(recipe, settings, Path(config["target_dir"])) if demo.stock else None
-        if stock is not None and not answers_of(folder, STOCK) and free_memory_gib() >= ROOM_GIB:
+        if stock is not None and not answers_of(folder, STOCK) and _has_room(settings):
             stock.begin()
             beside.callback(stock.stop)
         with out.status(starting(config, settings)) as shown:
@@ -105,6 +105,11 @@ def demonstrating(
         finally:
             service.stop()
         beside.pop_all()  # `Demonstration.time_stock` asks it now, and stops it
+
+
+def _has_room(settings: Settings) -> bool:
+    """Return whether another engine can wait beside the service; one takes most of a GPU's memory."""
+    return settings.device == "cpu" and free_memory_gib() >= ROOM_GIB
 
 
 @dataclass

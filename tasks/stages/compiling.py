@@ -29,14 +29,17 @@ ROOM_GIB = 10.0  # of free memory, for an engine beside the one that answers and
 def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[None]:
     """Compile what the service will run while the block builds it, and wait for that at the end.
 
-    It is done once: nothing happens where a service of the home has compiled before, where nothing is compiled, or
-    where memory is short. Where it fails, the service compiles as it starts.
+    It is done once: nothing happens where a service of the home has compiled before, where nothing is compiled, on a
+    GPU, or where memory is short. Where it fails, the service compiles as it starts.
 
     Raises:
         TimeoutError: it takes longer than a start of the service may.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
     if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists():
+        yield
+        return
+    if settings.device != "cpu":  # an engine takes most of a GPU's memory, and the build has one for its answers
         yield
         return
     if (free_gib := free_memory_gib()) < ROOM_GIB:

@@ -12,7 +12,6 @@ from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
 from infra.manifest import canonical_json
-from infra.settings import load_settings
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation import own_answers
@@ -24,7 +23,7 @@ from models.types import MIN_COMPLETION, Estimate
 from tasks.stages import cached_step
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, draw_per_domain, read_samples, write_samples
-from tasks.stages.throttle import throttled
+from tasks.stages.throttle import device_of, throttled
 
 FILE = "differences.json"
 Make = Callable[[Path, Path], None]
@@ -73,7 +72,7 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
     domains = sorted({one.domain for one in asked})
 
     def make(directory: Path, _: Path) -> None:
-        device, target_dir = load_settings().device, open_artifact(target)
+        device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
         model, stops = load_model(target_dir, fast_dtype(device), device), stop_ids(target_dir)
         rng = torch.Generator(device).manual_seed(recipe.seed)
         found = {
@@ -97,7 +96,7 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
 
 def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[Sample]:
     def make(directory: Path, _: Path) -> None:
-        device, target_dir = load_settings().device, open_artifact(target)
+        device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
         tokenizer = AutoTokenizer.from_pretrained(target_dir)
         encoder, model = ChatEncoder.of(tokenizer), load_model(target_dir, fast_dtype(device), device)
         lengths = [max(len(one.completion_ids), own_answers.MOST_TOKENS) for one in tests]
@@ -126,6 +125,5 @@ def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Se
         "seed": recipe.seed,
     }
     code = (make, own_answers, write_samples)
-    return cached_step(
-        stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=throttled(make)
-    )
+    work = throttled(make, device_of(recipe.refresh_distill()))
+    return cached_step(stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=work)

@@ -12,6 +12,7 @@ from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version
 from infra.watchdog import Watchdog, gives_way
+from models.precision import is_out_of_memory
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger
@@ -61,8 +62,9 @@ def acknowledged(refresh: Refresh) -> Refresh:
                     return WAITS_FOR_MEMORY, None
                 with dog.watching():
                     outcome, version = refresh(recipe)
-            except Exception:
-                _tell(end, "failed", "failed")
+            except Exception as error:
+                lacks_memory = is_out_of_memory(error)
+                _tell(end, *(("deferred", WAITS_FOR_MEMORY) if lacks_memory else ("failed", "failed")))
                 raise
             except BaseException:
                 _tell(end, "deferred", "stopped")

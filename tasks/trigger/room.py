@@ -1,13 +1,20 @@
-"""Whether there is memory for a refresh: by what the last one took or, before the first, by the champions' files."""
+"""Whether there is memory for a refresh: by what the last one took or, before the first, by the champions' files.
+
+A refresh also looks at the memory of the GPU that it is to run on. Who only asks for it does not: to look takes some.
+"""
 
 from pathlib import Path
+
+import torch
 
 from infra.memory import GIB, own_gib, read_memory
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.triggerfile import TriggerState
 from infra.versions import cached
+from models.precision import require_device
 from models.recipe import Recipe
+from tasks.stages.throttle import device_of
 
 # What the libraries hold before anything is loaded.
 LIBRARIES_GIB = 1.0
@@ -23,10 +30,17 @@ def short_of_memory(recipe: Recipe, seen: TriggerState, starts: bool = False) ->
 
     Raises:
         ConnectionError: the registry can't be asked.
+        ValueError: the device that it is to run on is not here.
     """
     need = max(recipe.schedule.min_free_memory_gib, seen.need.gib if seen.need else _of_files())
     room = read_memory().room_gib + (own_gib() if starts else 0.0)
-    return "" if room >= need else f"{max(0.0, room):.1f} GiB to spare, {need:.1f} wanted"
+    if room < need:
+        return f"{max(0.0, room):.1f} GiB to spare, {need:.1f} wanted"
+    if not starts or (device := device_of(recipe.refresh_distill())) == "cpu":
+        return ""
+    require_device(device)
+    free, need = torch.cuda.mem_get_info(device)[0] / GIB, _of_files()
+    return "" if free >= need else f"{free:.1f} GiB of {device} to spare, {need:.1f} wanted"
 
 
 def _of_files() -> float:

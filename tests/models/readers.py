@@ -57,7 +57,9 @@ _KEYS: dict[str, dict[str, str]] = {
         "serving.Structured": "enabled max_bytes max_depth max_regex timeout_s max_memory_mib"
     },
     "models/engines/vllm/launch.py": {
-        "engines.vllm": "num_draft_tokens max_model_len max_num_seqs extra draft_sample_method lookup lengths",
+        "engines.vllm": (
+            "num_draft_tokens max_model_len max_num_seqs extra draft_sample_method plan_steps lookup lengths"
+        ),
         "engines.EngineParams": "num_draft_tokens max_model_len",
     },
     "models/engines/vllm/measuring.py": {"engines.LookUp": "num_tokens", "engines.vllm": "enforce_eager"},
@@ -167,6 +169,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/prepare_text.py": {"stages.Text": "source"},
     "tasks/select_data.py": {"recipe.Traffic": "source send_groups"},
     "tasks/select_text.py": {"stages.Select": "max_length method num_documents num_rounds proxy"},
+    "tasks/stages/throttle.py": {"learning.distill": "device"},
     "tasks/stages/shares.py": {"recipe.Refresh": "share_wait_s"},
     "tasks/stages/teachers.py": {"learning.teacher.TeacherParams": "model"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},

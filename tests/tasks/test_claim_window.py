@@ -8,6 +8,7 @@ from collections import Counter
 from shutil import copy
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact
@@ -115,12 +116,15 @@ def test_a_window_whose_training_always_fails_is_set_aside_with_its_error_and_la
     assert (log.stats().depth, log.stats().attempt, log.stats().set_aside) == (0, None, (aside,))
 
 
-@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt, SystemExit])
-def test_a_run_that_somebody_stops_is_no_attempt(log, stopped_by):
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt(), SystemExit(), OUT_OF_MEMORY])
+def test_a_run_that_somebody_stops_or_a_gpus_memory_does_not_suffice_for_is_no_attempt(log, stopped_by):
     log.append([row(n) for n in range(REFRESH.max_rows)])
     for _ in range(5):
         window = claim_window.fn(REFRESH)
-        with pytest.raises(stopped_by), hold_window(window):
+        with pytest.raises(type(stopped_by)), hold_window(window):
             raise stopped_by
     assert (log.stats().attempt, log.stats().set_aside) == (None, ())
     assert claim_window.fn(REFRESH) == window

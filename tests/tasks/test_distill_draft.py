@@ -1,5 +1,6 @@
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,41 @@ def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_re
     assert heads[0].read_bytes() != heads[1].read_bytes()
     with pytest.raises(ValueError, match="a draft of family ngram is not trained, so no head can be fit behind it"):
         distill_draft.fn(recipe.model_copy(update={"draft": ngram.Params()}), target, samples)
+
+
+def test_the_device_that_a_recipe_names_is_the_trainers(target: Artifact, tmp_path: Path) -> None:
+    recipe = recipe_of(**OFFLINE, draft={"name": "lm", "num_layers": 1}, distill={"device": "cuda:7"}, refresh=None)
+    samples = samples_files(tmp_path / "samples", said_by(target, 9))
+    with pytest.raises(ValueError, match="device cuda:7 is not here; torch sees cpu"):
+        distill_draft.fn(recipe, target, samples)
+
+
+@pytest.mark.slow
+def test_where_memory_runs_out_a_draft_is_trained_once_more_with_half_the_batch(
+    target: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = samples_files(tmp_path / "samples", said_by(target, 9))
+
+    def trained(batch_tokens: int) -> bytes:
+        distill = TABLES["distill"] | {"batch_tokens": batch_tokens}
+        recipe = recipe_of(**OFFLINE, draft={"name": "lm", "num_layers": 1}, distill=distill, refresh=None)
+        return (distill_draft.fn(recipe, target, samples).path / "model.safetensors").read_bytes()
+
+    halved = trained(128)
+    clip, left = torch.nn.utils.clip_grad_norm_, [1]
+
+    def full(*args: Any, **options: Any) -> Any:
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return clip(*args, **options)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", full)
+    assert trained(256) == halved
+    assert "memory of cpu ran out with batches of 256 tokens; trained anew with 128" in caplog.text
+    left += [1, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(512)
+    assert not left
 
 
 def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(

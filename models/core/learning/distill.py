@@ -29,6 +29,7 @@ from models.core.learning.unrolled_loss import UnrolledLoss
 from models.core.learning.validation import Validated, Validation, split
 from models.drafts import Draft, Procedure
 from models.params import BaseParams
+from models.precision import require_device
 from models.types import MIN_COMPLETION
 
 
@@ -48,6 +49,8 @@ class Params(Validated):
         min_steps: where these are fewer optimizer steps, as with a small window, passes go on until so many are done.
         max_grad_norm: gradients are clipped to this norm.
         num_threads: of the processor; 0 leaves it to torch.
+        device: what trains, and what a refresh is gated on: "cpu", "cuda" or one of several, "cuda:1"; by default
+            REDRAFT_DEVICE.
         loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
         answers: whose answers are learnt, and what a token of them counts.
         teachers: models beside the target; labels are the mean of their probabilities and the target's.
@@ -73,6 +76,7 @@ class Params(Validated):
     max_minutes: float | None = Field(None, gt=0)
     checkpoint_s: float = Field(30.0, ge=0)
     num_threads: int = Field(0, ge=0)
+    device: str = Field("", pattern=r"^(cpu|cuda(:\d+)?)?$")
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
     answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
     teachers: tuple[TeacherParams, ...] = ()
@@ -149,8 +153,8 @@ def train(
         unseen: ids of the samples that the draft has learnt nothing of, which may be kept for validation; None for all.
 
     Raises:
-        ValueError: no sample has anything to learn from, K is 0, `state` is of a draft of another shape, or a teacher
-            has another vocabulary.
+        ValueError: no sample has anything to learn from, K is 0, the device is not here, `state` is of a draft of
+            another shape, or a teacher has another vocabulary.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
@@ -158,6 +162,7 @@ def train(
         raise ValueError("no sample has an answer of more than two tokens")
     if num_draft_tokens < 1:
         raise ValueError(f"a draft is trained for num_draft_tokens from 1; got {num_draft_tokens}")
+    require_device(device)
     if params.num_threads:
         torch.set_num_threads(params.num_threads)
     require_teachers(draft, target_dir, params.teachers, teacher_dirs)
@@ -328,7 +333,7 @@ class _Loop(Loop[list[Sample]]):
     def _key(self) -> str:
         """What must be equal for a checkpoint to be this run's."""
         settings = self.params.model_copy(update=self.procedure._asdict()).model_dump(
-            exclude={"num_threads", "checkpoint_s"}
+            exclude={"num_threads", "checkpoint_s", "device"}
         )
         ids = [[s.id for s in bucket] for bucket in self.batches]
         return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)

@@ -5,6 +5,7 @@ does.
 """
 
 import ast
+import math
 import os
 from difflib import get_close_matches
 from functools import cache
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PAPER = "arXiv:2309.06180"
 # Whether a sequence's keys are divided among threads, by how many rows attend at once: then their bits differ.
 SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
+# Keys that only a planned step reads.
+PLANNED_BY = ("lookup", "lengths")
 _TARGET = "the recipe's [target] says which model and tokenizer"
 _SAME = "set the key of that name in [engine]"
 _SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
@@ -58,6 +61,9 @@ class Params(EngineParams):
             what serves, see models/engines/vllm/measuring.py.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
+        plan_steps: whether each step is drafted as is expected to be fastest; "auto" does so on a CPU. Else vLLM drafts
+            by itself, the same number of tokens in each step. On a GPU, planning takes vLLM's V1 runner, unpadded
+            batches and synchronous scheduling; it was not run on one.
         lookup: what is looked up beside the draft.
         lengths: the policy that says how many tokens are drafted in a step, K at most.
         extra: further vLLM engine arguments, passed through; none of OWNED, and `speculative_config`, for a way of
@@ -70,6 +76,7 @@ class Params(EngineParams):
     enforce_eager: bool | Literal["auto"] = "auto"
     kv_cache_gib: int = Field(1, ge=1)
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    plan_steps: bool | Literal["auto"] = "auto"
     lookup: LookUp = LookUp()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = goodput.Params()
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
@@ -78,6 +85,11 @@ class Params(EngineParams):
     def rules(self) -> Rules:
         """What vLLM verifies drafted tokens by."""
         return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
+
+    @property
+    def num_devices(self) -> int:
+        """Over how many GPUs it is spread, the first ones that it sees."""
+        return math.prod(int(self.extra.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data"))
 
     @field_validator("lengths")
     @classmethod
@@ -98,6 +110,12 @@ class Params(EngineParams):
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise ValueError(f'vLLM\'s engine has no argument "{name}"{hint}')
         return extra
+
+    @model_validator(mode="after")
+    def _plans_by_something(self) -> Self:
+        if self.plan_steps is False:
+            require_unsaid(self, PLANNED_BY, "[engine]", "plan_steps is false")
+        return self
 
     @model_validator(mode="after")
     def _draft_in_one_way(self) -> Self:

@@ -50,6 +50,7 @@ class RequestBuffer:
     Attributes:
         touched_s: when a step added to it.
         lost: it did not fit, and nothing more of it is held.
+        copied: is past once the device has copied all pieces; None where that is so at once.
     """
 
     first: int = 0
@@ -57,6 +58,7 @@ class RequestBuffer:
     num_bytes: int = 0
     touched_s: float = 0.0
     lost: bool = False
+    copied: torch.cuda.Event | None = None
     pieces: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
     def add(self, position: int, token_ids: list[int], states: Tensor) -> None:
@@ -103,7 +105,7 @@ class Ring:
     def note(
         self, names: Sequence[str], borders: Sequence[int], positions: Tensor, token_ids: Tensor, states: Tensor
     ) -> None:
-        """Copy what a step computed.
+        """Copy what a step computed; off a GPU into pinned memory, while it goes on to compute.
 
         Args:
             names: of its B requests; "" is not copied.
@@ -112,6 +114,7 @@ class Ring:
             states: [N, W].
         """
         now_s, ids = time.monotonic(), token_ids.tolist()
+        copied = torch.cuda.Event() if states.is_cuda else None
         firsts = positions[list(borders[:-1])].tolist()
         for name, first, start, end in zip(names, firsts, borders[:-1], borders[1:], strict=True):
             if not name:
@@ -120,11 +123,17 @@ class Ring:
             self._held.move_to_end(name)
             before, held.touched_s = held.num_bytes, now_s
             if not held.lost:
-                held.add(first, ids[start:end], states[start:end].to("cpu", torch.bfloat16, copy=True))
+                copy = torch.empty_like(
+                    states[start:end], dtype=torch.bfloat16, device="cpu", pin_memory=states.is_cuda
+                )
+                held.add(first, ids[start:end], copy.copy_(states[start:end], non_blocking=True))
+                held.copied = copied
                 self._count(held.num_bytes - before)
                 if self._num_bytes > self._max_bytes:
                     self._drop(held, "no memory")
                     held.lost = True
+        if copied is not None:
+            copied.record()
         self._forget_unclaimed(now_s)
 
     def settle(self, claims: Iterable[Claim]) -> dict[str, int]:
@@ -166,6 +175,8 @@ class Ring:
     def _write(self) -> None:
         while True:
             claim, held = self._queue.get()
+            if held.copied is not None:
+                held.copied.synchronize()
             try:
                 token_ids = [token for ids, _ in held.pieces for token in ids]
                 states = torch.cat([rows for _, rows in held.pieces])

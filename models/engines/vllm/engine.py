@@ -1,9 +1,11 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from models.core.drafting.draft_families import family_of, require_family
+from models.drafts import EngineWeights
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
-from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of
+from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, place_of
+from models.engines.vllm.redraft_vllm.routes import MOST_CHARS, Broken, Order, Refused, Swapper
 from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
 
@@ -39,11 +43,13 @@ class VllmEngine:
         draft: directory of the draft that is loaded, or None.
         setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
         unplanned: why that is so; "" where steps are planned or nothing is drafted.
+        vllm_drafts: by itself, in its own worker; switched off, it drafts on, and none of it is verified.
         mode: whether it was compiled.
         times: what plain steps took in each mode.
     """
 
     unplanned: str = ""
+    vllm_drafts: bool = False
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class VllmEngine:
         times: Times,
     ) -> None:
         self.llm, self.args, self.draft, self.setup, self.mode, self.times = llm, args, draft, setup, mode, times
+        self._swapper = Swapper(llm, tolerance=TOLERANCE)
 
     @classmethod
     async def start(
@@ -77,13 +84,16 @@ class VllmEngine:
             ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
                 or it is asked for a model runner that is not supported.
         """
-        dtype: str = params.dtype
+        dtype, on_gpu = str(params.dtype), not current_platform.is_cpu()
         if dtype == "auto":
-            dtype = str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
-        holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
+            dtype = str(fast_dtype("cuda" if on_gpu else "cpu")).removeprefix("torch.")
+        place = place_of(params, current_platform.get_device_name())
+        holds = {
+            eager: measured_for(target, None, dtype, eager, vllm.__version__, place=place) for eager in (True, False)
+        }
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
-        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures)
+        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures, "", place, on_gpu)
         engine = await cls._launch(wanted, served_name, draft_version, mode, times)
         if engine.setup is None:
             return engine
@@ -105,6 +115,9 @@ class VllmEngine:
         llm, args, setup = launch(wanted, served_name, draft_version)
         engine = cls(llm, args, wanted.draft, setup, mode, times)
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
+        engine.vllm_drafts = wanted.vllm_drafts
+        if wanted.vllm_drafts:
+            return engine
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
             if num_rows := await engine._call("small_batch_limit"):
@@ -161,12 +174,13 @@ class VllmEngine:
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two engine steps; return the milliseconds it took.
 
-        The prefix cache is forgotten, because it holds the keys of the draft before. The engine takes what it is sent
-        in order: a request that is sent after the swap is drafted by the new draft and labelled so, also where the
-        caller no longer waits.
+        It is read and checked before, while the engine runs its steps. The prefix cache is forgotten, because it holds
+        the keys of the draft before. The engine takes what it is sent in order: a request that is sent after the swap
+        is drafted by the new draft and labelled so, also where the caller no longer waits.
 
         Raises:
             ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
+            RuntimeError: it is not known what the engine drafts with.
         """
         started = time.monotonic()
         if self.draft is None:
@@ -176,14 +190,17 @@ class VllmEngine:
         weights, before = family.vllm_weights(directory), (self.llm.draft_version, self.draft)
         if weights is None and family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
-        self.llm.draft_version, self.draft = version, directory
-        self.llm.num_swaps += 1
-        self.llm.speeds.clear()  # of the draft before
-        if weights is not None:
-            swap = self._call("swap_draft", str(weights.file), weights.parameters)
+        async with self._swapping():
+            order = None if weights is None else await asyncio.to_thread(_order, weights, version)
+            if order is not None:
+                await self._swapper.stage(order)
+            self.llm.draft_version, self.draft = version, directory
+            self.llm.num_swaps += 1
+            self.llm.speeds.clear()  # of the draft before
             try:
-                await asyncio.gather(swap, self.llm.reset_prefix_cache())  # nothing is sent between the two
-            except ValueError:
+                if order is not None:
+                    await self._swapper.commit(order)
+            except Refused:
                 self.llm.draft_version, self.draft = before
                 raise
         await self.llm.update_weight_version(version)
@@ -193,20 +210,17 @@ class VllmEngine:
         """Hold the engine's draft modules against the weights of `directory`; return the largest relative error.
 
         Raises:
-            ValueError: a parameter computes something else than the file says.
+            ValueError: a parameter computes something else than the file says, or the file does not fit.
         """
         if (weights := family_of(directory).vllm_weights(directory)) is None:
             return 0.0
-        file = str(weights.file)
-        errors: dict[str, float] = await self._call("derived_errors", file)
-        for parameter, parts in weights.parameters.items():  # apart, because every stream waits for each
-            errors[parameter] = await self._call("parameter_error", file, parameter, parts)
-        name = max(errors, key=lambda parameter: errors[parameter])
-        if not errors[name] <= TOLERANCE:
-            raise ValueError(
-                f"parameter {name} of the loaded draft is off by {errors[name]:.3g} from {directory.name}'s weights"
-            )
-        return errors[name]
+        async with self._swapping():
+            order = await asyncio.to_thread(_order, weights, f"check of {directory.name}"[:MOST_CHARS])
+            await self._swapper.stage(order)
+            try:
+                return await self._swapper.verify(order, staged=True)
+            finally:
+                await self._swapper.discard()
 
     async def capture_states(self, max_bytes: int) -> int:
         """Hold hidden states of accepted tokens for requests whose `DraftOptions` want it, in so much memory at most.
@@ -231,12 +245,15 @@ class VllmEngine:
     async def set_speculation(self, on: bool) -> None:
         """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
+        Where vLLM drafts by itself, it does so for requests that begin later, and both costs what it did.
+
         Raises:
             ValueError: the engine has no draft to switch on.
         """
         if on and self.draft is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
-        if self.draft is not None:
+        self.llm.undrafted = self.vllm_drafts and not on
+        if self.draft is not None and not self.vllm_drafts:
             await self._call("set_speculation", on)
             if on and not self.speculating:
                 await self.llm.reset_prefix_cache()
@@ -244,7 +261,7 @@ class VllmEngine:
 
     async def forget_answers(self) -> int:
         """Forget recent answers and the prefix cache; return how many tokens of answers look-up held."""
-        num_tokens: int = await self._call("forget_answers")
+        num_tokens: int = 0 if self.vllm_drafts else await self._call("forget_answers")
         await self.llm.reset_prefix_cache()
         return num_tokens
 
@@ -261,9 +278,28 @@ class VllmEngine:
             self.llm.grammars.close()
         self.llm.shutdown()
 
+    @asynccontextmanager
+    async def _swapping(self) -> AsyncIterator[None]:
+        """Use the swapper alone, and raise what it raises as this class says."""
+        try:
+            async with self._swapper.lock:
+                yield
+        except Refused as error:
+            raise ValueError(str(error)) from error
+        except Broken as error:
+            raise RuntimeError(str(error)) from error
+
     async def _call(self, method: str, *args: object) -> Any:
         """Run a worker's method between two steps; ValueError if the worker refused."""
         answer: dict[str, Any] = (await self.llm.collective_rpc(method, args=args))[0]
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer["value"]
+
+
+def _order(weights: EngineWeights, version: str) -> Order:
+    """Return what the swapper is told of a file, which is read for its sum."""
+    with weights.file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    parameters = {name: list(parts) for name, parts in weights.parameters.items()}
+    return Order(version=version, path=str(weights.file.parent), sha256=digest, parameters=parameters)

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -19,10 +19,12 @@ from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.core.drafting.draft_families import family_of, name_of
-from models.engines.vllm import Params, patches
+from models.engines.vllm import PLANNED_BY, Params, patches
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for
+from models.engines.vllm.redraft_vllm.worker import DraftExtension
 from models.engines.vllm.tap import InstrumentedLLM
+from models.params import require_unsaid
 
 # How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
 # sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
@@ -30,6 +32,7 @@ from models.engines.vllm.tap import InstrumentedLLM
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 # vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+VLLM_DRAFTS = "on a GPU vLLM drafts by itself unless [engine] plan_steps is true"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -39,6 +42,8 @@ class Speculation(NamedTuple):
     Attributes:
         dtype, eager: how it computes.
         unplanned: why no step is planned; "" plans them where that is possible.
+        place: see `measuring.place_of`.
+        on_gpu: whether vLLM runs on one.
     """
 
     target: Path
@@ -49,14 +54,23 @@ class Speculation(NamedTuple):
     costs: Path | None
     captures: bool = False
     unplanned: str = ""
+    place: str = "cpu"
+    on_gpu: bool = False
+
+    @property
+    def vllm_drafts(self) -> bool:
+        """Whether vLLM's own runner, worker and proposer draft, with nothing of them changed."""
+        return self.on_gpu and self.params.plan_steps is not True
 
     def arguments(self) -> tuple[dict[str, Any], Setup | None]:
         """Return vLLM's arguments, and what its scheduler plans by; none where nothing is drafted or planned.
 
         Raises:
-            ValueError: vLLM drafts only another number of tokens with this draft.
+            ValueError: vLLM drafts only another number of tokens with this draft, or a key would do nothing here.
         """
         params = self.params
+        if self.vllm_drafts:
+            require_unsaid(params, PLANNED_BY, "[engine]", VLLM_DRAFTS)
         if self.draft is None or params.num_draft_tokens == 0:
             return {}, None
         own = family_of(self.draft).vllm_config(self.draft)
@@ -73,14 +87,17 @@ class Speculation(NamedTuple):
         setup: Setup | None = None
         if not self.why_unplanned():
             most = max(params.num_draft_tokens, params.lookup.num_tokens)
-            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most)
+            facts = measured_for(
+                self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most, self.place
+            )
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
             one_pass = own.get("parallel_drafting", False)
             setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
             drafting["num_speculative_tokens"] = most
         # Metrics of an answer: metrics.speculative_decoding.
-        return {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}, setup
+        metrics = "detailed" if self.vllm_drafts else "summary"
+        return {"speculative_config": drafting, "per_request_spec_decode_metrics": metrics}, setup
 
     def why_unplanned(self) -> str:
         """Return why each step drafts the same number of tokens; "" where steps are planned or nothing is drafted."""
@@ -89,7 +106,46 @@ class Speculation(NamedTuple):
         family = family_of(self.draft)
         if getattr(family, "FIXED_K", False):
             return f"a draft of this kind ({name_of(family)}) drafts the same number of tokens in each step"
-        return self.unplanned
+        if self.vllm_drafts:
+            return VLLM_DRAFTS
+        return self.unplanned if self.params.plan_steps else "[engine] plan_steps is false"
+
+
+def engine_arguments(wanted: Speculation, served_name: str) -> tuple[dict[str, Any], Setup | None]:
+    """Return what vLLM is told, by what it runs on and what is asked of it; Raises what `Speculation.arguments` does.
+
+    On a GPU vLLM drafts by itself unless steps are to be planned: with its runner, padded batches and asynchronous
+    scheduling, as of a server whose draft `redraft_vllm` replaces. Not run on one.
+    """
+    params, (speculative, setup) = wanted.params, wanted.arguments()
+    if wanted.vllm_drafts:
+        runs: dict[str, Any] = {"worker_extension_cls": f"{DraftExtension.__module__}.{DraftExtension.__qualname__}"}
+    else:
+        runs = {
+            "distributed_executor_backend": "mp",
+            "worker_cls": "models.engines.vllm.worker.DraftWorker",
+            "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
+            "async_scheduling": False,
+        }
+    told = {
+        "model": str(wanted.target),
+        "served_model_name": [served_name],
+        "dtype": wanted.dtype,
+        "max_model_len": params.max_model_len,
+        "max_num_seqs": params.max_num_seqs,
+        "enforce_eager": wanted.eager,
+        "scheduling_policy": "priority",
+        # "auto" compiles all by what the first request needed.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
+        "disable_log_stats": False,
+    }
+    return {**told, **runs, **speculative, **params.extra}, setup
+
+
+def scheduler_of(config: VllmConfig) -> str:
+    """Return which scheduler suits vLLM's own drafting, as vLLM settled whether it schedules asynchronously."""
+    name = "AsyncDraftScheduler" if config.scheduler_config.async_scheduling else "TracingScheduler"
+    return f"models.engines.vllm.scheduler.{name}"
 
 
 def launch(
@@ -101,39 +157,22 @@ def launch(
         vLLM's engine, the arguments it was made by, and what its scheduler plans by; None where nothing is planned.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
+    if not wanted.vllm_drafts and (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
         raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
     patches.install("frontend")
-    params, (speculative, setup) = wanted.params, wanted.arguments()
-    args = AsyncEngineArgs(
-        **{
-            "model": str(wanted.target),
-            "served_model_name": [served_name],
-            "dtype": wanted.dtype,
-            "max_model_len": params.max_model_len,
-            "max_num_seqs": params.max_num_seqs,
-            "enforce_eager": wanted.eager,
-            "distributed_executor_backend": "mp",
-            "worker_cls": "models.engines.vllm.worker.DraftWorker",
-            "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
-            "scheduling_policy": "priority",
-            # "auto" compiles all by what the first request needed.
-            "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
-            "async_scheduling": False,
-            "disable_log_stats": False,
-            **speculative,
-            **params.extra,
-        }
-    )
+    arguments, setup = engine_arguments(wanted, served_name)
+    args = AsyncEngineArgs(**arguments)
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if wanted.vllm_drafts:
+        config.scheduler_config.scheduler_cls = scheduler_of(config)
     config.additional_config = setup or config.additional_config or WithParent()
-    with _worker_inside(config), interruptible():
+    with nullcontext() if wanted.on_gpu else _worker_inside(config), interruptible():
         # Annotated with the base class; it makes one of the class it is called on.
         llm = cast(
             "InstrumentedLLM", InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
         )
     llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
-    llm.rules = params.rules
+    llm.rules = wanted.params.rules
     return llm, args, setup
 
 

@@ -144,15 +144,30 @@ async def _answer(engine: "VllmEngine", draft_options: DraftOptions, num_tokens:
     return [time.monotonic() async for _ in AsyncLLM.generate(engine.llm, prompt, wanted, request_id)]
 
 
-def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str, num_verified: int = 1) -> str:
+def place_of(params: Params, accelerator: str) -> str:
+    """Return what an engine computes on: an accelerator's name, "cpu" for none, and over how many it is spread."""
+    sizes = [f"{name} {size}" for name, size in sorted(params.extra.items()) if "parallel" in name]
+    return ", ".join([accelerator, *sizes])
+
+
+def measured_for(
+    target: Path,
+    draft: Path | None,
+    dtype: str,
+    eager: bool,
+    version: str,
+    num_verified: int = 1,
+    place: str = "cpu",
+) -> str:
     """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode.
 
-    And how many rows are verified of one sequence at most, by which their kernel is chosen.
+    And how many rows are verified of one sequence at most, by which their kernel is chosen, and `place_of` the engine.
     """
     models = {"target": target} if draft is None else {"target": target, "draft": draft}
     shapes = {name: hashlib.sha256((at / "config.json").read_bytes()).hexdigest()[:12] for name, at in models.items()}
     facts = {
         "processor": _processor(),
+        "accelerator": place,
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
         **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native_build.kernel_for(target)) else {}),

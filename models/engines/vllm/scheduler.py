@@ -16,6 +16,7 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.core.evaluation.acceptance import UNDRAFTED
@@ -200,6 +201,41 @@ class TracingScheduler(Scheduler):
         return RequestState(
             DraftOptions.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits
         )
+
+
+class AsyncDraftScheduler(AsyncScheduler):
+    """vLLM's asynchronous scheduler, by which requests can do without a draft, and a swap forgets what is cached.
+
+    The worker drafts by itself and its tokens never come here, so nothing is planned and no step is recorded. The draft
+    runs in each step; of requests without a draft none of its tokens is verified. Not run on a GPU, without which vLLM
+    schedules synchronously.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See the base class."""
+        super().__init__(*args, **options)
+        speculation: Any = self.vllm_config.speculative_config
+        drafts = speculation is not None and speculation.uses_draft_kv_cache()
+        self.draft_keys = DraftKeys(self.kv_cache_manager) if drafts else None
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """See the base class."""
+        if self.draft_keys is not None:
+            self.draft_keys.forget_lacking()  # blocks that were in use at a swap, as soon as they are full
+        return super().schedule(*args, **options)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `TracingScheduler.reset_prefix_cache`."""
+        if self.draft_keys is None or reset_running_requests:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        self.draft_keys.forget()
+        return self.reset_connector_cache() if reset_connector else True
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for name in scheduler_output.num_scheduled_tokens:
+            if DraftOptions.of(self.requests[name].sampling_params).drafting == "off":
+                self.requests[name].spec_token_ids = []
 
 
 class DraftKeys:

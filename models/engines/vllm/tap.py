@@ -60,6 +60,7 @@ class InstrumentedLLM(AsyncLLM):
         merge_streams: requests that run for each further token that an event of a streamed answer waits for; 0 never
             waits.
         num_swaps: drafts that were swapped in.
+        undrafted: nothing is verified of what is drafted for requests that begin.
         options_of: is asked by a request's id and parameters; without it each is drafted as the engine finds fastest.
     """
 
@@ -67,6 +68,7 @@ class InstrumentedLLM(AsyncLLM):
     options_of: OptionsOf | None = None
     draft_version: str = ""
     speculating: bool = False
+    undrafted: bool = False
     rules: Rules
     throughput: PlannedThroughput | None = None
     grammars: Grammars | None = None
@@ -123,6 +125,8 @@ class InstrumentedLLM(AsyncLLM):
             )
         if sampling_params.structured_outputs is not None:  # a grammar takes away what was drafted against it
             draft_options = draft_options._replace(domain=f"{draft_options.domain}/{STRUCTURED}", promised=0.0)
+        if self.undrafted:
+            draft_options = draft_options._replace(drafting="off")
         draft_options = draft_options._replace(
             num_swaps=self.num_swaps, capture=draft_options.capture if sampling_params.n == 1 else ""
         )
@@ -201,6 +205,7 @@ class _Tap:
         self.token_ids: list[int] = []
         self.gaps: list[float] = []
         self.told: dict[str, Any] = {}
+        self.counted: Any = None  # by vLLM itself, in detail; at the end of an answer
         self.finish_reason: str | None = None
         self.ended = False
 
@@ -219,7 +224,7 @@ class _Tap:
             self.last_token = time.monotonic()
             self.first_token = self.first_token or self.last_token
         if answer.finish_reason is not None:
-            self.finish_reason = answer.finish_reason
+            self.finish_reason, self.counted = answer.finish_reason, answer.spec_decode_metrics
             if (stats := output.metrics) is not None:  # an answer that comes whole is seen when its last token is there
                 self.first_token = self.started + stats.first_token_latency
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
@@ -231,12 +236,16 @@ class _Tap:
     def completion(self) -> Completion:
         steps = [*self._until_the_end()]
         num_later = max(len(self.token_ids) - 1, 1)
+        drafted = tuple(len(ids) for _, _, ids in steps)
+        accepted = tuple(self.count_accepted(ids, emitted) for _, emitted, ids in steps)
+        if not steps and self.counted is not None:  # the scheduler does not know the drafted tokens' ids
+            drafted, accepted = tuple(self.counted.per_step_drafted), tuple(self.counted.per_step_accepted)
         return Completion(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
-            drafted=tuple(len(ids) for _, _, ids in steps),
-            accepted=tuple(self.count_accepted(ids, emitted) for _, emitted, ids in steps),
+            drafted=drafted,
+            accepted=accepted,
             drafted_ids=tuple(tuple(ids) for _, _, ids in steps),
             matches=tuple(match for match, _, _ in steps),
             finish_reason=self.finish_reason,

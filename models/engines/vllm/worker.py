@@ -1,15 +1,14 @@
 """vLLM's worker, and what redraft adds: replace the draft, prove what was loaded, stop and resume speculation.
 
 Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
-How a draft is replaced is in `redraft_vllm/swap.py`, which stock servers use as well.
+How a draft is replaced is in `redraft_vllm/`, which stock servers use as well.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -19,6 +18,7 @@ from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.patches import last_tap, small_batch_gemm, switch
 from models.engines.vllm.patches.proposer import Planned
 from models.engines.vllm.redraft_vllm.swap import Parameters, WorkerDraft
+from models.engines.vllm.redraft_vllm.worker import DraftExtension
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -33,13 +33,28 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def answer(self: "DraftWorker", *args: Any) -> dict[str, Any]:
         try:
             return {"value": method(self, *args)}
-        except (ValueError, OSError, SafetensorError) as error:
+        except (ValueError, OSError) as error:
             return {"refused": str(error)}
 
     return answer
 
 
-class DraftWorker(Worker):
+class DraftOnGrids(WorkerDraft):
+    """The draft of a worker whose products of few rows may read other weights than those of many."""
+
+    def load(self, weights: Mapping[str, Tensor], parameters: Parameters) -> int:
+        """See the base class."""
+        with small_batch_gemm.loading_draft():
+            return super().load(weights, parameters)
+
+    def parameter_error(
+        self, weights: Mapping[str, Tensor], name: str, parts: Sequence[str], row_counts: Sequence[int] = ()
+    ) -> float:
+        """See the base class."""
+        return super().parameter_error(weights, name, parts, row_counts or (1, small_batch_gemm.limit() + 4))
+
+
+class DraftWorker(DraftExtension, Worker):
     """vLLM's worker, by `worker_cls`, with vLLM's inside changed for what it is to do.
 
     Attributes:
@@ -55,10 +70,9 @@ class DraftWorker(Worker):
         patches.install("worker")
         super().__init__(*args, **options)
 
-    @cached_property
-    def draft(self) -> WorkerDraft:
-        """The loaded draft, to be replaced and compared with files."""
-        return WorkerDraft(self)
+    def _redraft_draft(self) -> WorkerDraft:
+        draft: WorkerDraft = self.__dict__.setdefault("_redraft_worker", DraftOnGrids(self))
+        return draft
 
     @answering
     def runner(self) -> str:
@@ -110,43 +124,6 @@ class DraftWorker(Worker):
         """Write or drop the states of requests that have ended; see `Ring.settle`."""
         ring = None if self.planned is None else self.planned.ring
         return {} if ring is None else ring.settle(Claim(*claim) for claim in claims)
-
-    @answering
-    def swap_draft(self, path: str, parameters: Parameters) -> int:
-        """Load a draft; return how many tensors were loaded.
-
-        Args:
-            path: a safetensors file.
-            parameters: the draft's parameters in the engine, by what they are made of; see
-                `models.drafts.EngineWeights`.
-
-        Raises:
-            ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not
-            finite.
-        """
-        weights = load_file(path)
-        self.draft.require_fit(weights, parameters)
-        with small_batch_gemm.loading_draft():
-            return self.draft.load(weights, parameters)
-
-    @answering
-    def parameter_error(self, path: str, name: str, parts: Sequence[str]) -> float:
-        """Compare what a loaded module computes with what the file says it should; see `WorkerDraft.parameter_error`.
-
-        Args:
-            path: a safetensors file.
-            name: of the engine's parameter.
-            parts: the file's tensors that it is stacked of.
-        """
-        with safe_open(path, "pt") as file:
-            weights = {part: file.get_tensor(part) for part in parts}
-        # Products of few rows read other weights than those of many.
-        return self.draft.parameter_error(weights, name, parts, (1, small_batch_gemm.limit() + 4))
-
-    @answering
-    def derived_errors(self, path: str) -> dict[str, float]:
-        """Compare what vLLM computed from weights when they were loaded in the same way; see `swap.derive`."""
-        return self.draft.derived_errors(load_file(path))
 
     @answering
     def set_speculation(self, on: bool) -> None:

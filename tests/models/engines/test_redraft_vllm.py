@@ -376,8 +376,8 @@ def test_a_start_says_which_plugins_are_left_out(
 class Vanishing(Swapper):
     """Removes the folder of a draft as soon as it is staged."""
 
-    async def _stage(self, order: Order) -> None:
-        await super()._stage(order)
+    async def stage(self, order: Order) -> None:
+        await super().stage(order)
         shutil.rmtree(order.path)
 
 

@@ -23,6 +23,7 @@ from models.drafts import eagle3
 from models.engines import Completion, LookUp, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.redraft_vllm.routes import Order
 from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker
 from models.lengths import fixed
@@ -156,6 +157,25 @@ async def test_a_request_that_starts_as_a_swap_ends_is_labelled_with_the_new_dra
     await engine.check_draft(tiny_draft)
     assert [one.draft_version for one in started] == ["other", "late"]
     assert (engine.draft_version, engine.draft) == ("late", tiny_draft)
+
+
+async def test_the_engine_is_called_once_a_draft_is_read_and_checked(
+    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    other, commit = make_draft(tiny_target, tmp_path / "other", seed=7), engine._swapper.commit
+
+    async def vanish(order: Order) -> bool:
+        shutil.rmtree(order.path)
+        return await commit(order)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._swapper, "commit", vanish)
+        await engine.swap_draft(other, "vanished")
+    with pytest.raises(ValueError, match="of the loaded draft is off by"):
+        await engine.check_draft(tiny_draft)
+    await engine.swap_draft(tiny_draft, "1")
+    assert await engine.check_draft(tiny_draft) < 0.05
 
 
 def test_the_fingerprint_tells_two_drafts_apart(

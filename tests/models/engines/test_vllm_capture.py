@@ -39,6 +39,20 @@ def test_a_requests_pieces_are_written_up_to_its_last_token_but_one(tmp_path: Pa
     assert ring.settle([Claim("b")]) == {"written": 1, "not wanted": 1}
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_those_of_the_step_whatever_the_device_does_next(
+    tmp_path: Path, device: str, dtype: torch.dtype
+) -> None:
+    ring, states = Ring(LAYERS, MIB), STATES.to(device, dtype, copy=True)
+    ring.note(["a"], [0, 20], torch.arange(20, device=device), IDS.to(device), states)
+    states.zero_()
+    assert torch.equal(written(ring, tmp_path / "a", 20).states, STATES[:19])
+
+
 def test_what_a_preempted_request_reads_anew_takes_the_place_of_what_it_had(tmp_path: Path) -> None:
     ring = Ring(LAYERS, MIB)
     note(ring, "a", 0, 6)

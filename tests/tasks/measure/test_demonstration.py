@@ -29,6 +29,12 @@ def test_an_answer_that_a_kill_cut_short_is_not_there(tmp_path: Path) -> None:
     assert answers_of(tmp_path, "after") == []
 
 
+def test_vllms_own_endpoint_waits_beside_the_service_where_they_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstration, "ROOM_GIB", 0.0)
+    found = [demonstration._has_room(load_settings({"REDRAFT_DEVICE": device})) for device in ("cpu", "cuda")]
+    assert found == [True, False]
+
+
 def test_a_further_window_goes_on_with_requests_that_nobody_has_sent() -> None:
     recipe = load_recipe("tiny")
     first, second, third = (demonstration.requests_until(window, recipe, recipe.demo) for window in (1, 2, 3))

@@ -37,6 +37,13 @@ def test_nothing_is_compiled_ahead_where_the_engine_does_not_compile(tmp_path: P
     assert not settings.home.exists()
 
 
+def test_on_a_gpu_no_engine_is_started_beside_another(tmp_path: Path) -> None:
+    settings = load_settings({"REDRAFT_HOME": str(tmp_path / "home"), "REDRAFT_DEVICE": "cuda"})
+    with compiling(compiled(), settings, tmp_path / "no target"):
+        pass
+    assert not settings.home.exists()
+
+
 def test_nothing_is_compiled_ahead_where_a_service_has_compiled_or_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.busy import Busy
+from infra.busy import Busy, cores, gpus
 from tasks.stages.throttle import throttled
 
 
@@ -18,12 +18,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_work_stands_still_while_the_service_of_this_home_answers(
-    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "runs_on"), [("cpu", cores()), ("cuda", gpus(0, 1)), ("cuda:1", gpus(0, 2))])
+def test_work_stands_still_while_the_service_of_this_home_answers_on_its_cores_or_its_gpu(
+    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, device: str, runs_on: set[str]
 ) -> None:
     caplog.set_level(logging.INFO, logger="redraft")
     monkeypatch.setattr("tasks.stages.throttle.TOLD_S", 0.01)
     service, order = Busy(home), list[str]()
+    service.occupy(runs_on)
 
     def answered() -> None:
         order.append("the service answered")
@@ -36,9 +38,24 @@ def test_work_stands_still_while_the_service_of_this_home_answers(
         return total
 
     service.tell(True)
-    assert throttled(work)() == 4.0
+    assert throttled(work, device)() == 4.0
     assert order == ["the service answered", "the work went on"]
     assert any("stood still for" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("device", "runs_on"), [("cpu", {"core 9999"}), ("cuda:1", cores() | gpus(0, 1)), ("cuda", gpus(1, 1))]
+)
+def test_work_that_shares_neither_cores_nor_a_gpu_with_the_service_does_not_wait(
+    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, device: str, runs_on: set[str]
+) -> None:
+    caplog.set_level(logging.INFO, logger="redraft")
+    monkeypatch.setattr("tasks.stages.throttle.TOLD_S", 0.0001)
+    service = Busy(home)
+    service.occupy(runs_on)
+    service.tell(True)  # and never ends
+    assert throttled(lambda: float(torch.ones(4).sum()), device)() == 4.0
+    assert not any("stood still" in record.message for record in caplog.records)
 
 
 def test_errors_pass() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Fallen, Fell, Running
@@ -13,6 +14,7 @@ from infra.watchdog import PERIOD_S
 from models.recipe import Recipe, load_recipe
 from tasks.promote import Outcome
 from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
+from tasks.trigger.room import short_of_memory
 from tests.tags import draft_tags
 
 
@@ -46,9 +48,14 @@ def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile,
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome", "attempts"), [(FloatingPointError(), "failed", 1), (KeyboardInterrupt(), "stopped", 0)]
+    ("error", "outcome", "attempts"),
+    [
+        (FloatingPointError(), "failed", 1),
+        (KeyboardInterrupt(), "stopped", 0),
+        (torch.OutOfMemoryError("CUDA out of memory"), WAITS_FOR_MEMORY, 0),
+    ],
 )
-def test_an_error_is_told_and_raised_and_who_stops_a_run_costs_no_attempt(
+def test_an_error_is_told_and_raised_and_who_stops_a_run_or_lacks_memory_costs_no_attempt(
     trigger: TriggerFile, error: BaseException, outcome: str, attempts: int
 ) -> None:
     @acknowledged
@@ -61,6 +68,24 @@ def test_an_error_is_told_and_raised_and_who_stops_a_run_costs_no_attempt(
     fallen = seen.domains["code"]
     assert isinstance(fallen, Fallen)
     assert (seen.last_run.outcome, fallen.fall.attempts, fallen.fall.wait_s) == (outcome, attempts, 300)
+
+
+def test_the_memory_of_the_gpu_that_a_refresh_runs_on_is_looked_at(
+    trigger: TriggerFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"cuda:0": 1 << 28, "cuda:1": 1 << 40}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 1 << 40))
+    recipe = load_recipe("tiny")
+
+    def short_of(device: str, starts: bool = True) -> str:
+        distill = recipe.distill.model_copy(update={"device": device})
+        return short_of_memory(recipe.model_copy(update={"distill": distill}), trigger.state(), starts)
+
+    assert short_of("cuda:0") == "0.2 GiB of cuda:0 to spare, 1.0 wanted"
+    assert [short_of("cuda:1"), short_of("cpu"), short_of("cuda:0", starts=False)] == ["", "", ""]
+    with pytest.raises(ValueError, match="device cuda:2 is not here; torch sees cpu, cuda:0, cuda:1"):
+        short_of("cuda:2")
 
 
 def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: TriggerFile) -> None:

@@ -23,6 +23,7 @@ TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RESET_RUNNING = "REDRAFT_RESET_RUNNING_REQUESTS"  # "1": preempt running requests, so that no old key remains
 METRICS = "--per-request-spec-decode-metrics detailed"
 STAGE_S, CALL_S, POLL_S, RESET_S = 300.0, 60.0, 0.02, 0.5
+MOST_CHARS = 128
 TOLERANCE = 0.02  # of bfloat16 products, relative to the largest value
 
 log = logging.getLogger("vllm.redraft")
@@ -40,7 +41,7 @@ class Order(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: str = Field(min_length=1, max_length=128)
+    version: str = Field(min_length=1, max_length=MOST_CHARS)
     path: str = Field(min_length=1)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     parameters: dict[str, list[str]] = Field(min_length=1)
@@ -58,15 +59,16 @@ class Swapper:
     """Replaces the draft of one engine, one at a time.
 
     Attributes:
+        lock: held by whoever stages, commits or verifies.
         version, digest: of the draft that serves.
         worst: by how much a parameter was off from its file at most when the draft was loaded; 0 for the first one.
         state: "serving"; "old keys remain" while the prefix cache holds keys of the draft before; "unknown" if a rank
             could not be brought back.
     """
 
-    def __init__(self, engine: Any, digest: str = "") -> None:
-        self._engine = engine
-        self._lock = asyncio.Lock()
+    def __init__(self, engine: Any, digest: str = "", tolerance: float = TOLERANCE) -> None:
+        self._engine, self._tolerance = engine, tolerance
+        self.lock = asyncio.Lock()
         self._cleaning: asyncio.Task[None] | None = None
         self.version, self.digest, self.state, self.worst = "start-up", digest, "serving", 0.0
         self._since = _counters()
@@ -87,21 +89,16 @@ class Swapper:
             Refused: with what every rank that refused says.
             Broken: a rank failed while it loaded, and again while the draft before was put back.
         """
-        async with self._lock:
+        async with self.lock:
             began = time.monotonic()
             if await self._engine.is_sleeping():
                 raise Refused("the server sleeps; wake it first")
-            await self._stage(order)
+            await self.stage(order)
             loading = time.monotonic()
-            commit = self._call("redraft_commit", order.version)
-            # The engine takes what it is sent in order: no request is read between the two.
-            answers, emptied = await asyncio.gather(commit, self._empty_cache())
-            worst = 0.0
+            emptied = await self.commit(order)
+            loaded_s = time.monotonic() - loading
             try:
-                _require_ok(answers)
-                loaded_s = time.monotonic() - loading
-                for parameter in ("", *order.parameters):
-                    worst = max(worst, await self._verify(parameter))
+                worst = await self.verify(order)
             except Refused as refused:
                 await self._revert(str(refused))
                 raise
@@ -115,7 +112,8 @@ class Swapper:
                 "ms": 1000 * (time.monotonic() - began),
             }
 
-    async def _stage(self, order: Order) -> None:
+    async def stage(self, order: Order) -> None:
+        """Have every rank read and check a draft while it serves; Refused if one of them refuses it."""
         args = (order.version, order.path, order.sha256, order.parameters)
         deadline_s = time.monotonic() + STAGE_S
         try:
@@ -129,16 +127,44 @@ class Swapper:
                     raise Refused(f"draft {order.version} was not read in {STAGE_S:g} s")
                 await asyncio.sleep(POLL_S)
         except Refused:
-            await self._call("redraft_discard")
+            await self.discard()
             raise
 
-    async def _verify(self, parameter: str) -> float:
-        answers = await self._call("redraft_verify", parameter)
-        _require_ok(answers)
-        worst = max(float(one["worst"]) for one in answers)
-        if not worst <= TOLERANCE:
-            raise Refused(f"parameter {parameter or 'derived'} is off by {worst:.3g} from the file after loading")
+    async def commit(self, order: Order) -> bool:
+        """Load what was staged, and empty the prefix cache; return whether that was done, as well.
+
+        Raises:
+            Refused, Broken: as `swap`; all ranks load the draft before then.
+        """
+        commit = self._call("redraft_commit", order.version)
+        # The engine takes what it is sent in order: no request is read between the two.
+        answers, emptied = await asyncio.gather(commit, self._empty_cache())
+        try:
+            _require_ok(answers)
+        except Refused as refused:
+            await self._revert(str(refused))
+            raise
+        return bool(emptied)
+
+    async def verify(self, order: Order, staged: bool = False) -> float:
+        """Return by how much a parameter of the loaded draft is off at most from its file, or from what is staged.
+
+        Raises:
+            Refused: it is more than rounding explains.
+        """
+        worst = 0.0
+        for parameter in ("", *order.parameters):  # one at a time, because every stream waits meanwhile
+            answers = await self._call("redraft_verify", parameter, order.version if staged else "")
+            _require_ok(answers)
+            worst = max(worst, *(float(one["worst"]) for one in answers))
+            if not worst <= self._tolerance:
+                name = parameter or "derived"
+                raise Refused(f"parameter {name} of the loaded draft is off by {worst:.3g} from the file's weights")
         return worst
+
+    async def discard(self) -> None:
+        """Forget what is staged."""
+        await self._call("redraft_discard")
 
     async def _revert(self, why: str) -> None:
         answers, emptied = await asyncio.gather(self._call("redraft_revert"), self._empty_cache())

@@ -85,7 +85,7 @@ class WorkerDraft:
                 module, leaf = self._place(name)
                 if leaf in module._buffers:  # the reload puts back what was there before
                     getattr(module, leaf).copy_(loaded[parts[0]])
-            derive(self._worker.model_runner.drafter)
+            derive(self._drafter)
         return len(loaded)
 
     def parameter_error(
@@ -128,7 +128,13 @@ class WorkerDraft:
 
     def derived_errors(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Compare what vLLM computed from weights when they were loaded in the same way; see `derive`."""
-        return derived_errors(self._worker.model_runner.drafter, weights)
+        return derived_errors(self._drafter, weights)
+
+    @property
+    def _drafter(self) -> Any:
+        """What drafts in vLLM's V1 runner, or in its V2 runner."""
+        runner = self._worker.model_runner
+        return getattr(runner, "drafter", None) or runner.speculator
 
     def _module(self) -> Any:
         draft = self._worker.get_draft_model()

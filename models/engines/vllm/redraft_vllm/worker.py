@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 START = "start-up"
 
 log = logging.getLogger("vllm.redraft")
-if sampling.install():
+if sampling.install() and not __name__.startswith("models."):  # redraft's own engine has it as one of its patches
     log.warning("redraft put a sampling kernel in place that vLLM's CPU build lacks (vllm-project/vllm#55005)")
 
 
@@ -42,12 +42,16 @@ class Staging:
 
     Attributes:
         files: once they are read and fit.
+        before: what a commit replaces.
         error: why they are not, "" as long as nothing is known against them.
     """
 
-    def __init__(self, draft: WorkerDraft, version: str, path: str, sha256: str, parameters: Parameters) -> None:
+    def __init__(
+        self, draft: WorkerDraft, loaded: Files | None, version: str, path: str, sha256: str, parameters: Parameters
+    ) -> None:
         self.version, self.error = version, ""
         self.files: Files | None = None
+        self.before = loaded
         self._thread = threading.Thread(
             target=self._read, args=(draft, path, sha256, parameters), name="redraft-stage", daemon=True
         )
@@ -65,6 +69,7 @@ class Staging:
                 raise ValueError(f"{WEIGHTS} of {path} has sha256 {digest}, wanted {sha256}")
             weights = load(content)
             draft.require_fit(weights, parameters)
+            self.before = self.before or Files(START, "", draft.read_start(), parameters)
         except (ValueError, OSError, SafetensorError, MemoryError) as error:
             self.error = f"{type(error).__name__}: {error}"
         else:
@@ -104,7 +109,8 @@ class DraftExtension:
             sha256: of that file, in hexadecimal.
             parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
         """
-        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), version, path, sha256, parameters)
+        loaded: Files | None = self.__dict__.get("_redraft_loaded")
+        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), loaded, version, path, sha256, parameters)
 
     @answering
     def redraft_staged(self, version: str) -> dict[str, Any]:
@@ -122,10 +128,9 @@ class DraftExtension:
         staging = self._redraft_find(version)
         if staging.reading or staging.files is None:
             raise ValueError(f"draft {version} is not staged")
-        files, draft = staging.files, self._redraft_draft()
-        before = self.__dict__.get("_redraft_loaded") or Files(START, "", draft.read_start(), files.parameters)
-        self.__dict__ |= {"_redraft_before": before, "_redraft_staging": None}
-        draft.load(files.weights, files.parameters)
+        files = staging.files
+        self.__dict__ |= {"_redraft_before": staging.before, "_redraft_staging": None}
+        self._redraft_draft().load(files.weights, files.parameters)
         self.__dict__["_redraft_loaded"] = files
         return {"digest": files.digest}
 
@@ -142,18 +147,18 @@ class DraftExtension:
         return {"version": before.version, "digest": before.digest}
 
     @answering
-    def redraft_verify(self, parameter: str) -> dict[str, Any]:
+    def redraft_verify(self, parameter: str, staged: str = "") -> dict[str, Any]:
         """Answer by how much a parameter of the loaded draft is off from its file; "" for what vLLM derived from them.
 
-        One at a time, because every stream waits meanwhile.
+        Where a version is named, from what is staged by that name.
         """
-        loaded: Files | None = self.__dict__.get("_redraft_loaded")
-        if loaded is None:
+        files: Files | None = self._redraft_find(staged).files if staged else self.__dict__.get("_redraft_loaded")
+        if files is None:
             raise ValueError("no draft was committed")
         draft = self._redraft_draft()
         if not parameter:
-            return {"worst": max(draft.derived_errors(loaded.weights).values(), default=0.0)}
-        return {"worst": draft.parameter_error(loaded.weights, parameter, loaded.parameters[parameter])}
+            return {"worst": max(draft.derived_errors(files.weights).values(), default=0.0)}
+        return {"worst": draft.parameter_error(files.weights, parameter, files.parameters[parameter])}
 
     @answering
     def redraft_discard(self) -> None:
