@@ -43,24 +43,18 @@ class AttachConfig(ServiceConfig):
     Attributes:
         servers: their URLs, in the order in which they try a new draft.
         server_cache: where the servers see our cache, "" if they see the same paths.
-        server: the one that a reconciler is about.
     """
 
     servers: tuple[str, ...] = Field(min_length=1)
     server_cache: str = ""
-    server: str = ""
-
-    @property
-    def memory(self) -> Path:
-        """The file that remembers good and refused drafts of this server over a restart."""
-        return self._file(self.server)
 
     @property
     def rollout(self) -> Path:
         """The file that says where the servers stand."""
-        return self._file(" ".join(("rollout", *self.servers)))
+        return self.file(" ".join(("rollout", *self.servers)))
 
-    def _file(self, of: str) -> Path:
+    def file(self, of: str) -> Path:
+        """Return the file of the home that keeps what is known of something, by its name."""
         return self.settings.home / "attached" / f"{hashlib.sha256(of.encode()).hexdigest()[:16]}.json"
 
     def published(self, directory: Path) -> str:
@@ -68,6 +62,17 @@ class AttachConfig(ServiceConfig):
         if not self.server_cache:
             return str(directory)
         return str(Path(self.server_cache) / directory.relative_to(self.settings.cache))
+
+
+class ServerConfig(AttachConfig):
+    """What one reconciler follows the registry for: one of the servers, by its URL."""
+
+    server: str
+
+    @property
+    def memory(self) -> Path:
+        """The file that remembers good and refused drafts of this server over a restart."""
+        return self.file(self.server)
 
 
 async def attach(config: AttachConfig, token: str) -> None:
@@ -82,12 +87,12 @@ async def attach(config: AttachConfig, token: str) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for server in config.servers:
-                group.create_task(_keep(config.model_copy(update={"server": server}), token, target, rollout))
+                group.create_task(_keep(ServerConfig(**vars(config), server=server), token, target, rollout))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
 
-async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
+async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
     server, was_seen, said = config.server, False, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)

@@ -7,7 +7,7 @@ import pytest
 
 from infra.service_process import start_attachment
 from infra.settings import ATTACH_TOKEN, Settings
-from services.attach import AttachConfig, main
+from services.attach import ServerConfig, main
 
 
 def config(home: Path, **changed: object) -> dict[str, object]:
@@ -35,8 +35,10 @@ def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_may_see_the_cache_elsewhere_and_has_a_memory_of_its_own(tmp_path: Path) -> None:
-    here = AttachConfig.model_validate(config(tmp_path))
-    there = AttachConfig.model_validate(config(tmp_path, server="http://other", server_cache="/mnt/drafts"))
+    here, there = (
+        ServerConfig.model_validate(config(tmp_path, server=server, server_cache=cache))
+        for server, cache in (("http://one", ""), ("http://other", "/mnt/drafts"))
+    )
     directory = here.settings.cache / "draft" / "2-ab"
     assert (here.published(directory), there.published(directory)) == (str(directory), "/mnt/drafts/draft/2-ab")
     assert here.memory != there.memory
