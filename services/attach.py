@@ -22,6 +22,7 @@ from pydantic import Field
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
+from infra.rollouts import FOLDER, PREFIX
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, file_digest
@@ -51,11 +52,12 @@ class AttachConfig(ServiceConfig):
     @property
     def rollout(self) -> Path:
         """The file that says where the servers stand."""
-        return self.file(" ".join(("rollout", *self.servers)))
+        return self.file(PREFIX, *self.servers)
 
-    def file(self, of: str) -> Path:
-        """Return the file of the home that keeps what is known of something, by its name."""
-        return self.settings.home / "attached" / f"{hashlib.sha256(of.encode()).hexdigest()[:16]}.json"
+    def file(self, prefix: str, *servers: str) -> Path:
+        """Return the file of the home that keeps what is known of servers."""
+        digest = hashlib.sha256(" ".join(servers).encode()).hexdigest()
+        return self.settings.home / FOLDER / f"{prefix}{digest[:16]}.json"
 
     def published(self, directory: Path) -> str:
         """Return the path by which the server reads a directory of our cache."""
@@ -72,7 +74,7 @@ class ServerConfig(AttachConfig):
     @property
     def memory(self) -> Path:
         """The file that remembers good and refused drafts of this server over a restart."""
-        return self.file(self.server)
+        return self.file("", self.server)
 
 
 async def attach(config: AttachConfig, token: str) -> None:
