@@ -60,6 +60,9 @@ def attach(
         typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1."),
     ],
     recipe: RecipeName = DEFAULT_RECIPE,
+    resolve: Annotated[
+        bool, typer.Option("--resolve", help="Each address that a URL's host resolves to is a server, now and later.")
+    ] = False,
     server_cache: Annotated[
         str, typer.Option(help="Where the servers see our folder cache/; by default under the same path.")
     ] = "",
@@ -73,7 +76,7 @@ def attach(
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    told = {"servers": [server.rstrip("/") for server in servers], "server_cache": server_cache}
+    told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve, "server_cache": server_cache}
     child = start_attachment({**config, **told}, settings)
     try:
         out.print(f"following the champion for {', '.join(servers)}, log in {child.log_path}", soft_wrap=True)

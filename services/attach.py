@@ -12,10 +12,13 @@ import asyncio
 import hashlib
 import logging
 import os
+import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field
@@ -33,7 +36,10 @@ from services.reconciler import Reconciler, ReplicaHooks
 from services.rollout import RolloutFile, RolloutSource
 
 WEIGHTS = "model.safetensors"
+RESOLVE_S = 5.0
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
+
+LookUp = Callable[..., Sequence[tuple[Any, ...]]]  # as socket.getaddrinfo
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +49,12 @@ class AttachConfig(ServiceConfig):
 
     Attributes:
         servers: their URLs, in the order in which they try a new draft.
+        resolve: every address that a URL's host resolves to is a server, now and later.
         server_cache: where the servers see our cache, "" if they see the same paths.
     """
 
     servers: tuple[str, ...] = Field(min_length=1)
+    resolve: bool = False
     server_cache: str = ""
 
     @property
@@ -77,26 +85,69 @@ class ServerConfig(AttachConfig):
         return self.file("", self.server)
 
 
-async def attach(config: AttachConfig, token: str) -> None:
+async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.getaddrinfo) -> None:
     """Follow the registry for as long as the process runs; a server that is away is waited for.
 
     Raises:
         NoPlugin: a server can't replace drafts, and never could.
-        ValueError: it drafts with what the registry does not know.
+        ValueError: it drafts with what the registry does not know, or a name resolves to no address at the start.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
-    rollout = RolloutFile(config.rollout, config.servers)
+    rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
     try:
         async with asyncio.TaskGroup() as group:
-            for server in config.servers:
-                group.create_task(_keep(ServerConfig(**vars(config), server=server), token, target, rollout))
+            async for servers in _listed(config, look_up):
+                if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
+                    for task in gone:
+                        task.cancel()
+                    await asyncio.wait(gone)
+                rollout.become(rollout.rollout.listed(servers))
+                for server in servers:
+                    if server not in followed:
+                        one = ServerConfig(**vars(config), server=server)
+                        followed[server] = group.create_task(_keep(one, token, target, rollout))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
 
+async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[str, ...]]:
+    """Yield the servers: as they were named, or again and again those that their names resolve to."""
+    if not config.resolve:
+        yield config.servers
+        return
+    servers, said = tuple[str, ...](), ""
+    while True:
+        try:
+            found = [await asyncio.to_thread(resolved, url, look_up) for url in config.servers]
+        except OSError as error:
+            if not servers:
+                raise ValueError(f"{' or '.join(config.servers)} resolves to no address: {error}") from error
+            if str(error) != said:  # once, and not at every try
+                log.warning("names can't be resolved now, the servers that they were stay: %s", error)
+            said = str(error)
+        else:
+            servers, said = tuple(dict.fromkeys(server for one in found for server in one)), ""
+            yield servers
+        await asyncio.sleep(RESOLVE_S)
+
+
+def resolved(url: str, look_up: LookUp = socket.getaddrinfo) -> list[str]:
+    """Return a URL for each address that a URL's host has, of IPv4 if it has such, so that no server comes twice.
+
+    Raises:
+        OSError: it has none, or nobody can be asked.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    found = look_up(parts.hostname, port, type=socket.SOCK_STREAM)
+    family = min(entry[0] for entry in found)
+    hosts = sorted({str(entry[4][0]) for entry in found if entry[0] == family})
+    return [parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl() for host in hosts]
+
+
 async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
-    server, was_seen, said = config.server, False, ""
+    server, was_seen, said = config.server, rollout.rollout.is_followed, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
     source = RolloutSource(
@@ -118,7 +169,12 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
             reconciler.hooks, was_seen, said = ReplicaHooks(tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
-            await _follow(reconciler, engine, config.serve.poll_s, lambda state: rollout.saw(server, state))
+            await _follow(
+                reconciler,
+                engine,
+                config.serve.poll_s,
+                lambda state: rollout.become(rollout.rollout.saw(server, state)),
+            )
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
             if not isinstance(error, httpx.HTTPError) and not (was_seen and rollout.rollout.is_followed):
@@ -127,7 +183,7 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
                 log.warning("%s can't be followed now: %s", server, text)
             said = text
-            rollout.saw(server, None)
+            rollout.become(rollout.rollout.saw(server, None))
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()

@@ -5,7 +5,7 @@ too. What a server's reconciler asks for the champion is told of none before its
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from infra.registry import Registry
@@ -22,12 +22,6 @@ log = logging.getLogger(__name__)
 class Rollout(RolloutState):
     """What follows from where all servers stand, and from what is seen of them."""
 
-    @classmethod
-    def of(cls, servers: Sequence[str], proven: tuple[str, ...] = ()) -> "Rollout":
-        """Return the state before anything is known of the servers; until one is away, the first is asked first."""
-        rows = (AttachedServer(wave=min(at, 1), server=server) for at, server in enumerate(servers))
-        return cls(rows=tuple(rows), proven=proven)
-
     @property
     def is_followed(self) -> bool:
         """Whether any server was ever followed."""
@@ -36,6 +30,13 @@ class Rollout(RolloutState):
     def may_take(self, server: str, version: str) -> bool:
         """Whether a server may take a draft, by its label, now."""
         return version in self.proven or any(row.server == server and row.wave == 0 for row in self.rows)
+
+    def listed(self, servers: Sequence[str]) -> "Rollout":
+        """Return the state when these are the servers: others leave, and new ones come last, in their order."""
+        known = {row.server for row in self.rows}
+        kept = (row for row in self.rows if row.server in servers)
+        new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
+        return _in_waves((*kept, *new), self.proven)
 
     def saw(self, server: str, state: DraftState | None) -> "Rollout":
         """Return the state after a look at a server's reconciler; None of a server that does not answer."""
@@ -47,9 +48,15 @@ class Rollout(RolloutState):
             rows[server] = rows[server].model_copy(update={"state": "serving", "version": serving})
             if serving and state.proof is not None:
                 proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
-        first = next((row.server for row in rows.values() if row.state != "away"), "")
-        waves = (row.model_copy(update={"wave": int(row.server != first)}) for row in rows.values())
-        return Rollout(rows=tuple(waves), proven=proven)
+        return _in_waves(rows.values(), proven)
+
+
+def _in_waves(rows: Iterable[AttachedServer], proven: tuple[str, ...]) -> Rollout:
+    """Return the state in which the first that is not known to be away tries new drafts."""
+    rows = tuple(rows)
+    first = next((row.server for row in rows if row.state != "away"), "")
+    waves = (row.model_copy(update={"wave": int(row.server != first)}) for row in rows)
+    return Rollout(rows=tuple(waves), proven=proven)
 
 
 class RolloutFile:
@@ -59,14 +66,14 @@ class RolloutFile:
         rollout: where they stand.
     """
 
-    def __init__(self, path: Path, servers: Sequence[str]) -> None:
+    def __init__(self, path: Path) -> None:
         """Go on with what an earlier process left; a file that can't be read is as none."""
         self._path, left = path, read_rollout(path)
-        self.rollout = Rollout.of(servers, () if left is None else left.rollout.proven)
+        self.rollout = Rollout(rows=(), proven=() if left is None else left.rollout.proven)
 
-    def saw(self, server: str, state: DraftState | None) -> None:
-        """See `Rollout.saw`; a full disk costs the memory of a restart."""
-        before, self.rollout = self.rollout, self.rollout.saw(server, state)
+    def become(self, rollout: Rollout) -> None:
+        """Keep the state after an event; a full disk costs the memory of a restart."""
+        before, self.rollout = self.rollout, rollout
         if self.rollout == before:
             return
         for row in set(self.rollout.rows) - set(before.rows):
