@@ -66,6 +66,9 @@ def attach(
     server_cache: Annotated[
         str, typer.Option(help="Where the servers see our folder cache/; by default under the same path.")
     ] = "",
+    weights_url: Annotated[
+        str, typer.Option(help="Where the servers reach this command to fetch drafts, http://HOST:PORT, not read them.")
+    ] = "",
 ) -> None:
     """Keep the drafts of vLLM servers that you run at the registry's champion, until Ctrl-C; the first tries it first.
 
@@ -76,7 +79,8 @@ def attach(
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve, "server_cache": server_cache}
+    told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
+    told |= {"server_cache": server_cache, "weights_url": weights_url}
     child = start_attachment({**config, **told}, settings)
     try:
         out.print(f"following the champion for {', '.join(servers)}, log in {child.log_path}", soft_wrap=True)

@@ -121,14 +121,16 @@ def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
     """Start what keeps somebody else's servers at the champion (services/attach.py), and return it.
 
     Args:
-        config: as a service's, with `servers` and `server_cache`.
+        config: as a service's, with what else its AttachConfig holds.
         settings: where everything lies.
 
     Raises:
-        ValueError: a server's address is no URL, or comes twice.
+        ValueError: an address is no URL, or a server's comes twice, or drafts are both read and fetched.
     """
-    servers: list[str] = config["servers"]
-    address, *_ = map(_address, servers)
+    servers, weights_url = config["servers"], config.get("weights_url", "")
+    address, *_ = map(_address, [*servers, *([weights_url] if weights_url else [])])
+    if weights_url and config.get("server_cache"):
+        raise ValueError("--server-cache is for servers that read drafts, and --weights-url for those that fetch them")
     if twice := sorted({server for server in servers if servers.count(server) > 1}):
         raise ValueError(f"server {twice[0]} is named {servers.count(twice[0])} times, wanted each once")
     serve = {**config["serve"], "port": address.port or 80}  # a server's own, whatever a service would bind
@@ -174,10 +176,10 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _address(server: str) -> SplitResult:
-    address = urlsplit(server)
+def _address(url: str) -> SplitResult:
+    address = urlsplit(url)
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise ValueError(f'server is "{server}", wanted a URL such as http://127.0.0.1:8000')
+        raise ValueError(f'the address is "{url}", wanted a URL such as http://127.0.0.1:8000')
     return address
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,12 +29,13 @@ from infra.registry import open_registry
 from infra.rollouts import FOLDER, PREFIX
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.golden import load_golden
-from models.engines.vllm.attached import AttachedEngine, file_digest
+from models.engines.vllm.attached import AttachedEngine, Offer, file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
 from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_memory
 from services.reconciler import Reconciler, ReplicaHooks
 from services.rollout import RolloutFile, RolloutSource
+from services.weights import SCHEMES, serving
 
 WEIGHTS = "model.safetensors"
 RESOLVE_S = 5.0
@@ -51,11 +53,13 @@ class AttachConfig(ServiceConfig):
         servers: their URLs, in the order in which they try a new draft.
         resolve: every address that a URL's host resolves to is a server, now and later.
         server_cache: where the servers see our cache, "" if they see the same paths.
+        weights_url: where they reach this process to fetch drafts, "" if they read them.
     """
 
     servers: tuple[str, ...] = Field(min_length=1)
     resolve: bool = False
     server_cache: str = ""
+    weights_url: str = ""
 
     @property
     def rollout(self) -> Path:
@@ -67,11 +71,11 @@ class AttachConfig(ServiceConfig):
         digest = hashlib.sha256(" ".join(servers).encode()).hexdigest()
         return self.settings.home / FOLDER / f"{prefix}{digest[:16]}.json"
 
-    def published(self, directory: Path) -> str:
-        """Return the path by which the server reads a directory of our cache."""
+    def at_path(self, file: Path, _: str = "") -> dict[str, Any]:
+        """Return what tells a server by which path it reads the folder of a file in our cache."""
         if not self.server_cache:
-            return str(directory)
-        return str(Path(self.server_cache) / directory.relative_to(self.settings.cache))
+            return {"path": str(file.parent)}
+        return {"path": str(Path(self.server_cache) / file.parent.relative_to(self.settings.cache))}
 
 
 class ServerConfig(AttachConfig):
@@ -91,11 +95,12 @@ async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.geta
     Raises:
         NoPlugin: a server can't replace drafts, and never could.
         ValueError: it drafts with what the registry does not know, or a name resolves to no address at the start.
+        OSError: the port of the weights can't be bound.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
     rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _offering(config) as offer, asyncio.TaskGroup() as group:
             async for servers in _listed(config, look_up):
                 if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
                     for task in gone:
@@ -105,9 +110,19 @@ async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.geta
                 for server in servers:
                     if server not in followed:
                         one = ServerConfig(**vars(config), server=server)
-                        followed[server] = group.create_task(_keep(one, token, target, rollout))
+                        followed[server] = group.create_task(_keep(one, token, target, rollout, offer))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+@asynccontextmanager
+async def _offering(config: AttachConfig) -> AsyncIterator[Offer]:
+    """Yield what tells a server where a draft's file is, which this process serves as long as the block runs."""
+    if not config.weights_url:
+        yield config.at_path
+        return
+    async with serving(config.weights_url, config.settings.host) as offer:
+        yield offer
 
 
 async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[str, ...]]:
@@ -138,14 +153,14 @@ def resolved(url: str, look_up: LookUp = socket.getaddrinfo) -> list[str]:
         OSError: it has none, or nobody can be asked.
     """
     parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = parts.port or SCHEMES[parts.scheme]
     found = look_up(parts.hostname, port, type=socket.SOCK_STREAM)
     family = min(entry[0] for entry in found)
     hosts = sorted({str(entry[4][0]) for entry in found if entry[0] == family})
     return [parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl() for host in hosts]
 
 
-async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
+async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile, offer: Offer) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
     server, was_seen, said = config.server, rollout.rollout.is_followed, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
@@ -162,7 +177,7 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
     while True:
-        engine = AttachedEngine(server, token, config.published)
+        engine = AttachedEngine(server, token, offer)
         try:
             boot = await _boot(engine, source)
             memory = _read_memory(config.memory)
@@ -239,7 +254,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
         if not (token := environment.get(ATTACH_TOKEN, "")):
             raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
         asyncio.run(attach(config, token))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"services.attach: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

@@ -50,13 +50,20 @@ def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         start_attachment(config(tmp_path, servers=["http://127.0.0.1:1"] * 2), Settings(home=tmp_path))
 
 
+def test_drafts_are_either_read_or_fetched_and_from_an_address(tmp_path: Path) -> None:
+    both = config(tmp_path, server_cache="/mnt", weights_url="http://127.0.0.1:9000")
+    for wrong, said in ((both, "--server-cache"), (config(tmp_path, weights_url="here:9000"), '"here:9000"')):
+        with pytest.raises(ValueError, match=said):
+            start_attachment(wrong, Settings(home=tmp_path))
+
+
 def test_a_server_may_see_the_cache_elsewhere_and_has_a_memory_of_its_own(tmp_path: Path) -> None:
     here, there = (
         ServerConfig.model_validate(config(tmp_path, server=server, server_cache=cache))
         for server, cache in (("http://one", ""), ("http://other", "/mnt/drafts"))
     )
-    directory = here.settings.cache / "draft" / "2-ab"
-    assert (here.published(directory), there.published(directory)) == (str(directory), "/mnt/drafts/draft/2-ab")
+    file = here.settings.cache / "draft" / "2-ab" / "model.safetensors"
+    assert [one.at_path(file)["path"] for one in (here, there)] == [str(file.parent), "/mnt/drafts/draft/2-ab"]
     assert here.memory != there.memory
 
 
