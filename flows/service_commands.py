@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 NONE: list[str] = []
 
+Resolve = Annotated[
+    bool, typer.Option("--resolve", help="Each address that a URL's host resolves to is a server, now and later.")
+]
 ServerCache = Annotated[str, typer.Option(help="Where servers see our folder cache/; by default under the same path.")]
+WeightsUrl = Annotated[
+    str, typer.Option(help="Where the servers reach this command to fetch drafts, http://HOST:PORT, not read them.")
+]
 Ca = Annotated[str, typer.Option(help="File of the certificates that sign the recorded server's.")]
 
 
@@ -66,7 +72,9 @@ def attach(
         typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1."),
     ],
     recipe: RecipeName = DEFAULT_RECIPE,
+    resolve: Resolve = False,
     server_cache: ServerCache = "",
+    weights_url: WeightsUrl = "",
 ) -> None:
     """Keep the drafts of vLLM servers that you run at the registry's champion, until Ctrl-C; the first tries it first.
 
@@ -77,7 +85,8 @@ def attach(
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    told = {"servers": [server.rstrip("/") for server in servers], "server_cache": server_cache}
+    told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
+    told |= {"server_cache": server_cache, "weights_url": weights_url}
     _run(attach_program({**config, **told}, settings), f"following the champion for {', '.join(servers)}", settings)
 
 
@@ -147,7 +156,9 @@ def up(
         list[str],
         typer.Option(metavar="URL", help="Of a vLLM server with the plugin redraft_vllm; then none of ours is served."),
     ] = NONE,
+    resolve: Resolve = False,
     server_cache: ServerCache = "",
+    weights_url: WeightsUrl = "",
     record: Annotated[
         str, typer.Option(metavar="URL", help="Of what clients' requests go on to; by default the first --attach.")
     ] = "",
@@ -167,7 +178,14 @@ def up(
     if attach:
         servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
         attached = Attached(
-            servers=servers, recorded=recorded, models=tuple(model), port=port, server_cache=server_cache, ca=ca
+            servers=servers,
+            resolve=resolve,
+            server_cache=server_cache,
+            weights_url=weights_url,
+            recorded=recorded,
+            models=tuple(model),
+            port=port,
+            ca=ca,
         )
     with out.status("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)

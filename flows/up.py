@@ -182,7 +182,7 @@ def _attached(recipe: Recipe, settings: Settings, orchestrator: str, attached: A
     from tasks.configure_service import configure_service  # as in `_service`
 
     config = configure_service.fn(recipe, orchestrator)
-    followed = {**config, **attached.model_dump(include={"servers", "server_cache"})}
+    followed = {**config, **attached.model_dump(include={"servers", "resolve", "server_cache", "weights_url"})}
     programs = [attach_program(followed, settings)]
     if not attached.models:
         return programs

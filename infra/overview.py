@@ -9,6 +9,7 @@ from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import LogStats, QueryLog
 from infra.registry import open_registry
 from infra.regression_sets import RegressionSet
+from infra.rollouts import AttachedServer, attached_servers
 from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
@@ -52,6 +53,7 @@ class Overview(Frozen):
         drafts: newest first.
         last_refresh: the newest draft that a refresh made or tried again.
         service: what the service says of itself; None if none answers.
+        attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
         regression_sets: domain to its set of logged conversations.
         post_promotion_test: of the champion against the draft before it; None without one.
     """
@@ -60,6 +62,7 @@ class Overview(Frozen):
     last_refresh: DraftOverview | None
     log: LogStats
     service: RunningService | None
+    attached: tuple[AttachedServer, ...] = ()
     programs: tuple[ProcessRecord, ...]
     waiting: Waiting
     regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
@@ -89,6 +92,7 @@ def overview(settings: Settings) -> Overview:
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
         log=log.stats(),
         service=service,
+        attached=attached_servers(settings.home),
         programs=() if state is None else state.programs,
         waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)),
         regression_sets=log.regression_sets.by_domain(),

@@ -37,18 +37,20 @@ class Attached(Frozen):
 
     Attributes:
         servers: their URLs, without `/v1`.
+        resolve, server_cache, weights_url: as of `redraft attach`.
         recorded: URL of what clients' requests go on to: one of them, or a router before them.
         models: names by which it knows the target; without one nothing is recorded here.
         port: where the recorder before it listens.
-        server_cache: where the servers see our cache, "" if they see the same paths.
         ca: file of the certificates that sign what is recorded, "" for the system's.
     """
 
     servers: tuple[str, ...]
+    resolve: bool = False
+    server_cache: str = ""
+    weights_url: str = ""
     recorded: str
     models: tuple[str, ...]
     port: int
-    server_cache: str = ""
     ca: str = ""
 
 
@@ -139,14 +141,16 @@ def attach_program(config: Mapping[str, Any], settings: Settings) -> Program:
     """Return what keeps somebody else's servers at the champion (services/attach.py), its settings in the home.
 
     Args:
-        config: as a service's, with `servers` and `server_cache`.
+        config: as a service's, with what else its AttachConfig holds.
         settings: where everything lies.
 
     Raises:
-        ValueError: a server's address is no URL, or comes twice.
+        ValueError: an address is no URL, or a server's comes twice, or drafts are both read and fetched.
     """
-    servers: list[str] = config["servers"]
-    address, *_ = map(_address, servers)
+    servers, weights_url = config["servers"], config.get("weights_url", "")
+    address, *_ = map(_address, [*servers, *([weights_url] if weights_url else [])])
+    if weights_url and config.get("server_cache"):
+        raise ValueError("--server-cache is for servers that read drafts, and --weights-url for those that fetch them")
     if twice := sorted({server for server in servers if servers.count(server) > 1}):
         raise ValueError(f"server {twice[0]} is named {servers.count(twice[0])} times, wanted each once")
     serve = {**config["serve"], "port": address.port or 80}  # a server's own, whatever a service would bind
@@ -185,10 +189,10 @@ def start_program(program: Program, settings: Settings) -> Child:
     return child
 
 
-def _address(server: str) -> SplitResult:
-    address = urlsplit(server)
+def _address(url: str) -> SplitResult:
+    address = urlsplit(url)
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise ValueError(f'server is "{server}", wanted a URL such as http://127.0.0.1:8000')
+        raise ValueError(f'the address is "{url}", wanted a URL such as http://127.0.0.1:8000')
     return address
 
 

@@ -12,11 +12,15 @@ import asyncio
 import hashlib
 import logging
 import os
+import socket
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field
@@ -24,20 +28,25 @@ from pydantic import Field
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.rollouts import FOLDER, PREFIX
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
-from models.engines.vllm.attached import AttachedEngine, file_digest
+from models.engines.vllm.attached import AttachedEngine, Offer, file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
 from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_memory
 from services.drift import DriftWatch
 from services.reconciler import Reconciler, ReplicaHooks
 from services.rollout import RolloutFile, RolloutSource
+from services.weights import SCHEMES, serving
 
 WEIGHTS = "model.safetensors"
 NUM_COUNTED = 4096  # rows that say how the champion does, at one look
+RESOLVE_S = 5.0
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
+
+LookUp = Callable[..., Sequence[tuple[Any, ...]]]  # as socket.getaddrinfo
 
 log = logging.getLogger(__name__)
 
@@ -47,55 +56,119 @@ class AttachConfig(ServiceConfig):
 
     Attributes:
         servers: their URLs, in the order in which they try a new draft.
+        resolve: every address that a URL's host resolves to is a server, now and later.
         server_cache: where the servers see our cache, "" if they see the same paths.
-        server: the one that a reconciler is about.
+        weights_url: where they reach this process to fetch drafts, "" if they read them.
     """
 
     servers: tuple[str, ...] = Field(min_length=1)
+    resolve: bool = False
     server_cache: str = ""
-    server: str = ""
-
-    @property
-    def memory(self) -> Path:
-        """The file that remembers good and refused drafts of this server over a restart."""
-        return self._file(self.server)
+    weights_url: str = ""
 
     @property
     def rollout(self) -> Path:
         """The file that says where the servers stand."""
-        return self._file(" ".join(("rollout", *self.servers)))
+        return self.file(PREFIX, *self.servers)
 
-    def _file(self, of: str) -> Path:
-        return self.settings.home / "attached" / f"{hashlib.sha256(of.encode()).hexdigest()[:16]}.json"
+    def file(self, prefix: str, *servers: str) -> Path:
+        """Return the file of the home that keeps what is known of servers."""
+        digest = hashlib.sha256(" ".join(servers).encode()).hexdigest()
+        return self.settings.home / FOLDER / f"{prefix}{digest[:16]}.json"
 
-    def published(self, directory: Path) -> str:
-        """Return the path by which the server reads a directory of our cache."""
+    def at_path(self, file: Path, _: str = "") -> dict[str, Any]:
+        """Return what tells a server by which path it reads the folder of a file in our cache."""
         if not self.server_cache:
-            return str(directory)
-        return str(Path(self.server_cache) / directory.relative_to(self.settings.cache))
+            return {"path": str(file.parent)}
+        return {"path": str(Path(self.server_cache) / file.parent.relative_to(self.settings.cache))}
 
 
-async def attach(config: AttachConfig, token: str) -> None:
+class ServerConfig(AttachConfig):
+    """What one reconciler follows the registry for: one of the servers, by its URL."""
+
+    server: str
+
+    @property
+    def memory(self) -> Path:
+        """The file that remembers good and refused drafts of this server over a restart."""
+        return self.file("", self.server)
+
+
+async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.getaddrinfo) -> None:
     """Follow the registry for as long as the process runs; a server that is away is waited for.
 
     Raises:
         NoPlugin: a server can't replace drafts, and never could.
-        ValueError: it drafts with what the registry does not know.
+        ValueError: it drafts with what the registry does not know, or a name resolves to no address at the start.
+        OSError: the port of the weights can't be bound.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
-    rollout = RolloutFile(config.rollout, config.servers)
+    rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _offering(config) as offer, asyncio.TaskGroup() as group:
             group.create_task(detect_drift(config))
-            for server in config.servers:
-                group.create_task(_keep(config.model_copy(update={"server": server}), token, target, rollout))
+            async for servers in _listed(config, look_up):
+                if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
+                    for task in gone:
+                        task.cancel()
+                    await asyncio.wait(gone)
+                rollout.become(rollout.rollout.listed(servers))
+                for server in servers:
+                    if server not in followed:
+                        one = ServerConfig(**vars(config), server=server)
+                        followed[server] = group.create_task(_keep(one, token, target, rollout, offer))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
 
-async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: RolloutFile) -> None:
+@asynccontextmanager
+async def _offering(config: AttachConfig) -> AsyncIterator[Offer]:
+    """Yield what tells a server where a draft's file is, which this process serves as long as the block runs."""
+    if not config.weights_url:
+        yield config.at_path
+        return
+    async with serving(config.weights_url, config.settings.host) as offer:
+        yield offer
+
+
+async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[str, ...]]:
+    """Yield the servers: as they were named, or again and again those that their names resolve to."""
+    if not config.resolve:
+        yield config.servers
+        return
+    servers, said = tuple[str, ...](), ""
+    while True:
+        try:
+            found = [await asyncio.to_thread(resolved, url, look_up) for url in config.servers]
+        except OSError as error:
+            if not servers:
+                raise ValueError(f"{' or '.join(config.servers)} resolves to no address: {error}") from error
+            if str(error) != said:  # once, and not at every try
+                log.warning("names can't be resolved now, the servers that they were stay: %s", error)
+            said = str(error)
+        else:
+            servers, said = tuple(dict.fromkeys(server for one in found for server in one)), ""
+            yield servers
+        await asyncio.sleep(RESOLVE_S)
+
+
+def resolved(url: str, look_up: LookUp = socket.getaddrinfo) -> list[str]:
+    """Return a URL for each address that a URL's host has, of IPv4 if it has such, so that no server comes twice.
+
+    Raises:
+        OSError: it has none, or nobody can be asked.
+    """
+    parts = urlsplit(url)
+    port = parts.port or SCHEMES[parts.scheme]
+    found = look_up(parts.hostname, port, type=socket.SOCK_STREAM)
+    family = min(entry[0] for entry in found)
+    hosts = sorted({str(entry[4][0]) for entry in found if entry[0] == family})
+    return [parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl() for host in hosts]
+
+
+async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile, offer: Offer) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
-    server, was_seen, said = config.server, False, ""
+    server, was_seen, said = config.server, rollout.rollout.is_followed, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
     source = RolloutSource(
@@ -110,14 +183,19 @@ async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: R
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
     while True:
-        engine = AttachedEngine(server, token, config.published)
+        engine = AttachedEngine(server, token, offer)
         try:
             boot = await _boot(engine, source)
             memory = _read_memory(config.memory)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
             reconciler.hooks, was_seen, said = ReplicaHooks(tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
-            await _follow(reconciler, engine, config.serve.poll_s, lambda state: rollout.saw(server, state))
+            await _follow(
+                reconciler,
+                engine,
+                config.serve.poll_s,
+                lambda state: rollout.become(rollout.rollout.saw(server, state)),
+            )
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
             if not isinstance(error, httpx.HTTPError) and not (was_seen and rollout.rollout.is_followed):
@@ -126,7 +204,7 @@ async def _keep(config: AttachConfig, token: str, target: TargetCard, rollout: R
             if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
                 log.warning("%s can't be followed now: %s", server, text)
             said = text
-            rollout.saw(server, None)
+            rollout.become(rollout.rollout.saw(server, None))
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()
@@ -204,7 +282,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
         if not (token := environment.get(ATTACH_TOKEN, "")):
             raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
         asyncio.run(attach(config, token))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"services.attach: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

@@ -4,19 +4,14 @@ Who may take a draft follows from rows in a file of the home, so that a proven d
 too. What a server's reconciler asks for the champion is told of none before its turn, and the last good draft stays.
 """
 
-import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
-from pydantic import ValidationError
-
-from infra.files import write_atomic
 from infra.registry import Registry
+from infra.rollouts import AttachedServer, RolloutState, read_rollout, write_rollout
 from infra.versions import Version
 from models.targets import TargetCard
-from models.types import Frozen
 from services.drafts import DraftSource, DraftState, label
 
 KEPT_PROVEN = 16
@@ -24,37 +19,8 @@ KEPT_PROVEN = 16
 log = logging.getLogger(__name__)
 
 
-class Row(Frozen):
-    """Where a server stands.
-
-    Attributes:
-        version: label of the draft that it serves, "" before that is known.
-        wave: 0 of the server that tries new drafts, 1 of the rest.
-        server: its URL.
-        state: "serving" while it tries another draft, too.
-    """
-
-    version: str = ""
-    wave: int
-    server: str
-    state: Literal["starting", "away", "serving"] = "starting"
-
-
-class Rollout(Frozen):
-    """Where all servers stand.
-
-    Attributes:
-        rows: in the order in which the servers are tried.
-        proven: labels of the drafts that passed a probation on one of them, the last first.
-    """
-
-    rows: tuple[Row, ...]
-    proven: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, servers: Sequence[str], proven: tuple[str, ...] = ()) -> "Rollout":
-        """Return the state before anything is known of the servers; until one is away, the first is asked first."""
-        return cls(rows=tuple(Row(wave=min(at, 1), server=server) for at, server in enumerate(servers)), proven=proven)
+class Rollout(RolloutState):
+    """What follows from where all servers stand, and from what is seen of them."""
 
     @property
     def is_followed(self) -> bool:
@@ -64,6 +30,13 @@ class Rollout(Frozen):
     def may_take(self, server: str, version: str) -> bool:
         """Whether a server may take a draft, by its label, now."""
         return version in self.proven or any(row.server == server and row.wave == 0 for row in self.rows)
+
+    def listed(self, servers: Sequence[str]) -> "Rollout":
+        """Return the state when these are the servers: others leave, and new ones come last, in their order."""
+        known = {row.server for row in self.rows}
+        kept = (row for row in self.rows if row.server in servers)
+        new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
+        return _in_waves((*kept, *new), self.proven)
 
     def saw(self, server: str, state: DraftState | None) -> "Rollout":
         """Return the state after a look at a server's reconciler; None of a server that does not answer."""
@@ -75,9 +48,15 @@ class Rollout(Frozen):
             rows[server] = rows[server].model_copy(update={"state": "serving", "version": serving})
             if serving and state.proof is not None:
                 proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
-        first = next((row.server for row in rows.values() if row.state != "away"), "")
-        waves = (row.model_copy(update={"wave": int(row.server != first)}) for row in rows.values())
-        return Rollout(rows=tuple(waves), proven=proven)
+        return _in_waves(rows.values(), proven)
+
+
+def _in_waves(rows: Iterable[AttachedServer], proven: tuple[str, ...]) -> Rollout:
+    """Return the state in which the first that is not known to be away tries new drafts."""
+    rows = tuple(rows)
+    first = next((row.server for row in rows if row.state != "away"), "")
+    waves = (row.model_copy(update={"wave": int(row.server != first)}) for row in rows)
+    return Rollout(rows=tuple(waves), proven=proven)
 
 
 class RolloutFile:
@@ -87,25 +66,20 @@ class RolloutFile:
         rollout: where they stand.
     """
 
-    def __init__(self, path: Path, servers: Sequence[str]) -> None:
+    def __init__(self, path: Path) -> None:
         """Go on with what an earlier process left; a file that can't be read is as none."""
-        self._path = path
-        try:
-            proven = Rollout.model_validate_json(path.read_bytes()).proven
-        except (OSError, ValidationError):
-            proven = ()
-        self.rollout = Rollout.of(servers, proven)
+        self._path, left = path, read_rollout(path)
+        self.rollout = Rollout(rows=(), proven=() if left is None else left.rollout.proven)
 
-    def saw(self, server: str, state: DraftState | None) -> None:
-        """See `Rollout.saw`; a full disk costs the memory of a restart."""
-        before, self.rollout = self.rollout, self.rollout.saw(server, state)
+    def become(self, rollout: Rollout) -> None:
+        """Keep the state after an event; a full disk costs the memory of a restart."""
+        before, self.rollout = self.rollout, rollout
         if self.rollout == before:
             return
         for row in set(self.rollout.rows) - set(before.rows):
             log.info("%s, wave %d: %s, draft %s", row.server, row.wave, row.state, row.version or "unknown")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path, json.dumps(self.rollout.model_dump(mode="json"), indent=1))
+            write_rollout(self._path, self.rollout)
         except OSError as error:
             log.warning("where the servers stand was not written: %s", error)
 

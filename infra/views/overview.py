@@ -45,6 +45,9 @@ def show_overview(seen: Overview, out: Console) -> None:
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
+    for row in seen.attached:
+        told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
+        out.print(told, soft_wrap=True, markup=False)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
         how = "running" if program.ready else "starting" if program.pid else "down, restarts soon"

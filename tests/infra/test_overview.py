@@ -9,6 +9,7 @@ from infra.artifacts import staged
 from infra.overview import overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
 from infra.settings import Settings
 from infra.triggerfile import LastLook, TriggerFile, now_ms
 from tests.infra.rows import row
@@ -41,7 +42,13 @@ def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) 
     assert (second.parent, second.rows, second.verdict, second.reasons) == ("1", "1–60", "refused", "no gain")
     assert (third.champion, third.verdict, third.reasons) == (False, "quarantined", "another output")
     assert seen.last_refresh == second  # the newest draft of served requests
-    assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)
+    assert (seen.service, seen.attached, seen.programs, seen.log.total) == (None, (), (), 0)
+
+
+def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None:
+    row = AttachedServer(version="1-abc", wave=0, server="http://a", state="serving")
+    write_rollout(settings.home / FOLDER / f"{PREFIX}a.json", RolloutState(rows=(row,)))
+    assert overview(settings).attached == (row,)
 
 
 def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, tmp_path: Path) -> None:

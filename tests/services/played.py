@@ -87,7 +87,7 @@ Play = Callable[[Request], AsyncIterator[bytes]]
 
 
 class PlayedServer:
-    """An HTTP/1.1 server on a free port; `play` yields the bytes of each answer, its head included.
+    """An HTTP/1.1 server, by default on a free port; `play` yields the bytes of each answer, its head included.
 
     Attributes:
         requests: what came.
@@ -95,15 +95,16 @@ class PlayedServer:
         connections: how many were opened.
     """
 
-    def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
-        self.play, self._tls = play, tls
+    def __init__(self, play: Play, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.play, self._tls, self._place = play, tls, (host, port)
         self.requests: list[Request] = []
         self.left, self.connections = asyncio.Event(), 0
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
-        self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, *self._place, ssl=self._tls)
+        host, port = self._server.sockets[0].getsockname()
+        self.url = f"{'https' if self._tls else 'http'}://{host}:{port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -1,25 +1,34 @@
-"""What is told before somebody else's server is followed; how it is, `test_redraft_vllm` tries on a real one."""
+"""Who is followed, and what is told before; how a real server is, `test_redraft_vllm` tries."""
 
 import asyncio
 import json
 import shutil
+import socket
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.artifacts import staged
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.rollouts import attached_servers
 from infra.service_process import attach_program
 from infra.settings import ATTACH_TOKEN, Settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
-from services.attach import AttachConfig, detect_drift, main
+from models.core.evaluation.golden import Golden, save_golden
+from models.engines.vllm.attached import file_digest
+from models.targets import describe
+from services import attach as attaching
+from services.attach import AttachConfig, ServerConfig, attach, detect_drift, main, resolved
 from tests.infra.rows import row
+from tests.services.played import PlayedServer, Request, head
 from tests.tags import draft_tags
 
-WAIT_S = 60
+WAIT_S = 120.0
 
 
 def config(home: Path, **changed: object) -> dict[str, object]:
@@ -46,11 +55,20 @@ def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         attach_program(config(tmp_path, servers=["http://127.0.0.1:1"] * 2), Settings(home=tmp_path))
 
 
+def test_drafts_are_either_read_or_fetched_and_from_an_address(tmp_path: Path) -> None:
+    both = config(tmp_path, server_cache="/mnt", weights_url="http://127.0.0.1:9000")
+    for wrong, said in ((both, "--server-cache"), (config(tmp_path, weights_url="here:9000"), '"here:9000"')):
+        with pytest.raises(ValueError, match=said):
+            attach_program(wrong, Settings(home=tmp_path))
+
+
 def test_a_server_may_see_the_cache_elsewhere_and_has_a_memory_of_its_own(tmp_path: Path) -> None:
-    here = AttachConfig.model_validate(config(tmp_path))
-    there = AttachConfig.model_validate(config(tmp_path, server="http://other", server_cache="/mnt/drafts"))
-    directory = here.settings.cache / "draft" / "2-ab"
-    assert (here.published(directory), there.published(directory)) == (str(directory), "/mnt/drafts/draft/2-ab")
+    here, there = (
+        ServerConfig.model_validate(config(tmp_path, server=server, server_cache=cache))
+        for server, cache in (("http://one", ""), ("http://other", "/mnt/drafts"))
+    )
+    file = here.settings.cache / "draft" / "2-ab" / "model.safetensors"
+    assert [one.at_path(file)["path"] for one in (here, there)] == [str(file.parent), "/mnt/drafts/draft/2-ab"]
     assert here.memory != there.memory
 
 
@@ -82,3 +100,108 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
     assert isinstance(fallen := told["code"], Fallen)
     assert (fallen.fall.draft, fallen.fall.promised, fallen.fall.served) == (champion.number, 2.5, 1.0)
     assert not isinstance(told.get("chat"), Fallen)
+
+
+def addresses(*hosts: str) -> list[tuple[Any, ...]]:
+    """Return what socket.getaddrinfo says of a name."""
+    families = (socket.AF_INET6 if ":" in host else socket.AF_INET for host in hosts)
+    return [(family, socket.SOCK_STREAM, 6, "", (host, 0)) for family, host in zip(families, hosts, strict=True)]
+
+
+def test_a_name_is_a_server_for_each_of_its_addresses() -> None:
+    assert resolved("http://localhost:8000/base") == ["http://127.0.0.1:8000/base"]
+    both = addresses("fd00::2", "10.0.0.2", "10.0.0.1", "10.0.0.2")
+    assert resolved("http://name", lambda *_, **__: both) == ["http://10.0.0.1:80", "http://10.0.0.2:80"]
+    assert resolved("https://name", lambda *_, **__: both[:1]) == ["https://[fd00::2]:443"]
+
+
+@pytest.fixture
+def home(tiny_target: Path, tiny_draft: Path, store: Path, tmp_path: Path) -> Path:
+    """A home with a target, and one draft for it."""
+    (home := tmp_path / "home").mkdir()
+    shutil.copy(store, home)
+    target = shutil.copytree(tiny_target, home / "target")
+    save_golden(target, [Golden(prompt_ids=(7, 8), token_ids=(9,), gaps=(1.0,))], threshold=1e-2)
+    card = describe(target)
+    with staged(tmp_path / "made") as directory:
+        shutil.copytree(tiny_draft, directory, dirs_exist_ok=True)
+    tags = {"target_sha256": card.sha256, "tokenizer_sha256": card.tokenizer_sha256, "golden_tau": "1.0"}
+    tags |= {"vocab_size": str(card.vocab_size)}
+    open_registry(Settings(home=home)).register("draft", tmp_path / "made", draft_tags() | tags)
+    return home
+
+
+def with_plugin(draft: Path) -> Callable[[Request], AsyncIterator[bytes]]:
+    """Play a server that drafts with a draft, and generates nothing."""
+    told = {"version": "1", "digest": file_digest(draft / "model.safetensors"), "state": "serving", "worst": 0.0}
+
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        found = json.dumps(told).encode() if request.target == "/redraft/draft" else b"{}"
+        status = "200 OK" if request.target == "/redraft/draft" else "503 Service Unavailable"
+        yield head("application/json", status, length=len(found)) + found
+
+    return play
+
+
+async def no_plugin(request: Request) -> AsyncIterator[bytes]:
+    yield head("application/json", "404 Not Found", length=2) + b"{}"
+
+
+async def until(holds: Callable[[], bool], following: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            if following.done():
+                following.result()
+            await asyncio.sleep(0.02)
+
+
+def test_servers_join_and_leave_as_their_name_resolves(
+    home: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "RESOLVE_S", 0.05)
+    found: list[tuple[Any, ...]] = addresses("127.0.0.1")
+    num_looks = 0
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        nonlocal num_looks
+        num_looks += 1
+        if not found:
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+        return [*found]
+
+    def stand() -> list[tuple[str, int, str]]:
+        return [(row.server.split(":")[1], row.wave, row.state) for row in attached_servers(home)]
+
+    async def run() -> None:
+        async with PlayedServer(with_plugin(tiny_draft)) as first:
+            port = int(first.url.rpartition(":")[2])
+            told = config(home, servers=[f"http://servers:{port}"], resolve=True, serve={"port": 1, "poll_s": 0.1})
+            following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token", look_up))
+            await until(lambda: stand() == [("//127.0.0.1", 0, "serving")], following)
+            async with PlayedServer(no_plugin, host="127.0.0.2", port=port):  # which ends nothing
+                found[:] = addresses("127.0.0.2", "127.0.0.1")
+                await until(lambda: stand() == [("//127.0.0.1", 0, "serving"), ("//127.0.0.2", 1, "away")], following)
+            found.clear()
+            before, stood = num_looks, stand()
+            await until(lambda: num_looks >= before + 3, following)
+            assert stand() == stood
+            found[:] = addresses("127.0.0.2")
+            await until(lambda: stand() == [("//127.0.0.2", 1, "away")], following)
+            asked = len(first.requests)
+            before = num_looks
+            async with PlayedServer(with_plugin(tiny_draft), host="127.0.0.2", port=port):
+                await until(lambda: stand() == [("//127.0.0.2", 0, "serving")], following)
+            assert len(first.requests) == asked and num_looks > before  # who left is asked no more
+            following.cancel()
+            await asyncio.wait([following])
+
+    asyncio.run(run())
+
+
+def test_a_name_without_an_address_is_told_at_the_start(home: Path) -> None:
+    def look_up(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    told = AttachConfig.model_validate(config(home, servers=["http://servers:1"], resolve=True))
+    with pytest.raises(ValueError, match="http://servers:1 resolves to no address: .*not known"):
+        asyncio.run(attach(told, "token", look_up))

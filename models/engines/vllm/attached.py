@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from models.engines import Completion, NotSwitchable, Sampling
 
 ANSWER_S, SWAP_S = 120.0, 600.0
 REFUSED = 409
+# Returns, of a file and its sha256, what tells a server where it is: `path` of its folder, or `url` and `size`.
+Offer = Callable[[Path, str], Mapping[str, Any]]
 
 
 class NoPlugin(ValueError):
@@ -35,17 +37,17 @@ class AttachedEngine:
 
     speculating = True
 
-    def __init__(self, url: str, token: str, published: Callable[[Path], str] = str) -> None:
+    def __init__(self, url: str, token: str, offer: Offer = lambda file, _: {"path": str(file.parent)}) -> None:
         """Say where it is.
 
         Args:
             url: of the server, without `/v1`.
             token: of the plugin's routes.
-            published: returns the path by which the server reads a directory of ours.
+            offer: by default the server reads the path by which we know a file.
         """
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S, trust_env=False)
-        self._token, self._published = {"Authorization": f"Bearer {token}"}, published
+        self._token, self._offer = {"Authorization": f"Bearer {token}"}, offer
         self._model = ""
         self.draft_version = self.digest = ""
 
@@ -128,17 +130,14 @@ class AttachedEngine:
 
         Raises:
             ValueError: the draft is refused, and what served before still does.
-            RuntimeError: the server does not know what it serves.
+            RuntimeError: the server does not know what it serves, or could not fetch the draft.
             httpx.HTTPError: it does not answer; what it serves is not known.
         """
         if (weights := family_of(directory).vllm_weights(directory)) is None:
             raise ValueError(f"draft {directory.name} has no weights that a server could load")
-        order = {
-            "version": version,
-            "path": self._published(weights.file.parent),
-            "sha256": await asyncio.to_thread(file_digest, weights.file),
-            "parameters": weights.parameters,
-        }
+        sha256 = await asyncio.to_thread(file_digest, weights.file)
+        order = {"version": version, "sha256": sha256, "parameters": weights.parameters}
+        order |= self._offer(weights.file, sha256)
         answer = await self._http.post("/redraft/draft", json=order, headers=self._token, timeout=SWAP_S)
         if answer.status_code == REFUSED:
             raise ValueError(_detail(answer))

@@ -9,6 +9,7 @@ from infra.overview import DraftOverview, Overview
 from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
+from infra.rollouts import AttachedServer
 from infra.status import RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
@@ -183,6 +184,17 @@ def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
 def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told: str) -> None:
     program = ProcessRecord(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")
     assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
+
+
+def test_attached_servers_are_told_with_draft_and_wave() -> None:
+    rows = (
+        AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving"),
+        AttachedServer(wave=1, server="http://b:8000"),
+    )
+    assert shown(attached=rows)[-2:] == [
+        "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
+        "attached server http://b:8000: starting, draft unknown, wave 1",
+    ]
 
 
 def test_counts_stand_by_their_names() -> None:

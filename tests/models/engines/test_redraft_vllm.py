@@ -193,6 +193,23 @@ def test_who_has_no_token_or_sends_something_else_is_told(server: Server, other_
     assert server.client.post("/collective_rpc", json={"method": "redraft_discard"}).status_code == 404
 
 
+def test_a_draft_that_is_in_memory_is_put_back_where_none_can_be_fetched(
+    server: Server, tiny_target: Path, tiny_draft: Path, other_draft: Path, tmp_path: Path
+) -> None:
+    assert [server.swap(order(draft)).status_code for draft in (tiny_draft, other_draft)] == [200, 200]
+
+    def fetched(draft: Path, version: str) -> httpx.Response:
+        told = {name: value for name, value in order(draft, version).items() if name != "path"}
+        return server.swap({**told, "url": f"http://127.0.0.1:{free_port()}/draft?signature=s", "size": 1})
+
+    for draft, version in ((tiny_draft, "6"), (other_draft, "7")):
+        found = fetched(draft, version).json()
+        assert (found["version"], found["digest"]) == (version, order(draft)["sha256"]) and found["worst"] < 1e-3
+    told = fetched(make_draft(tiny_target, tmp_path, seed=2), "8")
+    assert told.status_code == 502 and "draft 8 could not be fetched: ConnectionError" in told.text
+    assert server.draft().json()["version"] == "7"
+
+
 def test_old_keys_remain_for_as_long_as_requests_run_and_no_longer(server: Server, tiny_draft: Path) -> None:
     shared = prompts(1)[0] * 20
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -234,6 +251,7 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
 
     with serving(site, tiny_target, tiny_draft, tmp_path) as other:
         config = {**json.loads(world.config().read_text()), "servers": [server.url, other.url]}
+        config["weights_url"] = f"http://127.0.0.1:{free_port()}"
         (home / "attach.json").write_text(json.dumps(config))
         with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
             wait_for(first)

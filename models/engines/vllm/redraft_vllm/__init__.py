@@ -5,7 +5,7 @@
 
 - `swap`: how a worker's draft is replaced and what its modules compute, for the embedded engine as well;
 - `worker`: the extension of vLLM's worker: stage, commit, verify, each on every rank;
-- `routes`: `POST` and `GET /redraft/draft`;
+- `routes`: `POST` and `GET /redraft/draft`; `download` fetches the file of a draft that comes by URL;
 - `sampling`: the kernel that vLLM's CPU build lacks.
 
 It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32.
@@ -15,7 +15,7 @@ import logging
 import os
 from importlib.metadata import entry_points
 
-ROUTES, EXTENSION = "redraft", "redraft_vllm.worker.DraftExtension"
+ROUTES, EXTENSION, WEIGHTS = "redraft", "redraft_vllm.worker.DraftExtension", "model.safetensors"
 GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 
 log = logging.getLogger("vllm.redraft")

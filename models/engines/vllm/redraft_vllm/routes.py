@@ -12,12 +12,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from . import EXTENSION, ROUTES
+from . import EXTENSION, ROUTES, WEIGHTS
+from .download import download
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RESET_RUNNING = "REDRAFT_RESET_RUNNING_REQUESTS"  # "1": preempt running requests, so that no old key remains
@@ -35,6 +37,7 @@ class Order(BaseModel):
     Attributes:
         version: what it is called.
         path: a folder that every rank can read, with `model.safetensors` in it.
+        url, size: of that file, where it is to be fetched from instead, and its bytes.
         sha256: of that file, in hexadecimal.
         parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
     """
@@ -42,13 +45,25 @@ class Order(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: str = Field(min_length=1, max_length=MOST_CHARS)
-    path: str = Field(min_length=1)
+    path: str = ""
+    url: str = Field(default="", pattern="^(https?://.+)?$")
+    size: int = Field(default=0, ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     parameters: dict[str, list[str]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _says_where(self) -> "Order":
+        if (bool(self.path), bool(self.url), bool(self.size)) not in ((True, False, False), (False, True, True)):
+            raise ValueError("wanted either path, or url and size")
+        return self
 
 
 class Refused(Exception):
     """The draft is not served, and what served before still is."""
+
+
+class NotFetched(Exception):
+    """The draft could not be had, which says nothing about it; what served before still is."""
 
 
 class Broken(Exception):
@@ -87,6 +102,7 @@ class Swapper:
 
         Raises:
             Refused: with what every rank that refused says.
+            NotFetched: its file could not be fetched, or not as it was announced.
             Broken: a rank failed while it loaded, and again while the draft before was put back.
         """
         async with self.lock:
@@ -113,8 +129,28 @@ class Swapper:
             }
 
     async def stage(self, order: Order) -> None:
-        """Have every rank read and check a draft while it serves; Refused if one of them refuses it."""
-        args = (order.version, order.path, order.sha256, order.parameters)
+        """Have every rank read and check a draft while it serves.
+
+        Raises:
+            Refused: one of them refuses it.
+            NotFetched: its file could not be fetched, or not as it was announced.
+        """
+        try:
+            await self._read(order, order.path)
+        except Refused:
+            if not order.url:
+                raise
+        else:  # a draft that is put back is in memory
+            return
+        with TemporaryDirectory(prefix="redraft-") as folder:
+            try:
+                await asyncio.to_thread(download, order.url, Path(folder) / WEIGHTS, order.size, order.sha256)
+            except (OSError, ValueError) as error:
+                raise NotFetched(f"draft {order.version} could not be fetched: {error}") from error
+            await self._read(order, folder)
+
+    async def _read(self, order: Order, path: str) -> None:
+        args = (order.version, path, order.sha256, order.parameters)
         deadline_s = time.monotonic() + STAGE_S
         try:
             _require_ok(await self._call("redraft_stage", *args))
@@ -217,6 +253,8 @@ class DraftRoutes:
                 return await _swapper(request, authorization).swap(order)
             except Refused as error:
                 raise HTTPException(409, str(error)) from error
+            except NotFetched as error:
+                raise HTTPException(502, str(error)) from error
             except Broken as error:
                 raise HTTPException(500, str(error)) from error
 

@@ -17,10 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from . import sampling
+from . import WEIGHTS, sampling
 from .swap import Parameters, WorkerDraft
 
-WEIGHTS = "model.safetensors"
 START = "start-up"
 
 log = logging.getLogger("vllm.redraft")
@@ -46,15 +45,12 @@ class Staging:
         error: why they are not, "" as long as nothing is known against them.
     """
 
-    def __init__(
-        self, draft: WorkerDraft, loaded: Files | None, version: str, path: str, sha256: str, parameters: Parameters
-    ) -> None:
-        self.version, self.error = version, ""
+    def __init__(self, draft: WorkerDraft, loaded: Files | None, files: Files, path: str) -> None:
+        """Begin to check files; without weights they are read from a folder before."""
+        self.version, self.error = files.version, ""
         self.files: Files | None = None
         self.before = loaded
-        self._thread = threading.Thread(
-            target=self._read, args=(draft, path, sha256, parameters), name="redraft-stage", daemon=True
-        )
+        self._thread = threading.Thread(target=self._read, args=(draft, files, path), name="redraft-stage", daemon=True)
         self._thread.start()
 
     @property
@@ -62,18 +58,19 @@ class Staging:
         """Whether nothing is known yet."""
         return self._thread.is_alive()
 
-    def _read(self, draft: WorkerDraft, path: str, sha256: str, parameters: Parameters) -> None:
+    def _read(self, draft: WorkerDraft, files: Files, path: str) -> None:
         try:
-            content = (Path(path) / WEIGHTS).read_bytes()
-            if (digest := hashlib.sha256(content).hexdigest()) != sha256:
-                raise ValueError(f"{WEIGHTS} of {path} has sha256 {digest}, wanted {sha256}")
-            weights = load(content)
-            draft.require_fit(weights, parameters)
-            self.before = self.before or Files(START, "", draft.read_start(), parameters)
+            if not files.weights:
+                content = (Path(path) / WEIGHTS).read_bytes()
+                if (digest := hashlib.sha256(content).hexdigest()) != files.digest:
+                    raise ValueError(f"{WEIGHTS} of {path} has sha256 {digest}, wanted {files.digest}")
+                files = files._replace(weights=load(content))
+            draft.require_fit(files.weights, files.parameters)
+            self.before = self.before or Files(START, "", draft.read_start(), files.parameters)
         except (ValueError, OSError, SafetensorError, MemoryError) as error:
             self.error = f"{type(error).__name__}: {error}"
         else:
-            self.files = Files(self.version, digest, weights, parameters)
+            self.files = files
 
 
 def answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
@@ -105,12 +102,19 @@ class DraftExtension:
 
         Args:
             version: what it is called.
-            path: of the folder, with `model.safetensors` in it.
+            path: of the folder, with `model.safetensors` in it; "" for the draft that serves, or the one before.
             sha256: of that file, in hexadecimal.
             parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
         """
         loaded: Files | None = self.__dict__.get("_redraft_loaded")
-        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), loaded, version, path, sha256, parameters)
+        weights: dict[str, Tensor] = {}
+        if not path:
+            kept = [loaded, self.__dict__.get("_redraft_before")]
+            weights = next((one.weights for one in kept if one is not None and one.digest == sha256), {})
+            if not weights:
+                raise ValueError(f"no draft with sha256 {sha256} is in memory")
+        files = Files(version, sha256, weights, parameters)
+        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), loaded, files, path)
 
     @answering
     def redraft_staged(self, version: str) -> dict[str, Any]:

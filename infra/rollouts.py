@@ -1,0 +1,72 @@
+"""Where the vLLM servers stand whose draft a process keeps at the champion, in a file for each such process."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from infra.files import write_atomic
+from infra.identity import process_identity
+from models.types import Frozen
+
+FOLDER, PREFIX = "attached", "rollout-"
+
+
+class AttachedServer(Frozen):
+    """Where a server stands.
+
+    Attributes:
+        version: label of the draft that it serves, "" before that is known.
+        wave: 0 of the server that tries new drafts, 1 of the rest.
+        server: its URL.
+        state: "serving" while it tries another draft, too.
+    """
+
+    version: str = ""
+    wave: int
+    server: str
+    state: Literal["starting", "away", "serving"] = "starting"
+
+
+class RolloutState(Frozen):
+    """Where all servers of a process stand; services/rollout.py says what follows from it.
+
+    Attributes:
+        rows: in the order in which the servers are tried.
+        proven: labels of the drafts that passed a probation on one of them, the last first.
+    """
+
+    rows: tuple[AttachedServer, ...]
+    proven: tuple[str, ...] = ()
+
+
+class RolloutRecord(Frozen):
+    """A file's content; `identity` tells the process from a later one of the same number."""
+
+    pid: int
+    identity: str
+    rollout: RolloutState
+
+
+def write_rollout(path: Path, rollout: RolloutState) -> None:
+    """Write where the servers of this process stand."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pid = os.getpid()
+    identity = process_identity(pid)
+    assert identity is not None
+    write_atomic(path, RolloutRecord(pid=pid, identity=identity, rollout=rollout).model_dump_json(indent=1))
+
+
+def read_rollout(path: Path) -> RolloutRecord | None:
+    """Return what a process wrote, running or not; None without a file that can be read."""
+    try:
+        return RolloutRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def attached_servers(home: Path) -> tuple[AttachedServer, ...]:
+    """Return where the servers stand that the running processes of a home follow."""
+    found = map(read_rollout, sorted((home / FOLDER).glob(f"{PREFIX}*")))
+    return tuple(row for one in found if one and process_identity(one.pid) == one.identity for row in one.rollout.rows)
