@@ -6,7 +6,7 @@ How a draft is replaced is in `redraft_vllm/swap.py`, which stock servers use as
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -17,9 +17,10 @@ from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.patches import last_tap, small_batch_gemm, switch
-from models.engines.vllm.patches.proposer import Planned
 from models.engines.vllm.redraft_vllm.swap import Parameters, WorkerDraft
 
+if TYPE_CHECKING:
+    from models.engines.vllm.patches.proposer import Planned
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
@@ -33,7 +34,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def answer(self: "DraftWorker", *args: Any) -> dict[str, Any]:
         try:
             return {"value": method(self, *args)}
-        except (ValueError, OSError, SafetensorError) as error:
+        except (ValueError, OSError, SafetensorError, ImportError) as error:
             return {"refused": str(error)}
 
     return answer
@@ -48,7 +49,7 @@ class DraftWorker(Worker):
 
     vllm_config: Any
     model_runner: Any
-    planned: Planned | None = None
+    planned: "Planned | None" = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; no model is loaded yet, and vLLM's platform has put its own kernels in place."""
@@ -81,6 +82,8 @@ class DraftWorker(Worker):
     @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
+        from models.engines.vllm.patches.proposer import Planned  # which needs vLLM's proposer, wherever that lies
+
         lookup = self.vllm_config.additional_config.lookup
         self.planned = Planned(self.model_runner, NgramIndex(lookup.shortest, lookup.longest, lookup.remembered))
         switch.draft_at_any_length(self.model_runner)  # the scheduler says which sequences are at its end
