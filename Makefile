@@ -29,7 +29,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak attach-demo mutants test-bench baselines references docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak attach-demo mutants test-bench \
+	baselines references compat docs tutorial clean
 
 install: $(STAMP)
 
@@ -111,6 +112,11 @@ baselines: install
 # What is generated from the code and committed beside it; a test fails where it is out of date.
 references: install
 	$(BIN)/python -m tests.references
+
+# Whether the newest vLLM of the index has what is used of the installed one; its sources are read, not imported.
+compat: install
+	$(BIN)/pip download -q --no-deps -d .venv/wheels vllm
+	$(BIN)/python -m tests.compat $$(ls -v .venv/wheels/vllm-*.whl | tail -n 1)
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -86,7 +86,7 @@ class InstrumentedLLM(AsyncLLM):
 
     @property
     def dead_error(self) -> BaseException:
-        """What whoever finds the engine gone is to raise."""
+        """What whoever finds the engine gone is to raise, in place of the base class's error."""
         return EngineEnded()
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ How a draft is replaced is in `redraft_vllm/`, which stock servers use as well.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from vllm.platforms import current_platform
@@ -16,10 +16,11 @@ from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.patches import last_tap, small_batch_gemm, switch
-from models.engines.vllm.patches.proposer import Planned
 from models.engines.vllm.redraft_vllm.swap import Parameters, WorkerDraft
 from models.engines.vllm.redraft_vllm.worker import DraftExtension
 
+if TYPE_CHECKING:
+    from models.engines.vllm.patches.proposer import Planned
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
@@ -33,7 +34,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def answer(self: "DraftWorker", *args: Any) -> dict[str, Any]:
         try:
             return {"value": method(self, *args)}
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             return {"refused": str(error)}
 
     return answer
@@ -63,7 +64,7 @@ class DraftWorker(DraftExtension, Worker):
 
     vllm_config: Any
     model_runner: Any
-    planned: Planned | None = None
+    planned: "Planned | None" = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; no model is loaded yet, and vLLM's platform has put its own kernels in place."""
@@ -95,6 +96,8 @@ class DraftWorker(DraftExtension, Worker):
     @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
+        from models.engines.vllm.patches.proposer import Planned  # which needs vLLM's proposer, wherever that lies
+
         lookup = self.vllm_config.additional_config.lookup
         self.planned = Planned(self.model_runner, NgramIndex(lookup.shortest, lookup.longest, lookup.remembered))
         switch.draft_at_any_length(self.model_runner)  # the scheduler says which sequences are at its end

@@ -91,8 +91,8 @@ def inputs_of() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("options", [{}, {"per_layer_sliding_window": 16}, {"logits_soft_cap": 5.0}])
 def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str, Any]) -> None:
     own, ours = layer_of(config, "model.layers.0.attn", **options), layer_of(config, "model.layers.1.attn", **options)
-    assert (own.number, ours.number) == (0, 1)
-    own.number = None  # it is vLLM's from here on
+    assert (own.redraft_number, ours.redraft_number) == (0, 1)
+    own.redraft_number = None  # it is vLLM's from here on
     cache = ours.kv_cache.clone()
     outputs = [run(config, layer, metadata_of(config, layer), inputs_of()) for layer in (own, ours)]
     assert torch.equal(*outputs)
@@ -145,7 +145,7 @@ def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
 
 def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn", alibi_slopes=[0.5] * HEADS)
-    assert layer.number is None
+    assert layer.redraft_number is None
     metadata = metadata_of(config, layer)
     flat = layer_of(config, "model.layers.1.attn")
     assert not torch.equal(
@@ -155,7 +155,7 @@ def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
 
 def test_layers_whose_caches_are_handed_on_stay_vllms(config: Any) -> None:
     config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    assert layer_of(config, "model.layers.0.attn").number is None
+    assert layer_of(config, "model.layers.0.attn").redraft_number is None
 
 
 def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
@@ -166,7 +166,7 @@ def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     attention._is_built.cache_clear()
     try:
-        assert layer_of(config, "model.layers.0.attn").number is None
+        assert layer_of(config, "model.layers.0.attn").redraft_number is None
     finally:
         attention._is_built.cache_clear()
     assert "attention is called from Python" in caplog.text

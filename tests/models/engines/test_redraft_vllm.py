@@ -33,7 +33,7 @@ from models.core.evaluation.golden import Golden, save_golden
 from models.engines import NotSwitchable
 from models.engines.vllm import child_environment
 from models.engines.vllm.attached import AttachedEngine, NoPlugin
-from models.engines.vllm.redraft_vllm import EXTENSION, announce
+from models.engines.vllm.redraft_vllm import EXTENSION, OLDEST, announce
 from models.engines.vllm.redraft_vllm.routes import TOKEN, Broken, Order, Refused, Swapper, unsupported
 from services.record import RecordConfig
 from tests.conftest import make_draft
@@ -375,6 +375,16 @@ def test_a_server_without_a_token_or_with_several_front_ends_is_refused(monkeypa
     assert "several API servers" in reason
     monkeypatch.delenv(TOKEN)
     assert unsupported(CONFIG, SimpleNamespace()) == [f"{TOKEN} is not set"]
+
+
+@pytest.mark.parametrize(("version", "known"), [((0, 30, 1), False), (OLDEST, True), ((0, 0, "dev"), True)])
+def test_a_release_that_lacks_what_is_used_is_refused(
+    version: tuple[int | str, ...], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version_tuple__", version)
+    monkeypatch.setattr("vllm.__version__", ".".join(map(str, version)))
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert unsupported(CONFIG, SimpleNamespace()) == ([] if known else ["vLLM 0.30.1 is older than 0.31"])
 
 
 @pytest.mark.parametrize(("allowed", "said"), [(None, "VLLM_PLUGINS"), ("another", "redraft")])

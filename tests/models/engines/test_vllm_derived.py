@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.engines.vllm.redraft_vllm.swap import GAINS, STATE, derive, derived_errors
+from models.engines.vllm.redraft_vllm.swap import GAINS, STATE, WorkerDraft, derive, derived_errors
 
 H, WIDTH, NUM_LAYERS = 4, 3, 2
 
@@ -45,8 +45,11 @@ def test_what_is_stale_is_told_and_renewed(make: Any, shapes: dict[str, tuple[in
     rng = torch.Generator().manual_seed(0)
     weights = {key: torch.randn(shape, generator=rng) for key, shape in shapes.items()}
     drafter = make(weights)
+    holder = drafter if name == STATE else drafter.model.model
+    captured = getattr(holder, name)  # by a CUDA graph
     assert derived_errors(drafter, weights)[name] > 0.5
     derive(drafter)
+    assert getattr(holder, name) is captured
     assert derived_errors(drafter, weights)[name] < 1e-5
 
 
@@ -54,3 +57,10 @@ def test_a_proposer_that_keeps_nothing_has_no_errors() -> None:
     drafter = SimpleNamespace(model=nn.Linear(2, 2))
     derive(drafter)
     assert derived_errors(drafter, {}) == {}
+
+
+@pytest.mark.parametrize("name", ["drafter", "speculator"])
+def test_what_proposes_is_found_in_both_of_vllms_model_runners(name: str) -> None:
+    weights = {"fc.weight": torch.ones(H, 3 * H), "mask_hidden": torch.ones(1, 3 * H)}
+    worker = SimpleNamespace(model_runner=SimpleNamespace(**{name: parallel(weights)}))
+    assert WorkerDraft(worker).derived_errors(weights).keys() == {STATE}

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from models.core.drafting.lookup import NgramIndex
-from models.engines.vllm.patches.proposer import READS, Planned
+from models.engines.vllm.patches.proposer import DRAFTER_READS, READS, Planned
 
 
 def runner(drafter: Any, **attributes: Any) -> Any:
@@ -38,7 +38,7 @@ def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(give
 def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
     given = runner(bare(), **dict.fromkeys(READS))
     given.speculative_config = SimpleNamespace(disable_padded_drafter_batch=False)
-    given.drafter._last_draft_probs = None
+    given.drafter.__dict__ |= dict.fromkeys(DRAFTER_READS[2:])
     planned = Planned(given, NgramIndex(shortest=3, longest=16, capacity=0))
     assert type(given.drafter) is EagleProposer
     assert given.drafter.propose == planned.propose

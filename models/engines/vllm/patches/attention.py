@@ -110,18 +110,18 @@ def install() -> None:
 
 def _make(own: Callable[..., None], layer: Any, *args: Any, **options: Any) -> None:
     own(layer, *args, **options)
-    layer.number = _layers.add(layer) if _suits(layer) and _is_built() else None
+    layer.redraft_number = _layers.add(layer) if _suits(layer) and _is_built() else None
 
 
 def _attend(
     own: Callable[..., Tensor], layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    if layer.number is None or key is None or value is None or args or options:
+    if layer.redraft_number is None or key is None or value is None or args or options:
         return own(layer, query, key, value, *args, **options)
     output = torch.empty_like(query).view(-1, layer.num_heads, layer.head_size)
     query = query.view(-1, layer.num_heads, layer.head_size)
     key, value = (part.view(-1, layer.num_kv_heads, layer.head_size) for part in (key, value))
-    torch.ops.redraft.attend(query, key, value, output, layer.number)
+    torch.ops.redraft.attend(query, key, value, output, layer.redraft_number)
     return output.view(-1, layer.num_heads * layer.head_size)
 
 

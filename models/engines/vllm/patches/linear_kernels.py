@@ -121,7 +121,7 @@ def _check(own: Callable[..., None], kernel: Any, layer: nn.Module) -> None:
         kernel.linear_method = lambda _, x, bias: product(x, bias)
 
 
-def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
+def _int8_product(kernel: CPUInt8ScaledMMLinearKernel, layer: nn.Module, weight: Tensor) -> Product:
     """Return the product with int8 weights [O, I] whose scales vLLM has prepared; inputs are rounded as vLLM does."""
     _, scales, input_scale, input_zero, _ = kernel._get_layer_params(layer)
     scales = scales.detach().double().flatten().expand(len(weight))
@@ -147,9 +147,9 @@ def _prepare(own: Callable[..., None], kernel: Any, layer: nn.Module) -> None:
 
 
 def _multiply(own: Callable[..., Tensor], kernel: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not hasattr(layer, "unpacked"):
+    if not hasattr(layer, "redraft_unpacked"):
         return own(kernel, layer, x, bias)
-    output: Tensor = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
+    output: Tensor = layer.redraft_unpacked.cpu_linear(x, layer.redraft_unpacked.weight, bias)
     return output
 
 
@@ -168,6 +168,6 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
     values = integers.unpack(packed.data, bits, kernel.config.partition_weight_shape[0])
     weight = Integers(values, scales.data, zeros).floats().to(scales.dtype)
     setattr(layer, kernel.w_q_name, nn.Parameter(weight.new_empty(0), requires_grad=False))
-    layer.unpacked = nn.Module()
-    layer.unpacked.weight = nn.Parameter(weight, requires_grad=False)
-    utils.dispatch_cpu_unquantized_gemm(layer.unpacked, remove_weight=True)
+    layer.redraft_unpacked = nn.Module()
+    layer.redraft_unpacked.weight = nn.Parameter(weight, requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(layer.redraft_unpacked, remove_weight=True)

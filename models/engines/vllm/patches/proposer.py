@@ -33,6 +33,10 @@ from models.engines.vllm.patches import require
 
 # What the proposer reads of vLLM's runner and proposer.
 READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")
+DRAFTER_READS = (
+    *("propose", "_greedy_sample", "_last_draft_probs", "draft_model_config", "max_model_len", "parallel_drafting"),
+    *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
+)
 
 
 class Planned:
@@ -49,7 +53,7 @@ class Planned:
         if not isinstance(runner.drafter, SpecDecodeBaseProposer):
             raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
         require(runner, *READS)
-        require(drafter, "propose", "_last_draft_probs")
+        require(drafter, *DRAFTER_READS)
         self.library = library
         self.ring: Ring | None = None
         self._runner, self._drafter = runner, drafter

@@ -39,10 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.core.layers import quantized_weights
 from models.core.layers.quantized_weights import Grid, rounded, stacked
@@ -164,6 +161,11 @@ _target = _Target()
 
 def install() -> None:
     """Let layers have both forms where they can, on CPUs; before products of floats are replaced for other reasons."""
+    # Not with the module, which workers import where another release lacks one of them, too.
+    from vllm.model_executor.layers import utils
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     if current_platform.is_cpu():
         replace(utils, "dispatch_cpu_unquantized_gemm", _dispatch)
         replace(SpecDecodeBaseProposer, "load_model", _load_draft)
@@ -189,13 +191,13 @@ def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None
         _target.measure(1 if drafting is None else 1 + drafting.num_speculative_tokens)
 
 
-def _load_draft(own: Callable[..., None], drafter: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
+def _load_draft(own: Callable[..., None], drafter: Any, target_model: nn.Module) -> None:
     with loading_draft():
         own(drafter, target_model)
     gc.collect()  # of what it needs no more: oneDNN's handles can't be freed while a graph is traced
 
 
-def _prepare(own: Callable[..., Any], runner: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+def _prepare(own: Callable[..., Any], runner: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
     if _target.forms:
         batch, num = runner.input_batch, len(num_scheduled_tokens)
         reads_prompts = (batch.num_computed_tokens_cpu[:num] < batch.num_prompt_tokens[:num]).any()

@@ -8,7 +8,8 @@
 - `routes`: `POST` and `GET /redraft/draft`; `download` fetches the file of a draft that comes by URL;
 - `sampling`: the kernel that vLLM's CPU build lacks.
 
-It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32.
+It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32; the sources of
+`OLDEST` have all that it uses. The distribution requires no vLLM, because vLLM's has another name for each device.
 """
 
 import logging
@@ -16,13 +17,24 @@ import os
 from importlib.metadata import entry_points
 
 ROUTES, EXTENSION, WEIGHTS = "redraft", "redraft_vllm.worker.DraftExtension", "model.safetensors"
+OLDEST = (0, 31)
 GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 
 log = logging.getLogger("vllm.redraft")
 
 
+def too_old() -> str:
+    """Return why the installed vLLM can't be used, "" if it can; a build that does not know its version is taken."""
+    from vllm import __version__, __version_tuple__
+
+    oldest = ".".join(map(str, OLDEST))
+    return f"vLLM {__version__} is older than {oldest}" if (0, 0) < __version_tuple__[:2] < OLDEST else ""
+
+
 def announce() -> None:
-    """Say which plugins VLLM_PLUGINS leaves out; vLLM calls it in each of its processes."""
+    """Say which plugins VLLM_PLUGINS leaves out, and if vLLM is too old; vLLM calls it in each of its processes."""
+    if old := too_old():
+        log.error("redraft can't replace drafts of this server: %s", old)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None:
         log.warning("redraft's routes are not loaded: vLLM loads routes only of plugins that VLLM_PLUGINS names")

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from . import EXTENSION, ROUTES, WEIGHTS
+from . import EXTENSION, ROUTES, WEIGHTS, too_old
 from .download import download
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
@@ -234,13 +234,13 @@ class Swapper:
 
 
 class DraftRoutes:
-    """An endpoint plugin of vLLM's."""
+    """An endpoint plugin, by vLLM's protocol."""
 
     name = ROUTES
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes; of vLLM's protocol."""
         router = APIRouter()
 
         @router.get("/redraft/draft")
@@ -266,7 +266,7 @@ class DraftRoutes:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Find out whether drafts can be replaced here, and say what is missing."""
+        """Find out whether drafts can be replaced here, and say what is missing; of vLLM's protocol."""
         reasons = unsupported(engine_client.vllm_config, args)
         for reason in reasons:
             log.error("redraft can't replace drafts of this server: %s", reason)
@@ -285,6 +285,7 @@ def unsupported(config: Any, args: Any) -> list[str]:
     parallel, speculative = config.parallel_config, config.speculative_config
     extension = parallel.worker_extension_cls
     found = {
+        too_old(): bool(too_old()),
         f"{TOKEN} is not set": not os.environ.get(TOKEN),
         f"start it with --worker-extension-cls {EXTENSION}, not {extension or 'without one'}": extension != EXTENSION,
         "it has no draft: start it with --speculative-config": speculative is None,

@@ -21,8 +21,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = Mapping[str, Sequence[str]]
 Kind = tuple[tuple[int, ...], torch.dtype]
-# Attributes of vLLM's: of its proposer, of P-EAGLE's module, and of DFlash's.
+# Attributes of vLLM's: of its two model runners, of its proposer, of P-EAGLE's module, and of DFlash's.
+DRAFTERS = ("drafter", "speculator")
 STATE, MASK, GAINS = "parallel_drafting_hidden_state_tensor", "mask_hidden", "_k_norm_weights"
+FUSED = (GAINS, "_fused_kv_weight", "_fused_kv_bias")
 
 
 class WorkerDraft:
@@ -85,7 +87,7 @@ class WorkerDraft:
                 module, leaf = self._place(name)
                 if leaf in module._buffers:  # the reload puts back what was there before
                     getattr(module, leaf).copy_(loaded[parts[0]])
-            derive(self._drafter)
+            derive(self._drafter())
         return len(loaded)
 
     def parameter_error(
@@ -128,19 +130,18 @@ class WorkerDraft:
 
     def derived_errors(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Compare what vLLM computed from weights when they were loaded in the same way; see `derive`."""
-        return derived_errors(self._drafter, weights)
-
-    @property
-    def _drafter(self) -> Any:
-        """What drafts in vLLM's V1 runner, or in its V2 runner."""
-        runner = self._worker.model_runner
-        return getattr(runner, "drafter", None) or runner.speculator
+        return derived_errors(self._drafter(), weights)
 
     def _module(self) -> Any:
         draft = self._worker.get_draft_model()
         if draft is None:
             raise ValueError("this engine was started without a draft")
         return draft
+
+    def _drafter(self) -> Any:
+        """Return what proposes: vLLM's V1 model runner calls it drafter, V2, the default of a GPU, speculator."""
+        runner = self._worker.model_runner
+        return next(getattr(runner, name) for name in DRAFTERS if hasattr(runner, name))
 
     def _place(self, parameter: str) -> tuple[Any, str]:
         """Return the draft's module that holds a parameter, and the parameter's name in it."""
@@ -173,7 +174,11 @@ def derive(drafter: Any) -> None:
     if (state := getattr(drafter, STATE, None)) is not None:
         state.copy_(_state(drafter.model))
     if (inner := _stacking(drafter)) is not None:
+        before = {name: getattr(inner, name, None) for name in FUSED}
         inner._build_fused_kv_buffers()
+        for name, old in before.items():
+            if old is not None:  # a CUDA graph that was captured reads where it lay
+                setattr(inner, name, old.copy_(getattr(inner, name)))
 
 
 def derived_errors(drafter: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
