@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from pydantic import Field
+from uvicorn.loops.auto import auto_loop_factory
 
 from infra.keys import is_loopback, keys_path
 from infra.logwriter import BackgroundWriter
@@ -141,6 +142,7 @@ async def _serve(app: RecordingProxy, listened: socket.socket, loading: asyncio.
     config = uvicorn.Config(
         app,
         lifespan="off",
+        proxy_headers=False,
         ws="none",
         log_config=None,
         log_level="critical",  # what it tells of a failure quotes the request
@@ -171,7 +173,8 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     try:
         path = parser.parse_args(argv).config
         config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))
-        asyncio.run(record(config, environment.get(ATTACH_TOKEN, "")))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(record(config, environment.get(ATTACH_TOKEN, "")))
     except (ValueError, OSError) as error:
         print(f"services.record: {error}", file=sys.stderr, flush=True)
         return 2

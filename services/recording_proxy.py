@@ -316,7 +316,7 @@ def _named_by_connection(headers: RawHeaders) -> set[bytes]:
 
 async def _send_raw(answer: aiohttp.ClientResponse, send: Send) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": backward(answer.raw_headers)})
-    async for part in answer.content.iter_any():
+    while part := await answer.content.readany():
         await _send_part(send, part)
     await _send_part(send, b"", more=False)
 
@@ -325,7 +325,7 @@ async def _send_stream(answer: aiohttp.ClientResponse, reader: StreamReader, sen
     headers = backward(answer.raw_headers, rewritten=True)
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     try:
-        async for part in answer.content.iter_any():
+        while part := await answer.content.readany():
             if passed := reader.feed(part):
                 await _send_part(send, passed)
     except UNANSWERED:

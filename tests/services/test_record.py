@@ -56,6 +56,11 @@ def config(home: Path, url: str, **changed: Any) -> RecordConfig:
     return RecordConfig(**{**told, "target_version": 3, "settings": Settings(home=home), **changed})
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}  # as the process has
+
+
 class Recorded:
     """A recorder before a server."""
 
