@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -83,24 +84,32 @@ def attach(
 
 
 def record(
-    server: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server, without /v1.")],
     model: Annotated[list[str], typer.Option(help="Name by which the server knows the target; may be given again.")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")],
+    server: Annotated[
+        str,
+        typer.Argument(help="URL of an OpenAI-compatible server, without /v1; none for one that records itself."),
+    ] = "",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")] = 8080,
     recipe: RecipeName = DEFAULT_RECIPE,
     ca: Annotated[str, typer.Option(help="File of the certificates that sign the server's.")] = "",
 ) -> None:
     """Pass requests on to a server that you run, and log those whose clients consent, until Ctrl-C.
 
+    Without URL, write what a vLLM server needs to log them itself, and say how it is started.
+
     Example: redraft record http://127.0.0.1:8001 --port 8000 --model target
     """
     settings, parsed = prepare(recipe)
-    from infra.service_process import keep_recording
+    from infra.service_process import keep_recording, write_recording
     from tasks.configure_service import configure_service
 
     told = configure_service.fn(parsed)
-    config = {"server": server.rstrip("/"), "models": model, "port": port, "ca": ca}
-    config |= {name: told[name] for name in ("target_dir", "target_version")}
-    keep_recording(config, settings, lambda line: out.print(line, soft_wrap=True, markup=False))
+    target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}
+    tell = partial(out.print, soft_wrap=True, markup=False)
+    if not server:
+        tell(write_recording(target, settings))
+        return
+    keep_recording({**target, "server": server.rstrip("/"), "port": port, "ca": ca}, settings, tell)
 
 
 def traffic(

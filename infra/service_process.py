@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
@@ -17,7 +18,7 @@ from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
 from infra.serving import compiled_folder, config_path, is_served, served_by
-from infra.settings import Settings
+from infra.settings import RECORD_CONFIG, Settings
 from infra.status import RunningService
 from infra.supervisor import read_state
 
@@ -166,6 +167,12 @@ def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable
         time.sleep(0 if listened else TELL_S)
 
 
+def write_recording(config: Mapping[str, Any], settings: Settings) -> str:
+    """Write what a server is told that records itself (services/record.py), and return how it is started."""
+    path = _write_beside("recorded", "itself", config, settings)
+    return f"{RECORD_CONFIG}={path} vllm serve … --middleware services.record.RecordedServer"
+
+
 def _listens(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), ASK_TIMEOUT_S).close()
@@ -184,12 +191,17 @@ def _address(server: str) -> SplitResult:
 def _start_beside(module: str, name: str, address: SplitResult, config: Mapping[str, Any], settings: Settings) -> Child:
     """Start a program that works on somebody else's server, with its settings in a file of the home."""
     host = address.netloc.replace(":", "-")
+    path = _write_beside(name, host, config, settings)
+    argv = [sys.executable, "-m", module, "--config", str(path)]
+    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {address.geturl()}")
+
+
+def _write_beside(name: str, host: str, config: Mapping[str, Any], settings: Settings) -> Path:
     path = settings.home / name / f"{host}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
     write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
-    argv = [sys.executable, "-m", module, "--config", str(path)]
-    return Child.start(argv, None, settings.home / "logs" / f"{name}-{host}.log", f"{module} for {address.geturl()}")
+    return path
 
 
 def last_url(settings: Settings) -> str:

@@ -56,7 +56,7 @@ class AnswerReader:
         except UNREADABLE:
             self.fault = "an answer that can't be read"
             return body
-        return IDS.sub(b"null", body) if self._added.ids else body
+        return without_ids(body) if self._added.ids else body
 
     def completion(self, request_id: str, draft_version: str, structured: bool) -> Completion:
         """Return what was answered so far; ValueError if its counts don't fit."""
@@ -143,12 +143,17 @@ class StreamReader(AnswerReader):
             if self._added.ids:
                 if all(map(_is_held_back, choices)):
                     return held
-                frame = IDS.sub(b"null", frame)
+                frame = without_ids(frame)
             if self._added.usage and not self._forced_usage and any(one.get("finish_reason") for one in choices):
                 self._held, frame = frame, b""
         except UNREADABLE:
             self.fault = "a frame that can't be read"
         return held + frame
+
+
+def without_ids(answer: bytes) -> bytes:
+    """Return JSON with null for its token ids, as where they were not asked for."""
+    return IDS.sub(b"null", answer)
 
 
 def _is_held_back(choice: Mapping[str, Any]) -> bool:
