@@ -2,9 +2,10 @@
 
 import json
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
@@ -145,11 +146,12 @@ def keep_recording(config: Mapping[str, Any], settings: Settings, tell: Callable
         tell: gets what happens, in words.
 
     Raises:
-        ValueError: the server's address is no URL, or the port can't be bound.
+        ValueError: the server's address is no URL, it knows no model of a name, or the port can't be bound.
         RuntimeError: it ends by itself before it ever listened.
     """
     address = _address(config["server"])
     require_port_free(settings.host, config["port"])
+    _require_models(config["server"], config["models"], config["ca"], tell)
     whole, first = {**config, "host": settings.host}, True
     while True:
         child, listened = _start_beside("services.record", "recorded", address, whole, settings), False
@@ -171,6 +173,19 @@ def write_recording(config: Mapping[str, Any], settings: Settings) -> str:
     """Write what a server is told that records itself (services/record.py), and return how it is started."""
     path = _write_beside("recorded", "itself", config, settings)
     return f"{RECORD_CONFIG}={path} vllm serve … --middleware services.record.RecordedServer"
+
+
+def _require_models(server: str, models: Sequence[str], ca: str, tell: Callable[[str], None]) -> None:
+    """Refuse names that the server does not know; one that does not say which it knows is told."""
+    try:
+        verify = ssl.create_default_context(cafile=ca or None)
+        answer = httpx.get(f"{server}/v1/models", timeout=ASK_TIMEOUT_S, verify=verify, trust_env=False)
+        known = [one["id"] for one in answer.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+        tell(f"--model is not checked: {server} does not say which models it has ({type(error).__name__})")
+        return
+    if unknown := sorted({*models} - {*known}):
+        raise ValueError(f'--model is "{unknown[0]}", but {server} has {", ".join(known) or "none"}')
 
 
 def _listens(host: str, port: int) -> bool:

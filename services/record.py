@@ -115,6 +115,7 @@ class Recording:
             Keys(keys_path(target.settings), loopback=False),
             home_secret(target.settings.home),
             default_sampling(target.target_dir),
+            lambda token_id: not markers.done() or markers.result().knows(token_id),
         )
         self._asking = asyncio.create_task(self._versions.run())
 

@@ -160,6 +160,7 @@ class RecordingMiddleware:
         keys: Keys,
         secret: bytes,
         defaults: dict[str, Any],
+        knows: Callable[[int], bool],
     ) -> None:
         """Say what is before what.
 
@@ -171,12 +172,13 @@ class RecordingMiddleware:
             keys: those of the home, whose policies hold for requests with them.
             secret: of the home, under which groups are hashed.
             defaults: sampling of requests that don't say how.
+            knows: whether the target has a token id.
         """
         self.recorded, self.passed = 0, Counter[str]()
         self._app, self._models = app, models
         self._recorder, self._versions, self._keys = recorder, versions, keys
         self._secret, self._defaults, self._domains = secret, defaults, Domains()
-        self._takes_more = True
+        self._knows, self._takes_more = knows, True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -260,6 +262,9 @@ class RecordingMiddleware:
                 completion = reader.completion(wanted.origin.request_id, version, wanted.structured)
             except ValueError:
                 self.passed["an answer that can't be read"] += 1
+                return
+            if not self._knows(max(*completion.prompt_ids, *completion.token_ids)):
+                self.passed["ids of another target"] += 1
                 return
             self.recorded += 1
             self._recorder.expect(wanted.origin)

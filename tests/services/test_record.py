@@ -23,6 +23,7 @@ from infra.consent import QueryRow
 from infra.keys import add_key, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
+from infra.service_process import keep_recording
 from infra.settings import Settings
 from models.chats import ChatEncoder
 from models.markers import Markers
@@ -42,6 +43,7 @@ from tests.services.played import (
     Play,
     PlayedServer,
     Request,
+    Step,
     answering,
     chunk,
     frames,
@@ -387,6 +389,23 @@ def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_pat
     assert json.loads(told)[1] == "<|im_start|>write to [EMAIL]<|im_end|>"
     with pytest.raises(ValueError, match="has no tokenizer.json"):
         Markers.read(tmp_path / "absent")
+
+
+async def test_ids_that_the_target_does_not_have_are_no_row(tmp_path: Path) -> None:
+    async with recording(answering([Step([80, 99_999], {"content": "a"}, "stop")]), tmp_path) as made:
+        await post(made, made.url, "/v1/chat/completions", CHAT | STREAM)
+        assert (await made.status())["passed"] == {"ids of another target": 1}
+
+
+async def test_a_name_that_the_server_does_not_know_is_refused_at_the_start(tmp_path: Path) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        told = json.dumps({"data": [{"id": "target"}, {"id": "lora"}]}).encode()
+        yield head("application/json", length=len(told)) + told
+
+    async with PlayedServer(play) as server:
+        made = config(tmp_path, server.url, models=["target", "lara"]).model_dump(mode="json")
+        with pytest.raises(ValueError, match=f'--model is "lara", but {server.url} has target, lora'):
+            await asyncio.to_thread(keep_recording, made, Settings(home=tmp_path), print)
 
 
 def test_a_recorder_that_is_killed_is_started_again(tmp_path: Path) -> None:
