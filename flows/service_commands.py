@@ -103,24 +103,31 @@ def _run(program: "Program", told: str, settings: "Settings") -> NoReturn:
 
 
 def record(
-    server: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server, without /v1.")],
     model: Annotated[list[str], typer.Option(help="Name by which the server knows the target; may be given again.")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")],
+    server: Annotated[
+        str,
+        typer.Argument(help="URL of an OpenAI-compatible server, without /v1; none for one that records itself."),
+    ] = "",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")] = 8080,
     recipe: RecipeName = DEFAULT_RECIPE,
     ca: Ca = "",
 ) -> None:
     """Pass requests on to a server that you run, and log those whose clients consent, until Ctrl-C.
 
+    Without URL, write what a vLLM server needs to log them itself, and say how it is started.
+
     Example: redraft record http://127.0.0.1:8001 --port 8000 --model target
     """
     settings, parsed = prepare(recipe)
-    from infra.service_process import record_program
+    from infra.service_process import record_program, write_recording
     from tasks.configure_service import configure_service
 
     told = configure_service.fn(parsed)
-    config = {"server": server.rstrip("/"), "models": model, "port": port, "ca": ca}
-    config |= {name: told[name] for name in ("target_dir", "target_version")}
-    program = record_program(config, settings)
+    target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}
+    if not server:
+        out.print(write_recording(target, settings), soft_wrap=True, markup=False)
+        return
+    program = record_program({**target, "server": server.rstrip("/"), "port": port, "ca": ca}, settings)
     _run(program, f"{program.url} passes requests on to {server}", settings)
 
 

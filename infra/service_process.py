@@ -1,9 +1,12 @@
 """The service as a process of its own: started with a file of settings, and found again by that file."""
 
 import json
+import logging
+import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -16,7 +19,7 @@ from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
 from infra.serving import RECORDER_HEALTH, compiled_folder, config_path, is_served, served_by
-from infra.settings import Settings
+from infra.settings import RECORD_CONFIG, Settings
 from infra.status import RunningService
 from infra.supervisor import Program, read_state
 from models.types import Frozen
@@ -30,6 +33,8 @@ TELL_S = 1.0
 ATTACH, RECORD = "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
+
+log = logging.getLogger(__name__)
 
 
 class Attached(Frozen):
@@ -165,12 +170,32 @@ def record_program(config: Mapping[str, Any], settings: Settings) -> Program:
         settings: where everything lies.
 
     Raises:
-        ValueError: the server's address is no URL, or the port can't be bound.
+        ValueError: the server's address is no URL, it knows no model of a name, or the port can't be bound.
     """
     address, url = _address(config["server"]), f"http://{settings.host}:{config['port']}"
     require_port_free(settings.host, config["port"])
+    _require_models(config["server"], config["models"], config["ca"])
     argv = _argv("services.record", {**config, "host": settings.host}, "recorded", address, settings)
     return Program(RECORD, argv, url=url, health=f"{url}{RECORDER_HEALTH}", first_pause_s=0.1)
+
+
+def write_recording(config: Mapping[str, Any], settings: Settings) -> str:
+    """Write what a server is told that records itself (services/record.py), and return how it is started."""
+    path = _write_told(settings.home / "recorded" / "itself.json", config, settings)
+    return f"{RECORD_CONFIG}={path} vllm serve … --middleware services.record.RecordedServer"
+
+
+def _require_models(server: str, models: Sequence[str], ca: str) -> None:
+    """Refuse names that the server does not know, if it says which it knows."""
+    try:
+        verify = ssl.create_default_context(cafile=ca or None)
+        answer = httpx.get(f"{server}/v1/models", timeout=ASK_TIMEOUT_S, verify=verify, trust_env=False)
+        known = [one["id"] for one in answer.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("--model is not checked: %s does not say which models it has (%s)", server, type(error).__name__)
+        return
+    if unknown := sorted({*models} - {*known}):
+        raise ValueError(f'--model is "{unknown[0]}", but {server} has {", ".join(known) or "none"}')
 
 
 def start_program(program: Program, settings: Settings) -> Child:
@@ -198,11 +223,15 @@ def _address(url: str) -> SplitResult:
 
 def _argv(module: str, config: Mapping[str, Any], folder: str, address: SplitResult, settings: Settings) -> list[str]:
     """Return the program that works on somebody else's server, with its settings in a file of the home."""
-    path = settings.home / folder / f"{address.netloc.replace(':', '-')}.json"
+    path = _write_told(settings.home / folder / f"{address.netloc.replace(':', '-')}.json", config, settings)
+    return [sys.executable, "-m", module, "--config", str(path)]
+
+
+def _write_told(path: Path, config: Mapping[str, Any], settings: Settings) -> Path:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     told = settings.model_dump(mode="json", exclude={"api_keys"})
     write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
-    return [sys.executable, "-m", module, "--config", str(path)]
+    return path
 
 
 def last_url(settings: Settings) -> str:

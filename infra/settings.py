@@ -17,8 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from models.types import Frozen
 
 PREFIX = "REDRAFT_"
-# Token of the plugin's routes; who attaches or records reads it itself, and it is no setting of the home.
+# Token of the plugin's routes, and what a server is told that records itself; neither is a setting of the home.
 ATTACH_TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
+RECORD_CONFIG = "REDRAFT_RECORD_CONFIG"
 KEY = r"[\x21-\x7e]{8,512}"
 
 QUIET_MLFLOW = {
@@ -136,7 +137,7 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for variable in sorted(environment):
-        if not variable.startswith(PREFIX) or variable == ATTACH_TOKEN:
+        if not variable.startswith(PREFIX) or variable in (ATTACH_TOKEN, RECORD_CONFIG):
             continue
         field = variable.removeprefix(PREFIX).lower()
         if field not in Settings.model_fields or variable != variable.upper():

@@ -93,6 +93,10 @@ class Markers:
             texts.append(changed)
         return ids, "".join(texts)
 
+    def knows(self, token_id: int) -> bool:
+        """Return whether the tokenizer has a token id."""
+        return self._backend.id_to_token(token_id) is not None
+
     def _decoded(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text

@@ -12,11 +12,14 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from models.engines import Completion
 
-# A key of JSON has no backslash before its last quote, so that no text of an answer looks like one.
-IDS = re.compile(rb'("(?:prompt_)?token_ids":\s*)\[[\d,\s]*\]')
-ENDS = (b"\n\n", b"\r\n\r\n")
+# A key of JSON has no backslash before its last quote, so that no text of an answer looks like one. A stream's frame
+# finds the caches cold, so this starts with a byte that few places have, and replaces without a template.
+IDS = re.compile(rb'\[(?:(?<=[_"]token_ids":\[)|(?<=[_"]token_ids": \[))[\d,\s]*\]')
+END = re.compile(rb"\n\r?\n")
 MAX_FRAME_BYTES = 64 << 20
 UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
@@ -49,11 +52,11 @@ class AnswerReader:
     def whole(self, body: bytes) -> bytes:
         """Read an answer that is no stream; return what the client gets of it."""
         try:
-            self._read(json.loads(body))
+            self._read(msgspec.json.decode(body))
         except UNREADABLE:
             self.fault = "an answer that can't be read"
             return body
-        return IDS.sub(rb"\1null", body) if self._added.ids else body
+        return without_ids(body) if self._added.ids else body
 
     def completion(self, request_id: str, draft_version: str, structured: bool) -> Completion:
         """Return what was answered so far; ValueError if its counts don't fit."""
@@ -106,11 +109,13 @@ class StreamReader(AnswerReader):
     def feed(self, part: bytes) -> bytes:
         """Take what came; return what of it may go on to the client now."""
         self._rest += part
-        out = []
-        while end := self._end():
-            out.append(self._passed(bytes(self._rest[:end])))
-            del self._rest[:end]
-            self._searched = 0
+        out, begin, at = [], 0, self._searched
+        while found := END.search(self._rest, at):
+            at = found.end()
+            out.append(self._passed(bytes(self._rest[begin:at])))
+            begin = at
+        del self._rest[:begin]
+        self._searched = max(0, len(self._rest) - 2)
         if len(self._rest) > MAX_FRAME_BYTES:
             self.fault = "a frame that does not end"
             out.append(self.rest())
@@ -123,19 +128,13 @@ class StreamReader(AnswerReader):
         self._searched = 0
         return rest
 
-    def _end(self) -> int:
-        """Return where the first frame ends, 0 if it is not complete."""
-        found = [at + len(end) for end in ENDS if (at := self._rest.find(end, self._searched)) >= 0]
-        self._searched = max(0, len(self._rest) - len(ENDS[-1]) + 1)
-        return min(found, default=0)
-
     def _passed(self, frame: bytes) -> bytes:
         held, self._held = self._held, b""
         told = frame.strip()
         if not told.startswith(b"data:") or (told := told[len(b"data:") :].strip()) == b"[DONE]":
             return held + frame
         try:
-            body = json.loads(told)
+            body = msgspec.json.decode(told)
             self._read(body)
             if not (choices := body.get("choices") or []):
                 ours = self._added.usage and not self._forced_usage and isinstance(body.get("usage"), dict)
@@ -144,12 +143,17 @@ class StreamReader(AnswerReader):
             if self._added.ids:
                 if all(map(_is_held_back, choices)):
                     return held
-                frame = IDS.sub(rb"\1null", frame)
+                frame = without_ids(frame)
             if self._added.usage and not self._forced_usage and any(one.get("finish_reason") for one in choices):
                 self._held, frame = frame, b""
         except UNREADABLE:
             self.fault = "a frame that can't be read"
         return held + frame
+
+
+def without_ids(answer: bytes) -> bytes:
+    """Return JSON with null for its token ids, as where they were not asked for."""
+    return IDS.sub(b"null", answer)
 
 
 def _is_held_back(choice: Mapping[str, Any]) -> bool:

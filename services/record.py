@@ -18,25 +18,28 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
 from pydantic import Field
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.loops.auto import auto_loop_factory
 
-from infra.keys import is_loopback, keys_path
+from infra.keys import keys_path
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.secret import home_secret
-from infra.settings import ATTACH_TOKEN, AbsolutePath, Settings
+from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
 from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
 from services.access import Keys
+from services.forwarding import ForwardingApp
 from services.recorder import SAMPLING, Recorder
-from services.recording_proxy import DraftVersions, RecordingProxy
+from services.recording_middleware import DraftVersions, RecordingMiddleware
 
 CONNECT_S, DRAIN_S = 10.0, 20.0
 KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
@@ -46,27 +49,35 @@ MAX_HEADER_BYTES = 1 << 16
 log = logging.getLogger(__name__)
 
 
-class RecordConfig(Frozen):
-    """What is recorded.
+class RecordedTarget(Frozen):
+    """What is recorded of a server that records itself.
 
     Attributes:
-        server: URL of the server, without `/v1`.
         models: names by which the server knows the target; requests for others pass unlogged.
-        host, port: where clients ask.
-        ca: file of the certificates that sign the server's, "" for the system's.
         target_dir: the target's Hugging Face directory.
         target_version: its number in the registry.
         settings: where everything lies, without clients' keys.
     """
 
-    server: str
     models: tuple[str, ...] = Field(min_length=1)
-    host: str = "127.0.0.1"
-    port: int = Field(ge=1, le=65535)
-    ca: str = ""
     target_dir: AbsolutePath
     target_version: int = Field(ge=0)
     settings: Settings
+
+
+class RecordConfig(RecordedTarget):
+    """What is recorded before a server elsewhere.
+
+    Attributes:
+        server: URL of the server, without `/v1`.
+        host, port: where clients ask.
+        ca: file of the certificates that sign the server's, "" for the system's.
+    """
+
+    server: str
+    host: str = "127.0.0.1"
+    port: int = Field(ge=1, le=65535)
+    ca: str = ""
 
 
 def default_sampling(target_dir: Path) -> dict[str, Any]:
@@ -75,6 +86,65 @@ def default_sampling(target_dir: Path) -> dict[str, Any]:
     told = json.loads(file.read_bytes()) if file.is_file() else {}
     numbers = {name: told[name] for name in SAMPLING if isinstance(told.get(name), int | float)}
     return {"temperature": 1.0, **numbers}
+
+
+class Recording:
+    """An app, recorded from now on, in the event loop that runs.
+
+    Attributes:
+        app: what is to be asked in its place.
+        markers: of the target's tokenizer, which is being read; ValueError if it can't be.
+    """
+
+    def __init__(self, server: ASGIApp, target: RecordedTarget, token: str) -> None:
+        """Start it; the token is the plugin's, "" if the server has none."""
+        thread = ThreadPoolExecutor(1)
+        self.markers = markers = thread.submit(Markers.read, target.target_dir)
+        thread.shutdown(wait=False)
+        self._recorder = Recorder(
+            BackgroundWriter(QueryLog(target.settings.querylog)),
+            lambda ids, change: markers.result().rewrite(ids, change),
+            target.target_version,
+        )
+        self._versions = DraftVersions(server, token)
+        self.app = RecordingMiddleware(
+            server,
+            target.models,
+            self._recorder,
+            self._versions,
+            Keys(keys_path(target.settings), loopback=False),
+            home_secret(target.settings.home),
+            default_sampling(target.target_dir),
+            lambda token_id: not markers.done() or markers.result().knows(token_id),
+        )
+        self._asking = asyncio.create_task(self._versions.run())
+
+    async def close(self) -> None:
+        """Write what is due."""
+        self._asking.cancel()
+        self._versions.close()
+        log.info("%s", json.dumps(self.app.status()))
+        await asyncio.to_thread(self._recorder.close)
+
+
+class RecordedServer:
+    """The class that `vllm serve --middleware services.record.RecordedServer` loads: the server records itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Read what RECORD_CONFIG names; ValueError if that can't be recorded."""
+        if not (path := os.environ.get(RECORD_CONFIG)):
+            raise ValueError(f"set {RECORD_CONFIG} to the file that `redraft record --model NAME` writes")
+        target = validate(RecordedTarget, json.loads(Path(path).read_bytes()), path)
+        self._recording = Recording(app, target, os.environ.get(ATTACH_TOKEN, ""))
+        self._recording.markers.result()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or run for as long as the server does."""
+        try:
+            await self._recording.app(scope, receive, send)
+        finally:
+            if scope["type"] == "lifespan":
+                await self._recording.close()
 
 
 async def record(config: RecordConfig, token: str) -> None:
@@ -88,26 +158,12 @@ async def record(config: RecordConfig, token: str) -> None:
     except OSError as error:
         raise ValueError(f"{config.ca} holds no certificates: {error}") from error
     listened = _listen(config.host, config.port)
-    markers = cache(lambda: Markers.read(config.target_dir))
-    recorder = Recorder(
-        BackgroundWriter(QueryLog(config.settings.querylog)),
-        lambda ids, change: markers().rewrite(ids, change),
-        config.target_version,
-    )
-    server = config.server.rstrip("/")
     async with _client(verify) as http:
-        versions = DraftVersions(http, server, token)
-        keys = Keys(keys_path(config.settings), is_loopback(config.host))
-        secret, defaults = home_secret(config.settings.home), default_sampling(config.target_dir)
-        app = RecordingProxy(http, server, config.models, recorder, versions, keys, secret, defaults)
-        asking = asyncio.create_task(versions.run())
+        recording = Recording(ForwardingApp(http, config.server.rstrip("/")), config, token)
         try:
-            await _serve(app, listened, asyncio.create_task(asyncio.to_thread(markers)))
+            await _serve(recording, listened)
         finally:
-            asking.cancel()
-            versions.close()
-            log.info("%s", json.dumps(app.status()))
-            await asyncio.to_thread(recorder.close)
+            await recording.close()
 
 
 def _client(verify: ssl.SSLContext) -> aiohttp.ClientSession:
@@ -136,11 +192,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listened
 
 
-async def _serve(app: RecordingProxy, listened: socket.socket, loading: asyncio.Task[Markers]) -> None:
-    """Serve until a signal comes; ValueError if what is loaded meanwhile can't be."""
+async def _serve(recording: Recording, listened: socket.socket) -> None:
+    """Serve until a signal comes; ValueError if what is read meanwhile can't be."""
     config = uvicorn.Config(
-        app,
+        recording.app,
         lifespan="off",
+        proxy_headers=False,
         ws="none",
         log_config=None,
         log_level="critical",  # what it tells of a failure quotes the request
@@ -157,7 +214,7 @@ async def _serve(app: RecordingProxy, listened: socket.socket, loading: asyncio.
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     await server.startup(sockets=[listened])
     try:
-        await loading
+        await asyncio.wrap_future(recording.markers)
         await told.wait()
     finally:
         await server.shutdown(sockets=[listened])
@@ -171,7 +228,8 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     try:
         path = parser.parse_args(argv).config
         config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))
-        asyncio.run(record(config, environment.get(ATTACH_TOKEN, "")))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(record(config, environment.get(ATTACH_TOKEN, "")))
     except (ValueError, OSError) as error:
         print(f"services.record: {error}", file=sys.stderr, flush=True)
         return 2

@@ -183,3 +183,41 @@ def answering(steps: Sequence[Step], piece: int = 0, **told: Any) -> Play:
             yield chunk(b"")
 
     return play
+
+
+# Requests, what the engine gives, how the server plays it, and whether the answer is recorded.
+FULL = {"X-Redraft-Log": "full", "X-Redraft-Domain": "code", "Authorization": "Bearer key-of-the-server"}
+CHAT = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 32}
+TEXT = {"model": "target", "prompt": "hi", "temperature": 0.5}
+STEPS = [Step([80, 81], {"content": "Hé"}), Step([82], {"content": "l"}), Step([83, 84], {"content": "lo"}, "stop")]
+HELD_BACK = [
+    Step([80], {"reasoning": "so"}),
+    Step([81, 82], None),
+    Step([83], {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": '{"token_ids":[1]}'}}]}),
+    Step([84], {"content": '"token_ids":[7, 8]'}),
+    Step([85], None, logprobs={"content": []}),
+    Step([86], None, "tool_calls"),
+]
+CHOICES = [Step([80], {"content": "a"}), Step([81], {"content": "b"}, index=1), Step([82], {"content": "c"}, "stop")]
+STREAM = {"stream": True}
+USAGE = {"stream_options": {"include_usage": True}}
+LAWS: dict[str, tuple[dict[str, Any], list[Step], dict[str, Any], bool]] = {
+    "a chat": (CHAT | STREAM, STEPS, {}, True),
+    "a fingerprint": (CHAT | STREAM, STEPS, {"fingerprint": "vllm-0.32"}, True),
+    "usage in every chunk": (CHAT | STREAM, STEPS, {"forced": True, "fingerprint": "vllm"}, True),
+    "tools and thoughts": (CHAT | STREAM | {"tools": []}, HELD_BACK, {}, True),
+    "bytes that come in pieces": (CHAT | STREAM, STEPS, {"piece": 7}, True),
+    "frames of 64 KiB": (CHAT | STREAM, [Step([80] * 9, {"content": "é" * 40_000}), *STEPS], {"piece": 1460}, True),
+    "ids that the client asked for": (CHAT | STREAM | {"return_token_ids": True}, HELD_BACK, {}, True),
+    "ids that it did not want": (CHAT | STREAM | {"return_token_ids": False}, HELD_BACK, {}, True),
+    "usage that it asked for": (CHAT | STREAM | USAGE, STEPS, {"fingerprint": "vllm"}, True),
+    "usage that has no effect": (CHAT | STREAM | {"stream_options": {"continuous_usage_stats": True}}, STEPS, {}, True),
+    "all that it asked for": (CHAT | STREAM | USAGE | {"return_token_ids": True}, STEPS, {}, True),
+    "two choices": (CHAT | STREAM | {"n": 2}, CHOICES, {}, False),
+    "hidden thoughts": (CHAT | STREAM | {"include_reasoning": False}, STEPS, {}, False),
+    "a repeated prompt": (TEXT | STREAM | {"echo": True}, STEPS, {}, False),
+    "another model": (CHAT | STREAM | {"model": "other"}, STEPS, {}, False),
+    "a completion": (TEXT | STREAM, STEPS, {}, True),
+    "a whole chat": (CHAT, STEPS, {}, True),
+    "a whole completion": (TEXT, STEPS, {}, True),
+}

@@ -23,32 +23,37 @@ from infra.consent import QueryRow
 from infra.keys import add_key, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
+from infra.service_process import record_program
 from infra.serving import RECORDER_HEALTH
-from infra.settings import Settings, load_settings
+from infra.settings import Settings
 from infra.supervisor import ProcessRecord, read_state
 from models.chats import ChatEncoder
 from models.markers import Markers
 from models.targets.random import byte_tokenizer
+from services.forwarding import ForwardingApp
 from services.record import RecordConfig, main, record
-from services.recording_proxy import STATUS_PATH, DraftVersions
+from services.recording_middleware import STATUS_PATH, DraftVersions
 from tests.imports import ROOT
-from tests.services.played import PROMPT_IDS, Play, PlayedServer, Request, Step, answering, chunk, frames, head
+from tests.services.played import (
+    CHAT,
+    FULL,
+    LAWS,
+    PROMPT_IDS,
+    STEPS,
+    STREAM,
+    TEXT,
+    Play,
+    PlayedServer,
+    Request,
+    Step,
+    answering,
+    chunk,
+    frames,
+    head,
+)
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 60.0
-FULL = {"X-Redraft-Log": "full", "X-Redraft-Domain": "code", "Authorization": "Bearer key-of-the-server"}
-CHAT = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 32}
-TEXT = {"model": "target", "prompt": "hi", "temperature": 0.5}
-STEPS = [Step([80, 81], {"content": "Hé"}), Step([82], {"content": "l"}), Step([83, 84], {"content": "lo"}, "stop")]
-HELD_BACK = [
-    Step([80], {"reasoning": "so"}),
-    Step([81, 82], None),
-    Step([83], {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": '{"token_ids":[1]}'}}]}),
-    Step([84], {"content": '"token_ids":[7, 8]'}),
-    Step([85], None, logprobs={"content": []}),
-    Step([86], None, "tool_calls"),
-]
-CHOICES = [Step([80], {"content": "a"}), Step([81], {"content": "b"}, index=1), Step([82], {"content": "c"}, "stop")]
 
 
 def config(home: Path, url: str, **changed: Any) -> RecordConfig:
@@ -56,6 +61,11 @@ def config(home: Path, url: str, **changed: Any) -> RecordConfig:
     byte_tokenizer().save_pretrained(target)
     told = {"server": url, "models": ("target", "lora"), "port": free_port(), "target_dir": target}
     return RecordConfig(**{**told, "target_version": 3, "settings": Settings(home=home), **changed})
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}  # as the process has
 
 
 class Recorded:
@@ -108,30 +118,6 @@ async def post(made: Recorded, url: str, path: str, body: dict[str, Any]) -> tup
     answer = await made.http.post(url + path, json=body, headers=FULL)
     assert answer.headers["x-server"] == "vllm"
     return answer.status_code, answer.content
-
-
-STREAM = {"stream": True}
-USAGE = {"stream_options": {"include_usage": True}}
-LAWS: dict[str, tuple[dict[str, Any], list[Step], dict[str, Any], bool]] = {
-    "a chat": (CHAT | STREAM, STEPS, {}, True),
-    "a fingerprint": (CHAT | STREAM, STEPS, {"fingerprint": "vllm-0.32"}, True),
-    "usage in every chunk": (CHAT | STREAM, STEPS, {"forced": True, "fingerprint": "vllm"}, True),
-    "tools and thoughts": (CHAT | STREAM | {"tools": []}, HELD_BACK, {}, True),
-    "bytes that come in pieces": (CHAT | STREAM, STEPS, {"piece": 7}, True),
-    "frames of 64 KiB": (CHAT | STREAM, [Step([80] * 9, {"content": "é" * 40_000}), *STEPS], {"piece": 1460}, True),
-    "ids that the client asked for": (CHAT | STREAM | {"return_token_ids": True}, HELD_BACK, {}, True),
-    "ids that it did not want": (CHAT | STREAM | {"return_token_ids": False}, HELD_BACK, {}, True),
-    "usage that it asked for": (CHAT | STREAM | USAGE, STEPS, {"fingerprint": "vllm"}, True),
-    "usage that has no effect": (CHAT | STREAM | {"stream_options": {"continuous_usage_stats": True}}, STEPS, {}, True),
-    "all that it asked for": (CHAT | STREAM | USAGE | {"return_token_ids": True}, STEPS, {}, True),
-    "two choices": (CHAT | STREAM | {"n": 2}, CHOICES, {}, False),
-    "hidden thoughts": (CHAT | STREAM | {"include_reasoning": False}, STEPS, {}, False),
-    "a repeated prompt": (TEXT | STREAM | {"echo": True}, STEPS, {}, False),
-    "another model": (CHAT | STREAM | {"model": "other"}, STEPS, {}, False),
-    "a completion": (TEXT | STREAM, STEPS, {}, True),
-    "a whole chat": (CHAT, STEPS, {}, True),
-    "a whole completion": (TEXT, STEPS, {}, True),
-}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -234,19 +220,19 @@ async def test_a_client_that_leaves_is_told_to_the_server(tmp_path: Path, header
             assert (row.finish_reason, row.completion_ids, row.speculating) == ("abort", [80, 81, 82], False)
 
 
-async def test_an_answer_that_is_cut_is_cut_for_the_client_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [CHAT, CHAT | STREAM], ids=["whole", "stream"])
+async def test_an_answer_that_is_cut_is_cut_for_the_client_too(tmp_path: Path, body: dict[str, Any]) -> None:
     async def play(request: Request) -> AsyncIterator[bytes]:
-        yield head()
-        for frame in frames(request.body, STEPS)[:4]:
-            yield chunk(frame)
+        if "stream" not in body:
+            yield head("application/json", length=99) + b'{"choices":'
+        else:
+            yield head() + b"".join(map(chunk, frames(request.body, STEPS)[:4]))
         yield b""
 
     async def got(made: Recorded, url: str) -> bytes:
         found = b""
         with pytest.raises(httpx.RemoteProtocolError):
-            async with made.http.stream(
-                "POST", f"{url}/v1/chat/completions", json=CHAT | STREAM, headers=FULL
-            ) as answer:
+            async with made.http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=FULL) as answer:
                 async for part in answer.aiter_raw():
                     found += part
         return found
@@ -289,7 +275,7 @@ async def test_a_server_that_refuses_what_is_added_is_asked_as_the_client_asked(
         for _ in range(2):
             assert (await post(made, made.url, "/v1/chat/completions", CHAT))[0] == 200
         assert len(made.server.requests) == 3
-        assert (await made.status())["passed"]["a server that refuses return_token_ids"] == 1
+        assert (await made.status())["passed"]["a server that refuses return_token_ids"] == 2
 
 
 async def test_connections_are_kept_and_a_server_that_is_away_is_told(tmp_path: Path) -> None:
@@ -383,7 +369,7 @@ async def test_what_is_no_number_of_the_registry_is_no_version(told: object, ver
         yield head("application/json", "200 OK" if told else "401 Unauthorized", len(said)) + said
 
     async with PlayedServer(play) as server, aiohttp.ClientSession() as http:
-        versions = DraftVersions(http, server.url, "token")
+        versions = DraftVersions(ForwardingApp(http, server.url), "token")
         asking = asyncio.create_task(versions.run())
         settled = asyncio.get_running_loop().create_future()
         versions.after("7", settled.set_result)
@@ -405,6 +391,23 @@ def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_pat
     assert json.loads(told)[1] == "<|im_start|>write to [EMAIL]<|im_end|>"
     with pytest.raises(ValueError, match="has no tokenizer.json"):
         Markers.read(tmp_path / "absent")
+
+
+async def test_ids_that_the_target_does_not_have_are_no_row(tmp_path: Path) -> None:
+    async with recording(answering([Step([80, 99_999], {"content": "a"}, "stop")]), tmp_path) as made:
+        await post(made, made.url, "/v1/chat/completions", CHAT | STREAM)
+        assert (await made.status())["passed"] == {"ids of another target": 1}
+
+
+async def test_a_name_that_the_server_does_not_know_is_refused_at_the_start(tmp_path: Path) -> None:
+    async def play(request: Request) -> AsyncIterator[bytes]:
+        told = json.dumps({"data": [{"id": "target"}, {"id": "lora"}]}).encode()
+        yield head("application/json", length=len(told)) + told
+
+    async with PlayedServer(play) as server:
+        made = config(tmp_path, server.url, models=["target", "lara"]).model_dump(mode="json")
+        with pytest.raises(ValueError, match=f'--model is "lara", but {server.url} has target, lora'):
+            await asyncio.to_thread(record_program, made, Settings(home=tmp_path))
 
 
 def test_a_recorder_is_supervised_as_one_of_the_programs_and_started_again(tmp_path: Path) -> None:
@@ -439,7 +442,3 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureF
         (file := tmp_path / "record.json").write_text(json.dumps(made.model_dump(mode="json") | changed))
         assert main(["--config", str(file)], {}) == 2
         assert said in capsys.readouterr().err
-
-
-def test_the_token_of_an_attached_server_is_no_setting() -> None:
-    assert load_settings({"REDRAFT_ATTACH_TOKEN": "secret"}) == Settings()

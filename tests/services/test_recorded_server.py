@@ -1,0 +1,145 @@
+"""A server that records itself: `vllm serve --middleware` loads the recorder, with the same law as before a server."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message
+
+from infra.keys import operator_key
+from infra.querylog import QueryLog
+from infra.service_process import write_recording
+from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, Settings, load_settings
+from models.params import validate
+from models.targets.random import byte_tokenizer
+from services.record import RecordedServer, RecordedTarget
+from services.recording_middleware import STATUS_PATH
+from tests.services.played import CHAT, FULL, LAWS, PROMPT_IDS, STEPS, STREAM, TEXT, Step, frames, whole
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 60.0
+
+
+def server(steps: list[Step], told: dict[str, Any] | None = None, status: int = 200, breaks: bool = False) -> Starlette:
+    """Return an app that answers as vLLM's; a status other than 200 is of requests that ask for token ids."""
+    told = {name: value for name, value in (told or {}).items() if name != "piece"}
+
+    async def answer(request: Request) -> Response:
+        body = await request.json()
+        if status != 200 and "return_token_ids" in body:
+            return JSONResponse({"error": {}}, status)
+        if not body.get("stream"):
+            return Response(whole(body, steps), media_type="application/json")
+        sent = frames(body, steps, **told)
+
+        async def events() -> AsyncIterator[bytes]:
+            for frame in sent:
+                yield frame
+            if breaks:
+                raise RuntimeError("the engine died")
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def draft(request: Request) -> Response:
+        known = request.headers["authorization"] == "Bearer token"
+        return JSONResponse({"version": "7", "state": "serving"} if known else {}, 200 if known else 401)
+
+    paths = ("/v1/chat/completions", "/v1/completions")
+    asked = [Route(path, answer, methods=["POST"]) for path in paths]
+    return Starlette(routes=[*asked, Route("/redraft/draft", draft)])
+
+
+@asynccontextmanager
+async def recorded(app: Starlette, home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an app that records itself as uvicorn does: its lifespan goes on while it is asked."""
+    byte_tokenizer().save_pretrained(home / "target")
+    told = {"models": ["target"], "target_dir": str(home / "target"), "target_version": 3}
+    (home / "record.json").write_text(json.dumps(told | {"settings": Settings(home=home).model_dump(mode="json")}))
+    monkeypatch.setenv(RECORD_CONFIG, str(home / "record.json"))
+    monkeypatch.setenv(ATTACH_TOKEN, "token")
+    app.add_middleware(RecordedServer)
+    said, started = asyncio.Queue[Message](), asyncio.Event()
+    said.put_nowait({"type": "lifespan.startup"})
+
+    async def send(message: Message) -> None:
+        assert message["type"] in ("lifespan.startup.complete", "lifespan.shutdown.complete")
+        started.set()
+
+    living = asyncio.create_task(app({"type": "lifespan", "state": {}}, said.get, send))  # type: ignore[arg-type]
+    async with (
+        asyncio.timeout(WAIT_S),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http,
+    ):
+        await started.wait()
+        yield http
+        said.put_nowait({"type": "lifespan.shutdown"})
+        await living
+
+
+async def status(http: httpx.AsyncClient, home: Path) -> dict[str, Any]:
+    answer = await http.get(STATUS_PATH, headers={"Authorization": f"Bearer {operator_key(home)}"})
+    return dict(answer.raise_for_status().json())
+
+
+@pytest.mark.parametrize("law", LAWS)
+async def test_with_and_without_it_a_client_gets_the_same_bytes(
+    tmp_path: Path, law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, steps, told, learnt = LAWS[law]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server(steps, told)), base_url="http://a") as http:
+        direct = await http.post(path, json=body)
+    async with recorded(server(steps, told), tmp_path, monkeypatch) as http:
+        while (await status(http, tmp_path))["draft"] != "7":
+            await asyncio.sleep(0.02)
+        passed = await http.post(path, json=body, headers=FULL)
+        assert (passed.status_code, passed.content, passed.headers) == (200, direct.content, direct.headers)
+        assert (await http.get(STATUS_PATH)).status_code == 401
+    log = QueryLog(Settings(home=tmp_path).querylog)
+    rows = log.latest(2)
+    log.close()
+    expected = [(PROMPT_IDS, [one for step in steps for one in step.ids], "code", 3)]
+    found = [(row.prompt_ids, row.completion_ids, row.domain, row.target_version) for row in rows]
+    assert found == (expected if learnt else [])
+
+
+async def test_what_it_refuses_is_asked_as_the_client_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with recorded(server(STEPS, status=422), tmp_path, monkeypatch) as http:
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json=TEXT, headers=FULL)).content == whole(TEXT, STEPS)
+        assert (await status(http, tmp_path))["passed"] == {"a server that refuses return_token_ids": 2}
+
+
+async def test_an_answer_that_the_server_breaks_off_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with recorded(server(STEPS, breaks=True), tmp_path, monkeypatch) as http:
+        with pytest.raises(RuntimeError, match="the engine died"):
+            await http.post("/v1/chat/completions", json=CHAT | STREAM, headers=FULL)
+        assert (await status(http, tmp_path))["passed"] == {"an answer that was cut": 1}
+
+
+async def test_without_the_file_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RECORD_CONFIG, raising=False)
+    with pytest.raises(ValueError, match=f"set {RECORD_CONFIG} to the file"):
+        RecordedServer(server(STEPS))
+
+
+def test_what_it_is_told_lies_in_the_home_without_keys(tmp_path: Path) -> None:
+    told = {"models": ["target"], "target_dir": str(tmp_path), "target_version": 3}
+    said = write_recording(told, Settings(home=tmp_path, api_keys=["not-for-files"]))
+    assert said.endswith(" vllm serve … --middleware services.record.RecordedServer")
+    text = Path(said.partition("=")[2].partition(" ")[0]).read_text()
+    assert validate(RecordedTarget, json.loads(text), "").models == ("target",)
+    assert "not-for-files" not in text
+
+
+def test_what_is_told_to_an_attached_server_is_no_setting() -> None:
+    assert load_settings({ATTACH_TOKEN: "secret", RECORD_CONFIG: "file"}) == Settings()
