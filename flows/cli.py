@@ -7,6 +7,7 @@ environment before that, because these libraries read it when they are imported.
 import atexit
 import gc
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
 WIDEST = 60
 MEASURE = "Measure"
+
+TargetPlace = Annotated[
+    str, typer.Option(help="What vLLM loads the target from, a directory or a hub id; by default our own copy.")
+]
+Licence = Annotated[str, typer.Option("--license", help="For the model card, such as apache-2.0.")]
 
 app = typer.Typer(
     name="redraft",
@@ -115,10 +121,8 @@ def import_draft(
 def export_draft(
     number: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Number of the draft, see `redraft status`.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
-    target: Annotated[
-        str, typer.Option(help="What vLLM loads the target from, a directory or a hub id; by default our own copy.")
-    ] = "",
-    licence: Annotated[str, typer.Option("--license", help="For the model card, such as apache-2.0.")] = "",
+    target: TargetPlace = "",
+    licence: Licence = "",
 ) -> None:
     """Write a draft with its model card so that `vllm serve DIR` serves it with its target, without redraft.
 
@@ -130,6 +134,33 @@ def export_draft(
     written = write.fn(number, directory.absolute(), target, licence)
     out.print(f"draft {number}: {written.directory}, for {written.target}", soft_wrap=True, markup=False)
     out.print(f"serve it: vllm serve {written.directory}", soft_wrap=True, markup=False)
+
+
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Gets a directory for each champion.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    target: TargetPlace = "",
+    licence: Licence = "",
+) -> None:
+    """Export each new champion into a folder and name it in champion.json there, until Ctrl-C; you roll it out.
+
+    Example: redraft publish ./drafts --target HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    _, parsed = prepare(recipe)
+    from infra.store import StoreUnavailable
+    from tasks.publish_champion import publish_champion
+
+    told = ""
+    while True:
+        try:
+            found = publish_champion.fn(folder.absolute(), target, licence)
+            line = "no champion yet" if found is None else f"draft {found.version}: {folder / found.directory}"
+        except StoreUnavailable as error:
+            line = f"waiting for the registry: {error}"
+        if line != told:
+            out.print(line, soft_wrap=True, markup=False)
+        told = line
+        time.sleep(parsed.serve.poll_s)
 
 
 def import_logs(
@@ -274,7 +305,7 @@ def _example(function: Callable[..., None]) -> str:
 # In the order of `redraft --help`.
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Every day": (build, serve, attach, record, refresh, up, down, status, logs, report, doctor),
-    "Drafts": (promote, rollback, diff, import_draft, export_draft, import_logs),
+    "Drafts": (promote, rollback, diff, import_draft, export_draft, publish, import_logs),
     "Privacy": (erase, retain),
     "Home": (backup, restore, clean),
     MEASURE: (demo, traffic, advise, compare),

@@ -1,6 +1,9 @@
 """The command line: help, exit codes and messages."""
 
+import os
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -177,3 +180,15 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
 
     monkeypatch.setattr(cli, "load_settings", interrupted)
     assert run("doctor").exit_code == 130
+
+
+def test_publishing_goes_on_until_ctrl_c(tmp_path, store, own_environment):
+    (tmp_path / "home").mkdir()
+    shutil.copy(store, tmp_path / "home")
+    argv = [sys.executable, "-u", "-m", "flows.cli", "publish", str(tmp_path / "drafts")]
+    environment = os.environ | {"REDRAFT_HOME": str(tmp_path / "home")}
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout.readline() == "no champion yet\n"
+        program.send_signal(signal.SIGINT)
+        assert program.wait() == 130
+    assert not (tmp_path / "drafts").exists()
