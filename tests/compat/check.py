@@ -20,8 +20,9 @@ def fault(use: Use, tree: Tree, before: Tree) -> str:
         if (place := tree.moved(owner)) and tree.find(owner) is None:
             return fault(use._replace(symbol=f"{place}.{use.symbol.rpartition('.')[2]}"), tree, before)
         return "gone"
+    earlier = before.find(use.symbol)
     if found.elsewhere:
-        return ""
+        return "gone" if earlier is not None and not earlier.elsewhere else ""
     takes = tree.parameters(found)
     if use.keyword:
         known = tree.names_in(use.symbol) if takes is None else {*takes.names, *takes.keywords}
@@ -30,6 +31,5 @@ def fault(use: Use, tree: Tree, before: Tree) -> str:
         return ""
     if isinstance(use.wants, Call):
         return takes.why_not_called(*use.wants)
-    earlier = before.find(use.symbol)
     written_for = None if earlier is None else before.parameters(earlier)
     return takes.why_not_replaced(use.wants, written_for or takes)

@@ -93,6 +93,8 @@ RENAMED = [
      "takes (scheduler_output, counts), not (scheduler_output, num_scheduled_tokens)"),
     ("v1/worker/gpu_model_runner.py", "self.effective_drafter_max_model_len", "self.longest",
      f"{RUNNER}.effective_drafter_max_model_len", "gone"),
+    ("model_executor/layers/attention/attention.py", "self.head_size_v", "self.value_size",
+     "vllm.model_executor.layers.attention.Attention.head_size_v", "gone"),
     ("v1/spec_decode/llm_base_proposer.py", "", "base.py", PROPOSER,
      "moved to vllm.v1.spec_decode.base.SpecDecodeBaseProposer"),
     ("v1/spec_decode/llm_base_proposer.py", "common_attn_metadata: Common", "metadata: Common", f"{PROPOSER}.propose",
@@ -115,6 +117,10 @@ def test_what_only_costs_speed_is_off_and_what_is_needed_fails(
     copy = plant("compilation/wrapper.py", "def aot_compile(", "def compile_ahead(")
     assert main(copy) == 0
     assert "patches/compiled.py" in capsys.readouterr().out
+    attention = copy / "vllm" / "model_executor" / "layers" / "attention" / "attention.py"
+    attention.write_text(attention.read_text().replace("kv_sharing_target_layer_name", "shared_with"))
+    assert main(copy) == 1  # no start notices that, and each layer would fail
+    assert "Attention.kv_sharing_target_layer_name" in capsys.readouterr().out.splitlines()[-1]
     changed = copy / "vllm" / "utils" / "ompmultiprocessing.py"
     changed.write_text(changed.read_text().replace("def configure_omp_envs(", "def configure("))
     with zipfile.ZipFile(wheel := tmp_path / "vllm.whl", "w") as packed:

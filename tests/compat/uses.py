@@ -5,9 +5,9 @@ is read off it; calls, with how they pass; functions and classes that `patches.r
 the parameters of what stands in their place; methods that a subclass overrides, which say "See the base class"; what
 the `Replaces:` lines of a patch name; names given to `require`, `getattr` and `setattr`; environment variables.
 
-vLLM's objects come to our code without types, and their names tell what they are: HOLDERS.
+vLLM's objects come to our code without types, and their names tell what they are: `holders`.
 
-Reading can't see, but for what is DECLARED: what is reached through objects that HOLDERS does not name, or by names
+Reading can't see, but for what is DECLARED: what is reached through objects that `holders` does not name, or by names
 that are put together; settings in dicts, such as a draft's method; what a function computes, in which order vLLM calls
 it, and what a tensor holds; operators in C++; anything of torch.
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.compat.holders import DECLARED, HOLDERS, IN_FILE, STRINGS
 from tests.compat.tree import Function, Parameters
 from tests.imports import ROOT
 
@@ -30,112 +31,6 @@ VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
 OVERRIDES, OWN = re.compile("base class|vLLM's protocol"), ("redraft_", "_redraft_")
 # A source of vLLM's that is read as text.
 FILE = re.compile(r"(\w+(?:/\w+)*?)(/__init__)?\.py")
-# Dotted strings that name no symbol: a logger, and groups of plugins, with the module that looks them up.
-STRINGS: dict[str, str] = {
-    "vllm.redraft": "",
-    "vllm.general_plugins": "vllm.plugins",
-    "vllm.endpoint_plugins": "vllm.plugins",
-}
-# Uses that reading can't see.
-DECLARED = {
-    "redraft_vllm/swap.py": (
-        "vllm.v1.worker.gpu_model_runner.GPUModelRunner.drafter",
-        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.speculator",
-        "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.model",
-    ),
-}
-# What variables, attributes and results of functions hold, in all files and in some; behind a ":", what a module sets
-# on objects that have no class of their own in vLLM.
-HOLDERS = {
-    "DraftExtension": "vllm.v1.worker.gpu_worker.Worker",
-    "DraftRoutes": "vllm.plugins.endpoint_plugins.interface.EndpointPlugin",
-    "block": "vllm.v1.core.kv_cache_utils.KVCacheBlock",
-    "block_pool": "vllm.v1.core.block_pool.BlockPool",
-    "common_attn_metadata": "vllm.v1.attention.backend.CommonAttentionMetadata",
-    "coordinator": "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
-    "draft_model_config": "vllm.config.ModelConfig",
-    "draft_token_ids": "vllm.v1.outputs.DraftTokenIds",
-    "drafter": "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer",
-    "engine": "vllm.engine.protocol.EngineClient",
-    "engine_client": "vllm.engine.protocol.EngineClient",
-    "get_current_vllm_config": "vllm.config.VllmConfig",
-    "input_batch": "vllm.v1.worker.gpu_input_batch.InputBatch",
-    "kv_cache_manager": "vllm.v1.core.kv_cache_manager.KVCacheManager",
-    "llm": "InstrumentedLLM",
-    "manager": "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager",
-    "model_config": "vllm.config.ModelConfig",
-    "model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-    "observability_config": "vllm.config.ObservabilityConfig",
-    "parallel_config": "vllm.config.ParallelConfig",
-    "pool": "vllm.v1.core.block_pool.BlockPool",
-    "runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-    "sampling_metadata": "vllm.v1.sample.metadata.SamplingMetadata",
-    "sampling_params": "vllm.sampling_params.SamplingParams",
-    "scheduler_config": "vllm.config.SchedulerConfig",
-    "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
-    "speculative_config": "vllm.config.SpeculativeConfig",
-    "structured_outputs": "vllm.sampling_params.StructuredOutputsParams",
-    "vllm_config": "vllm.config.VllmConfig",
-    "worker": "vllm.v1.worker.gpu_worker.Worker",
-}
-IN_FILE = {
-    "engine.py": {"engine": ""},
-    "measuring.py": {"engine": ""},
-    "launch.py": {"vllm_config": ""},
-    "openai.py": {
-        "engine": "",
-        "_state": "vllm.entrypoints.generate.api_router:",
-        "engine_client": "InstrumentedLLM",
-        "openai_serving_chat": "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat",
-        "openai_serving_completion": "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion",
-        "openai_serving_models": "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
-        "request": "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
-    },
-    "patches/attention.py": {
-        "impl": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
-        "layer": "vllm.model_executor.layers.attention.Attention",
-        "metadata": "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadata",
-    },
-    "patches/__init__.py": {"worker": ""},
-    "patches/compiled.py": {"config": "vllm.config.ModelConfig", "_config": ""},
-    "patches/dflash.py": {
-        "attention": "vllm.model_executor.models.qwen3_dflash.DFlashQwen3Attention",
-        "model": "vllm.model_executor.models.qwen3_dflash.DFlashQwen3Model",
-    },
-    "patches/last_tap.py": {"model": "vllm.model_executor.models.interfaces:"},
-    "patches/linear_kernels.py": {
-        "kernel": "vllm.model_executor.kernels.linear.mixed_precision.cpu.CPUWNA16LinearKernel",
-        "layer": "vllm.model_executor.layers.utils:",
-    },
-    "patches/outputs.py": {"output": "vllm.v1.engine.EngineCoreOutput"},
-    "patches/proposer.py": {
-        "model": "vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM",
-        "request": "vllm.v1.worker.gpu_input_batch.CachedRequestState",
-        "kwargs[]": "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose",
-        "step[]": "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose",
-    },
-    "patches/small_batch_gemm.py": {
-        "layer": "vllm.model_executor.layers.linear:",
-        "product": "vllm._custom_ops.CPUDNNLGEMMHandler",
-    },
-    "precompile.py": {"engine": ""},
-    "redraft_vllm/routes.py": {"config": "vllm.config.VllmConfig"},
-    "redraft_vllm/swap.py": {
-        "inner": "vllm.model_executor.models.qwen3_dflash.DFlashQwen3Model",
-        "model": "vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM",
-    },
-    "scheduler.py": {
-        "of_client": "vllm.v1.engine.EngineCoreOutputs",
-        "output": "vllm.v1.engine.EngineCoreOutput",
-        "request": "vllm.v1.request.Request",
-        "schedule": "vllm.v1.core.sched.output.SchedulerOutput",
-    },
-    "tap.py": {
-        "answer": "vllm.outputs.CompletionOutput",
-        "entry": "vllm.logprobs.Logprob",
-        "stats": "vllm.v1.metrics.stats.RequestStateStats",
-    },
-}
 
 
 class Call(NamedTuple):
@@ -155,6 +50,7 @@ class Use(NamedTuple):
         line: in it.
         wants: how it is called, or what is put in its place; None if it only has to be there.
         keyword: a parameter that it has to have, or what a module has to name; "" if none.
+        looked_up: whether that it is missing is noticed at the start: it is imported, replaced or required.
     """
 
     symbol: str
@@ -162,6 +58,7 @@ class Use(NamedTuple):
     line: int
     wants: Call | Parameters | None = None
     keyword: str = ""
+    looked_up: bool = False
 
 
 class Subclass(NamedTuple):
@@ -229,14 +126,21 @@ class _Reader(ast.NodeVisitor):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("replace") and len(node.args) == 3:
                 self.instances[ast.unparse(node.args[2])] = self.kind(node.args[0])
 
-    def use(self, symbol: str, node: ast.AST, wants: Call | Parameters | None = None, keyword: str = "") -> None:
+    def use(
+        self,
+        symbol: str,
+        node: ast.AST,
+        wants: Call | Parameters | None = None,
+        keyword: str = "",
+        looked_up: bool = False,
+    ) -> None:
         """Note a use."""
         symbol, _, attribute = symbol.partition(":.")
         if symbol in STRINGS:
             symbol, keyword = STRINGS[symbol], symbol
         keyword = keyword or attribute
         if DOTTED.fullmatch(symbol):
-            self.found.add(Use(symbol, self.file, node.lineno, wants, keyword))  # type: ignore[attr-defined]
+            self.found.add(Use(symbol, self.file, node.lineno, wants, keyword, looked_up))  # type: ignore[attr-defined]
 
     def kind(self, node: ast.AST) -> str:
         """Return the class of vLLM's, or of ours under one, that an expression is an instance of; or what it names."""
@@ -284,25 +188,22 @@ class _Reader(ast.NodeVisitor):
             return [node.value] if isinstance(node.value, str) else []
         file, name = self.file, ast.unparse(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            file, name = (
-                f"{self.imports.get(node.value.id, '').removeprefix(f'{MODULE}.').replace('.', '/')}.py",
-                node.attr,
-            )
+            file, name = _file(self.imports.get(node.value.id, "")), node.attr
         elif name in self.imports and self.imports[name].startswith(MODULE):
-            file = f"{self.imports[name].rpartition('.')[0].removeprefix(f'{MODULE}.').replace('.', '/')}.py"
+            file = _file(self.imports[name].rpartition(".")[0])
         return [*self.sources.constants.get(file, {}).get(name, ())]
 
     def visit_Module(self, node: ast.Module) -> None:
         told = ast.get_docstring(node, clean=False) or ""
         for symbol in REPLACED.findall(told.partition("\nReplaces:")[2].partition("\nTried with:")[0]):
-            self.use(symbol, node.body[0])
+            self.use(symbol, node.body[0], looked_up=True)
         for symbol in DECLARED.get(self.file, ()):
             self.use(symbol, node.body[0])
         self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            self.use(f"{node.module}.{alias.name}", node)
+            self.use(f"{node.module}.{alias.name}", node, looked_up=True)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str):
@@ -394,7 +295,7 @@ class _Reader(ast.NodeVisitor):
         if called in ("require", "getattr", "setattr", "hasattr", "replace") and len(node.args) > 1:
             for name in (name for arg in node.args[1:] for name in self.names(arg)):
                 if symbol := self.member(node.args[0], name):
-                    self.use(symbol, node)
+                    self.use(symbol, node, looked_up=called == "require")
                     if called == "replace" and len(node.args) == 3:
                         self._replace(symbol, node.args[2], own=True)
         if called == "replace" and keywords:
@@ -411,6 +312,10 @@ class _Reader(ast.NodeVisitor):
             if owner not in self.sources.classes or node.func.attr not in self.sources.classes[owner].overridden:
                 self.use(symbol, node, Call(num, frozenset(keywords), spread))
         self.generic_visit(node)
+
+
+def _file(module: str) -> str:
+    return f"{module.removeprefix(f'{MODULE}.').replace('.', '/')}.py"
 
 
 def _overrides(node: Function) -> bool:

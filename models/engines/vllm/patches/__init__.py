@@ -49,7 +49,7 @@ def install(*roles: Role) -> None:
     One that does not fit the installed release is left out whole, and the log says what is lost.
 
     Raises:
-        ValueError: so is one that is not OPTIONAL.
+        ValueError: one does not fit that is not OPTIONAL.
     """
     for role in roles or CHANGES:
         for module in CHANGES[role]:
