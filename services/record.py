@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from pydantic import Field
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
 
 from infra.keys import keys_path
@@ -139,12 +139,14 @@ class RecordedServer:
         self._recording.markers.result()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or run for as long as the server does."""
-        try:
-            await self._recording.app(scope, receive, send)
-        finally:
-            if scope["type"] == "lifespan":
+        """Answer one request, or run for as long as the server does, which does not wait after its last message."""
+
+        async def closing(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
                 await self._recording.close()
+            await send(message)
+
+        await self._recording.app(scope, receive, closing if scope["type"] == "lifespan" else send)
 
 
 async def record(config: RecordConfig, token: str) -> None:

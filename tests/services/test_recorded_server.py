@@ -67,22 +67,22 @@ async def recorded(app: Starlette, home: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(RECORD_CONFIG, str(home / "record.json"))
     monkeypatch.setenv(ATTACH_TOKEN, "token")
     app.add_middleware(RecordedServer)
-    said, started = asyncio.Queue[Message](), asyncio.Event()
+    said, answered = asyncio.Queue[Message](), asyncio.Queue[str]()
     said.put_nowait({"type": "lifespan.startup"})
 
     async def send(message: Message) -> None:
-        assert message["type"] in ("lifespan.startup.complete", "lifespan.shutdown.complete")
-        started.set()
+        answered.put_nowait(message["type"])
 
     living = asyncio.create_task(app({"type": "lifespan", "state": {}}, said.get, send))  # type: ignore[arg-type]
     async with (
         asyncio.timeout(WAIT_S),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http,
     ):
-        await started.wait()
+        assert await answered.get() == "lifespan.startup.complete"
         yield http
         said.put_nowait({"type": "lifespan.shutdown"})
-        await living
+        assert await answered.get() == "lifespan.shutdown.complete"
+        living.cancel()  # as it is with the loop that ends
 
 
 async def status(http: httpx.AsyncClient, home: Path) -> dict[str, Any]:
