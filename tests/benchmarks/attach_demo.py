@@ -54,6 +54,7 @@ from tests.imports import ROOT
 PLUGIN = ROOT / "models" / "engines" / "vllm" / "redraft_vllm"
 EXTENSION = "redraft_vllm.worker.DraftExtension"
 NUM_STREAMS, NUM_HELD_OUT, BLOCK = 4, 60, 20
+BUSY = 0.4  # share of the time in which clients ask: what trains on this machine has the rest
 START_S, FOLLOW_S, LEARN_S = 900.0, 120.0, 1800.0
 LOOK_S = 0.2
 
@@ -139,8 +140,10 @@ class Traffic:
         at = 0
         while not self._stop.is_set():
             block = [self._chats[(at + place) % len(self._chats)] for place in range(BLOCK)]
+            began_s = time.monotonic()
             self.statuses += [one.status for one in send(self._url, block, self._max_tokens, log=True)]
             at += BLOCK
+            self._stop.wait((time.monotonic() - began_s) * (1 / BUSY - 1))
 
 
 def send(url: str, chats: list[Chat], max_tokens: int, log: bool = False, gaps: bool = False) -> list[Answer]:
