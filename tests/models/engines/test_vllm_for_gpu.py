@@ -87,6 +87,11 @@ def test_steps_are_planned_on_a_gpu_where_the_recipe_says_so_and_on_a_cpu_unless
     assert never.why_unplanned() == "[engine] plan_steps is false"
 
 
+def test_an_engine_is_spread_over_as_many_gpus_as_it_is_told() -> None:
+    assert Params().num_devices == 1
+    assert Params(extra={"tensor_parallel_size": 2, "pipeline_parallel_size": 3}).num_devices == 6
+
+
 def test_what_only_a_planned_step_reads_is_refused_where_none_is(tiny_target: Path, tiny_draft: Path) -> None:
     lookup = {"num_tokens": 4}
     with pytest.raises(ValueError, match=f'key "lookup" would do nothing, since {VLLM_DRAFTS.replace("[", ".")[:20]}'):
