@@ -185,10 +185,11 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
 def test_publishing_goes_on_until_ctrl_c(tmp_path, store, own_environment):
     (tmp_path / "home").mkdir()
     shutil.copy(store, tmp_path / "home")
-    argv = [sys.executable, "-u", "-m", "flows.cli", "publish", str(tmp_path / "drafts")]
+    # A shell that runs tests in its background has them ignore the signal, and so what they start.
+    argv = ["env", "--default-signal=INT", sys.executable, "-u", "-m", "flows.cli", "publish", str(tmp_path / "drafts")]
     environment = os.environ | {"REDRAFT_HOME": str(tmp_path / "home")}
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout.readline() == "no champion yet\n"
         program.send_signal(signal.SIGINT)
-        assert program.wait() == 130
+        assert program.wait(timeout=60) == 130
     assert not (tmp_path / "drafts").exists()
