@@ -23,7 +23,7 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
 from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, place_of
-from models.engines.vllm.redraft_vllm.routes import MOST_CHARS, Broken, Order, Refused, Swapper
+from models.engines.vllm.redraft_vllm.swapper import MOST_CHARS, Broken, Order, Refused, Swapper
 from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
 

@@ -225,13 +225,14 @@ class AsyncDraftScheduler(AsyncScheduler):
         return super().schedule(*args, **options)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `TracingScheduler.reset_prefix_cache`."""
+        """See the base class, and `TracingScheduler.reset_prefix_cache`."""
         if self.draft_keys is None or reset_running_requests:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
         self.draft_keys.forget()
         return self.reset_connector_cache() if reset_connector else True
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """See the base class."""
         super()._update_after_schedule(scheduler_output)
         for name in scheduler_output.num_scheduled_tokens:
             if DraftOptions.of(self.requests[name].sampling_params).drafting == "off":

@@ -23,7 +23,7 @@ from models.drafts import eagle3
 from models.engines import Completion, LookUp, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.redraft_vllm.routes import Order
+from models.engines.vllm.redraft_vllm.swapper import Order
 from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker
 from models.lengths import fixed

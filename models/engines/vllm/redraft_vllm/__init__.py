@@ -5,7 +5,8 @@
 
 - `swap`: how a worker's draft is replaced and what its modules compute, for the embedded engine as well;
 - `worker`: the extension of vLLM's worker: stage, commit, verify, each on every rank;
-- `routes`: `POST` and `GET /redraft/draft`; `download` fetches the file of a draft that comes by URL;
+- `swapper`: what the ranks are told one after the other, for the embedded engine as well; `download` fetches a file;
+- `routes`: `POST` and `GET /redraft/draft`;
 - `sampling`: the kernel that vLLM's CPU build lacks.
 
 It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32; the sources of
