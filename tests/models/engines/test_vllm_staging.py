@@ -93,6 +93,6 @@ def test_a_loaded_draft_is_held_against_what_is_staged_without_being_replaced(tm
 
 def test_what_vllms_v2_runner_drafts_by_is_found(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
-    found = rank._redraft_draft()._drafter
+    found = rank._redraft_draft()._drafter()
     assert found is rank.model_runner.speculator
     assert derived_errors(found, {}) == rank._redraft_draft().derived_errors({}) == {}

@@ -23,7 +23,7 @@ from .swap import Parameters, WorkerDraft
 START = "start-up"
 
 log = logging.getLogger("vllm.redraft")
-if sampling.install() and not __name__.startswith("models."):  # redraft's own engine has it as one of its patches
+if not __name__.startswith("models.") and sampling.install():  # redraft's own engine has it as one of its patches
     log.warning("redraft put a sampling kernel in place that vLLM's CPU build lacks (vllm-project/vllm#55005)")
 
 
