@@ -18,6 +18,12 @@ from tasks.stages.compiling import compiling
 from tests.conftest import make_draft
 
 
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests on this machine hold, there is memory."""
+    monkeypatch.setattr(module, "ROOM_GIB", 0.0)
+
+
 def home(folder: Path) -> Settings:
     return load_settings({"REDRAFT_HOME": str(folder / "home")})
 
