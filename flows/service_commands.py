@@ -125,6 +125,8 @@ def record(
     told = configure_service.fn(parsed)
     target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}
     if not server:
+        if ca:
+            raise ValueError("--ca is for a server that is asked; one that records itself needs none")
         out.print(write_recording(target, settings), soft_wrap=True, markup=False)
         return
     program = record_program({**target, "server": server.rstrip("/"), "port": port, "ca": ca}, settings)
@@ -182,6 +184,10 @@ def up(
     from infra.service_process import RECORD, Attached
 
     attached = None
+    if not attach and (resolve or server_cache or weights_url or record or model or ca):
+        raise ValueError("--attach is missing, for which the other options are")
+    if not model and (record or ca):
+        raise ValueError("--record and --ca need --model, without which nothing is recorded")
     if attach:
         servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
         attached = Attached(

@@ -18,7 +18,8 @@ from models.engines import Completion
 
 # A key of JSON has no backslash before its last quote, so that no text of an answer looks like one. A stream's frame
 # finds the caches cold, so this starts with a byte that few places have, and replaces without a template.
-IDS = re.compile(rb'\[(?:(?<=[_"]token_ids":\[)|(?<=[_"]token_ids": \[))[\d,\s]*\]')
+KEYS = (b'"token_ids":', b'"token_ids": ', b'"prompt_token_ids":', b'"prompt_token_ids": ')
+IDS = re.compile(rb"\[(?:%s)[\d,\s]*\]" % b"|".join(rb"(?<=%s\[)" % key for key in KEYS))
 END = re.compile(rb"\n\r?\n")
 MAX_FRAME_BYTES = 64 << 20
 UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)

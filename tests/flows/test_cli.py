@@ -182,6 +182,16 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
     assert run("doctor").exit_code == 130
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [(["--model", "target"], "--attach"), (["--attach", "http://127.0.0.1:1", "--ca", "ca.pem"], "--model")],
+)
+def test_options_of_attached_servers_are_refused_where_they_would_do_nothing(run, given, missing):
+    refused = run("up", "--recipe", "tiny", *given)
+    assert refused.exit_code == 2
+    assert missing in refused.output
+
+
 def test_publishing_goes_on_until_ctrl_c(tmp_path, store, own_environment):
     (tmp_path / "home").mkdir()
     shutil.copy(store, tmp_path / "home")

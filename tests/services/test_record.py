@@ -31,6 +31,7 @@ from models.chats import ChatEncoder
 from models.markers import Markers
 from models.targets.random import byte_tokenizer
 from services.forwarding import ForwardingApp
+from services.frames import without_ids
 from services.record import RecordConfig, main, record
 from services.recording_middleware import STATUS_PATH, DraftVersions
 from tests.imports import ROOT
@@ -442,3 +443,9 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureF
         (file := tmp_path / "record.json").write_text(json.dumps(made.model_dump(mode="json") | changed))
         assert main(["--config", str(file)], {}) == 2
         assert said in capsys.readouterr().err
+
+
+def test_only_the_ids_that_were_asked_for_are_taken_out() -> None:
+    answer = b'{"draft_token_ids":[1],"prompt_token_ids": [2, 3],"token_ids":[4],"text":"\\"token_ids\\":[5]"}'
+    left = b'{"draft_token_ids":[1],"prompt_token_ids": null,"token_ids":null,"text":"\\"token_ids\\":[5]"}'
+    assert without_ids(answer) == left
