@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infra import secret
 from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
 from infra.registry import Registry
@@ -82,6 +83,9 @@ def cli_in(orchestrator: str) -> Callable[[Path], Cli]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     """Return a home with a finished tiny build, and what the build said. Tests copy it before they change it."""
     cli = Cli(tmp_path_factory.mktemp("built") / "home")
+    cli.home.mkdir()
+    (cli.home / secret.NAME).touch(0o600)
+    (cli.home / secret.NAME).write_bytes(bytes(secret.NUM_BYTES))  # every split is the same each time
     return cli, cli.run("build", "--recipe", "tiny")
 
 
