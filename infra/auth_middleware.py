@@ -33,17 +33,12 @@ OPEN_PATHS = ("/health", "/api/health")
 
 
 class AuthMiddleware:
-    """ASGI middleware."""
+    """ASGI middleware: the names that it may be asked by, with any port; without a password the application asks."""
 
     def __init__(self, app: Any, names: Sequence[str] = NAMES, password: str | None = None) -> None:
-        """Stand before an ASGI application.
-
-        It may be asked by these names, with any port; without a password, what requests must carry is left to it.
-        """
         self._app, self._names, self._password = app, names, password
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """See ASGI."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -80,7 +75,6 @@ def pages_password(home: Path) -> str:
 
 
 def pages_login(home: Path) -> str:
-    """Return the same with a user's name, as HTTP Basic wants it."""
     return f"{USER}:{pages_password(home)}"
 
 

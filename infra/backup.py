@@ -1,9 +1,8 @@
 """A home as one file, taken while it is served, and brought back into an empty home or into itself.
 
-Databases are copied by SQLite's online backup, at one moment each and without keeping anybody from writing; the query
-log and the registry come before the files that they name, so that none is missing. What can be made again stays out:
-caches, logs, work folders, Ray's and Prefect's files. So do the secrets that only this machine needs; the one that
-splits traffic and the hashes of keys go with it.
+Databases are copied by SQLite's online backup, at one moment each; the query log and the registry come before the files
+that they name, so that none is missing. What can be made again stays out, and so do the secrets that only this machine
+needs; the one that splits traffic and the hashes of keys go with it.
 
 What was erased since a backup was taken is erased again when it is brought back into its own home. An empty home knows
 nothing of that.
@@ -62,8 +61,6 @@ class Contents(Frozen):
     """What a backup says of itself.
 
     Attributes:
-        home_format, log_schema: of the version that took it.
-        made_ms: when, in Unix time.
         home, artifacts: where they lay; the registry names its files by these.
         files: databases and small files to the sha256 of their content; directories have manifests of their own.
     """
@@ -93,11 +90,7 @@ def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) 
 
 
 def back_up(settings: Settings, file: Path) -> Contents:
-    """Write the home into one file, which holds what people wrote: keep it as well as the home.
-
-    Raises:
-        ValueError: there is nothing to keep, or `file` can't be written.
-    """
+    """Write the home into one file; ValueError if there is nothing to keep, or `file` can't be written."""
     if not any(one.is_file() for one in databases(settings).values()):
         raise ValueError(f"{settings.home} holds nothing yet; run: redraft build")
     if not file.parent.is_dir() or file.is_dir():
@@ -134,8 +127,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
 def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Path | None]:
     """Bring a backup back into an empty home, or the one that it was taken of; a service there goes on.
 
-    Returns:
-        What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
+    Also returns the folder of copies of the databases that were there; None if none were.
 
     Raises:
         ValueError: it is no backup, it is damaged, another version took it, or the home is another one.

@@ -24,7 +24,6 @@ class Busy:
     """The lock of a home, for the service that holds it or for who looks at it."""
 
     def __init__(self, home: Path) -> None:
-        """Open the file, made where it is missing."""
         self._file = os.open(home / BUSY_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def tell(self, answering: bool) -> None:
@@ -53,7 +52,6 @@ class Busy:
         return not {*occupied}.isdisjoint(devices)
 
     def close(self) -> None:
-        """Release the lock, and close the file."""
         os.close(self._file)
 
 

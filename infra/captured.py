@@ -21,15 +21,12 @@ class CapturedFiles:
         self.folder = querylog.with_name(f"{querylog.stem}-states")
 
     def path_of(self, row_id: str) -> Path:
-        """Return where a row's states are, or would be."""
         return self.folder / f"{hashlib.sha256(row_id.encode()).hexdigest()[:32]}{SUFFIX}"
 
     def make(self) -> None:
-        """Make the folder, closed to other users."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def num_bytes(self) -> int:
-        """Return how large all files are."""
         return sum(stat.st_size for _, stat in self._files())
 
     def forget(self, row_ids: Iterable[str]) -> int:
@@ -42,7 +39,6 @@ class CapturedFiles:
         return sum(_removed(file) for file in self._before(older_than_s) if file not in kept)
 
     def forget_older_than(self, days: float) -> int:
-        """Remove files that were written longer ago; return how many."""
         return sum(_removed(file) for file in self._before(days * 24 * 3600))
 
     def _before(self, older_than_s: float) -> list[Path]:

@@ -1,10 +1,9 @@
-"""What a home may remove, by count, age and bytes: old drafts, results of finished steps, caches, copies, logs,
-Prefect's history and Ray's sessions.
+"""What a home may remove, by count, age and bytes.
 
-A version's entry in the registry stays, with its lineage and its gate's reasons; its files go, and tag `cleaned` says
-when. Never touched is what serves or may serve again: the champions, the drafts that a rollback goes back to, the best
-ones that a floor holds others to, the pool of past champions, the champion's challengers; nor what these were trained
-on and gated by, nor anything younger than a day.
+A version's entry in the registry stays; its files go, and tag `cleaned` says when. Never touched is what serves or may
+serve again: the champions, the drafts that a rollback goes back to, the best ones that a floor holds others to, the
+pool of past champions, the champion's challengers; nor what these were trained on and gated by, nor anything younger
+than a day.
 """
 
 import os
@@ -58,13 +57,7 @@ class Limits(Protocol):
 
 
 class Item(NamedTuple):
-    """Something that may go.
-
-    Attributes:
-        age_days: since it was written or, of a cache, read last.
-        version: the draft whose files they are.
-        day: of Prefect's history, which of the file goes.
-    """
+    """Something that may go; `version` is the draft whose files they are, `day` one of Prefect's history."""
 
     kind: str
     paths: tuple[Path, ...]
@@ -75,7 +68,6 @@ class Item(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called."""
         return f"draft {self.version.number}" if self.version else self.day or self.paths[0].name
 
 
@@ -216,10 +208,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _item(kind: str, path: Path, read: bool = False) -> Item:
-    """Measure what lies at a path.
-
-    With `read`, reading a file makes it young too. Of a folder it never does: this look reads it.
-    """
+    """Measure what lies at a path. With `read`, reading a file makes it young; a folder never: this look reads it."""
     files = []
     for file in files_under(path) if path.is_dir() else [path]:
         with suppress(FileNotFoundError):  # whatever runs here may remove its files meanwhile

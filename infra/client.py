@@ -1,7 +1,6 @@
 """The client of a service: what it says of itself, the switch of speculation, and chats with how each ended.
 
-It asks over HTTP like any other client. The library for chats takes most of a second to import, so the first chat pays
-for it: `redraft status` asks for none.
+The library for chats takes most of a second to import, so the first chat pays for it.
 """
 
 import asyncio
@@ -31,14 +30,7 @@ Speculation = Literal["on", "off", "head"]
 
 
 class Chat(NamedTuple):
-    """A question to the service.
-
-    Attributes:
-        id: comes back with the answer.
-        messages: in OpenAI's shape.
-        group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
-        fields: what else the request holds, such as `tools`.
-    """
+    """A question to the service; `id` comes back with the answer, `fields` are what else the request holds."""
 
     id: str
     domain: str
@@ -51,15 +43,13 @@ class Answer(Frozen):
     """One chat and its end.
 
     Attributes:
-        prompt_id: id of the chat.
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
-        token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
+        gaps: at each token the best one's log-probability minus the second's, if wanted.
         num_steps, num_accepted: verification steps, and drafted tokens that the target kept.
         drafted_per_step, accepted_per_step: as the service counted them; None where it did not say. vLLM's own endpoint
             leaves out the steps that drafted nothing.
-        sent_s: when it was sent, on the machine's monotonic clock.
+        sent_s: on the machine's monotonic clock; `seconds` is from then to the end of the stream.
         arrival_ms: when each token came, from sending; those of one step come together.
-        seconds: from sending to the end of the stream.
     """
 
     prompt_id: str
@@ -89,10 +79,8 @@ class Client:
     ) -> None:
         """Connect at the first question.
 
-        Args:
-            api_key: bearer key: an operator's, see `infra.keys.operator_key`.
-            operates: false if the key is a client's or missing: then nothing but chats is answered, without the counts
-                of each step.
+        With false `operates` the key is a client's or missing: nothing but chats is answered, without counts of each
+        step.
         """
         self.url = url.rstrip("/")
         self._api_key = api_key
@@ -121,13 +109,9 @@ class Client:
     def wait_for_draft(
         self, number: int, holds: Callable[[ServiceStatus, int], bool], timeout_s: float = FOLLOW_TIMEOUT_S
     ) -> None:
-        """Wait until the service drafts with a version.
+        """Wait until the service drafts with a version, as `holds` tells by a status.
 
-        `holds` tells it by a status: `ServiceStatus.drafts_with`, or `has_proven` if it must have passed its probation
-        too.
-
-        Raises:
-            RuntimeError: it refused the version, or did not take it in time; the message has its reasons.
+        RuntimeError, with the reasons, if it refused the version or did not take it in time.
         """
         until_s = time.monotonic() + timeout_s
         while not holds(status := self.status(), number):
@@ -150,19 +134,11 @@ class Client:
         on_answer: Callable[[Answer], None] | None = None,
         primers: Sequence[Chat] = (),
     ) -> list[Answer]:
-        """Send chats and stream their greedy answers.
+        """Send chats and stream their greedy answers, one a chat, in their order; one that fails says so.
 
-        Args:
-            gaps: whether to ask for the two best tokens at each position.
-            speculation: how the answers are drafted; "head" measures the draft alone.
-            primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
-                steps, so that the chats begin one after the other and not at once.
-
-        Returns:
-            One answer a chat, in their order; a request that fails is an answer that says so. None of a primer.
-
-        Raises:
-            RuntimeError: a primer failed.
+        Before them `primers` are sent, one for each that is in flight, with limits that go up to `max_tokens` in equal
+        steps, so that the chats begin one after the other and not at once; RuntimeError if one of them fails. `gaps`
+        asks for the two best tokens at each position; speculation "head" measures the draft alone.
         """
         async with self._chats(concurrency) as connection:
             slots = asyncio.Semaphore(concurrency)  # lets in who came first
@@ -199,7 +175,7 @@ class Client:
     ) -> None:
         """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
 
-        `stop` is asked before each request, and running ones are waited for. After an answer `pause_s` are waited.
+        `stop` is asked before each request, and running ones are waited for.
         """
         waiting = itertools.cycle(chats)
         async with self._chats(concurrency) as connection:

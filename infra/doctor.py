@@ -1,8 +1,4 @@
-"""Checks that this machine can run redraft, without importing what it checks.
-
-A wrong build of torch or one of its companions crashes the import, so everything is read from the installed
-distributions' metadata.
-"""
+"""Checks that this machine can run redraft, without importing what it checks: a wrong build crashes the import."""
 
 import ast
 import os
@@ -41,7 +37,6 @@ class Check(Frozen):
 
 
 def check_environment(settings: Settings | None = None) -> list[Check]:
-    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk."""
     settings = load_settings() if settings is None else settings
     checks = [_check_python(), *_check_requirements(), _check_sqlalchemy(), _check_engine(settings.device)]
     checks.append(_check_torch(settings.device))

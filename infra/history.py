@@ -42,15 +42,13 @@ class Day(NamedTuple):
 
 
 def database(home: Path) -> Path:
-    """Return where a home's Prefect keeps its history, if it does so there."""
     return home / "prefect" / "prefect.db"
 
 
 def days(file: Path) -> list[Day]:
     """Return the days of a history, oldest first; none if there is no file, or Prefect has not made its tables yet.
 
-    Raises:
-        sqlite3.Error: it is torn or locked.
+    sqlite3.Error if it is torn or locked.
     """
     if not file.is_file():
         return []

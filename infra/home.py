@@ -1,7 +1,6 @@
-"""The home folder: closed to other users, and of a format that is a number in a small file.
+"""The home folder: closed to other users, and of a format that is a number in a small file; another one is refused.
 
-A home of another format is refused: no release had one, so none is converted. The query log has a number of its own
-(infra/logfile.py).
+The query log has a number of its own (infra/logfile.py).
 """
 
 import json
@@ -22,8 +21,7 @@ OTHERS = 0o077
 def open_home(settings: Settings) -> None:
     """Make the home folder, or check the format of one that is there; all that is written from now on is closed.
 
-    Raises:
-        ValueError: the home or its query log is of another format, or it can't be closed to other users.
+    ValueError if it or its query log is of another format, or it can't be closed to other users.
     """
     os.umask(OTHERS)
     home = settings.home
@@ -42,11 +40,7 @@ def open_home(settings: Settings) -> None:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from other users whatever they may do with a folder and all in it; the folder itself comes last.
-
-    Raises:
-        ValueError: a part of it belongs to somebody else.
-    """
+    """Take from other users what they may do with a folder and all in it; ValueError if a part is somebody else's."""
     for inner, folders, files in os.walk(folder, topdown=False):
         for path in [*(Path(inner, name) for name in (*files, *folders)), Path(inner)]:
             try:

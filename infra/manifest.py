@@ -1,7 +1,7 @@
 """A directory's manifest: the sha256 and size of every file in it, kept beside them in `manifest.json`.
 
-The digest of a directory is the digest of its list of files, so two directories with the same bytes under the same
-names have the same digest wherever they lie. Symbolic links are refused: their bytes live elsewhere.
+The digest of a directory is that of its list of files, so it does not depend on where the directory lies. Symbolic
+links are refused: their bytes live elsewhere.
 """
 
 import hashlib
@@ -42,17 +42,12 @@ def canonical_json(value: object) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path) -> str:
-    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed; return its digest.
-
-    Raises:
-        ValueError: `directory` is not a directory, or holds something that is neither a file nor a directory.
-    """
+    """Write `manifest.json` over every file below `directory`, in one rename, flushed; return its digest."""
     entries = {
         name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
     }
@@ -68,8 +63,7 @@ def check_manifest(directory: Path) -> str:
     Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
 
     Raises:
-        ValueError: names the directory or file and its fault: no manifest, unreadable or of another format version,
-            a file missing, extra, of another size, or with another sha256.
+        ValueError: names the directory or file and its fault.
     """
     manifest = _read_manifest(directory)
     found = _files(directory)

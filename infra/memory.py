@@ -29,7 +29,6 @@ class MemoryUsage(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What part is used."""
         return self.used / self.total
 
     @property

@@ -23,15 +23,13 @@ QUARANTINED = "quarantined"
 
 
 class DraftOverview(Frozen):
-    """A draft in a line.
+    """A draft in a line; what it does not have is "".
 
     Attributes:
-        parent: version that it was trained from, or "".
-        rows: first and last row of the query log that it was trained on, or "".
+        rows: first and last row of the query log that it was trained on.
         verdict: of its gate, or "quarantined".
         reasons: why it was refused, left undecided or quarantined.
-        returns: which past draft it is and what it was tried again for, or "".
-        tau: domain to τ on held-out conversations.
+        returns: which past draft it is and what it was tried again for.
     """
 
     version: int
@@ -50,11 +48,9 @@ class Overview(Frozen):
     """The state of a home folder.
 
     Attributes:
-        drafts: newest first.
         last_refresh: the newest draft that a refresh made or tried again.
         service: what the service says of itself; None if none answers.
         attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
-        regression_sets: domain to its set of logged conversations.
         post_promotion_test: of the champion against the draft before it; None without one.
     """
 
@@ -70,17 +66,11 @@ class Overview(Frozen):
 
     @property
     def champion(self) -> DraftOverview | None:
-        """The draft that the registry wants served."""
         return next((draft for draft in self.drafts if draft.champion), None)
 
 
 def overview(settings: Settings) -> Overview:
-    """Look at a home folder.
-
-    Raises:
-        ValueError: the service answers something else than its status.
-        ConnectionError: the registry can't be asked.
-    """
+    """Look at a home folder; ConnectionError if the registry can't be asked, ValueError as `last_status`."""
     registry = open_registry(settings)
     champion, versions = registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window or version.lineage.returns]

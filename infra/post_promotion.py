@@ -1,8 +1,7 @@
 """Progress of post-promotion tests: one file for each draft and the one before it, below the home folder.
 
-A file is replaced as a whole after each look, with all that the look found, so that a killed process resumes after its
-last whole look and no request counts twice. There is no text in it: requests are named by their number in the query
-log.
+A file is replaced as a whole after each look, so that a killed process resumes after its last whole look and no request
+counts twice. There is no text in it: requests are named by their number in the query log.
 """
 
 import shutil
@@ -40,11 +39,10 @@ class PostPromotionTest(Frozen):
 
     Attributes:
         outcome: "failed" asks for a rollback; "superseded" says that somebody replaced the draft before that.
-        looked_ms: when requests were compared last, in Unix time.
         num_wanted: requests that are compared without a loss until it passes.
-        num_readable: requests that the draft served lately and that may be read.
-        num_unreadable: those that may not; a request without any consent leaves no row and is in neither.
-        compared: the requests, in the order in which they were compared.
+        num_readable, num_unreadable: requests that the draft served lately and that may be read, and that may not; one
+            without any consent leaves no row and is in neither.
+        compared: in the order in which they were compared.
         found: domain to what its requests say; "" stands for all.
         evidence: the run in MLflow that keeps why it was rolled back.
     """
@@ -127,7 +125,6 @@ class PostPromotionTests:
         return [test for test in tests if test.outcome == FAILED]
 
     def save(self, test: PostPromotionTest) -> None:
-        """Write a test's file, in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(self._file(test.draft, test.previous), test.model_dump_json() + "\n")
 

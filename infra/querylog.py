@@ -20,13 +20,7 @@ from models.types import Frozen
 
 
 class LogStats(Frozen):
-    """What the log holds, for the dashboard.
-
-    Attributes:
-        depth: rows with full consent after the cursor.
-        attempt: at the open window; None if none is open.
-        set_aside: windows that no attempt got through, oldest first.
-    """
+    """What the log holds; `depth` is rows with full consent after the cursor."""
 
     depth: int
     total: int
@@ -40,14 +34,7 @@ class LogStats(Frozen):
 
 
 class QueryLog(LogFile):
-    """The rows of a log; its other parts stand beside them in the same file.
-
-    Attributes:
-        windows: stretches of rows that are claimed and trained on.
-        erasures: what was erased, and which snapshots rows were read into.
-        regression_sets: rows that nothing is trained on.
-        sketches: of the rows, by which they are clustered.
-    """
+    """The rows of a log; its other parts stand beside them in the same file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -57,11 +44,8 @@ class QueryLog(LogFile):
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
 
-        `dropped` rows, which were lost before they came here, are added to the persistent count.
-
-        Raises:
-            ValueError: a row may not be written (`require_loggable`); then none is.
-            sqlite3.Error: the database is locked, full or broken; then none is.
+        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
+        sqlite3.Error leaves all unwritten.
         """
         for row in rows:
             require_loggable(row)
@@ -98,9 +82,9 @@ class QueryLog(LogFile):
     def replay(self, per_domain: int, before_seq: int, seed: int = 0) -> list[QueryRow]:
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
 
-        The rows with the smallest hashes of seed and id are taken: the same seed gives the same rows, and new rows
-        only displace some of them. Members of regression sets are not among them, since they are never trained on, nor
-        rows of windows that were set aside: what no run got through once would stop each later one.
+        The rows with the smallest hashes of seed and id are taken, so new rows only displace some of them. Members of
+        regression sets are not among them, nor rows of windows that were set aside: what no run got through once would
+        stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
         query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
@@ -157,7 +141,6 @@ class QueryLog(LogFile):
         return counts
 
     def last_seq(self) -> int:
-        """Return the number of the newest row, 0 without one."""
         (seq,) = self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()
         return int(seq)
 
@@ -170,7 +153,6 @@ class QueryLog(LogFile):
         return Counter({key: number for key, number, _ in found}), min(served, default=None)
 
     def stats(self) -> LogStats:
-        """Count what the log holds."""
         db = self.connection()
         cursor = counter(db, "cursor")
         depth = db.execute("SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?", (cursor,)).fetchone()[0]

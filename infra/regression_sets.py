@@ -104,7 +104,6 @@ class RegressionSets:
         self._file = file
 
     def members(self) -> list[int]:
-        """Return the members of all sets, by seq."""
         return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM regression_sets ORDER BY seq")]
 
     def by_domain(self) -> dict[str, RegressionSet]:
@@ -140,13 +139,9 @@ def plan(
 ) -> Change:
     """Decide what a window reserves and releases. Once it has reserved something it does nothing more.
 
-    Args:
-        rows: the log's, up to the window's last one, by seq.
-        members: of the sets so far.
-        first_seq: of the window.
-        usable: seqs of the window's rows that could be scored.
-        trained: clusters that something was trained on outside of the log.
-        draw: cluster to a keyed hash, whose order is that of the draw.
+    `rows` are the log's, up to the window's last one, by seq; `usable` are seqs of the window's rows that could be
+    scored, `trained` clusters that something was trained on outside of the log; `draw` gives a cluster's keyed hash,
+    whose order is that of the draw.
     """
     inside = [row for row in rows if row.seq in members]
     released = _silent(rows, inside) | _outgrown(rows, inside)

@@ -16,8 +16,7 @@ NUM_BYTES = 32
 def home_secret(home: Path, name: str = NAME) -> bytes:
     """Return a secret of the home, made now if there is none; processes that come at the same time get the same one.
 
-    Raises:
-        ValueError: the file does not hold one, or others may read it.
+    ValueError if the file does not hold one, or others may read it.
     """
     file = home / name
     if not file.exists():

@@ -1,9 +1,8 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
 Each program starts as soon as those answer that it comes after; they end in reverse order. One that ends by itself is
-started again once its port is free, after a pause that doubles while it keeps failing. What fails meanwhile, such as
-writing the state to a full disk, is said once and tried again. All of them die with the supervisor, however it ends
-(infra/processes.py).
+started again once its port is free, after a pause that doubles while it keeps failing. All of them die with the
+supervisor, however it ends (infra/processes.py).
 """
 
 import json
@@ -40,9 +39,7 @@ class Program:
         env: variables added to the supervisor's own.
         url: where it is found, "" if nowhere.
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
-        start_timeout_s: how long it may take until then.
         grace_s: what it gets to end.
-        first_pause_s: before it is started again the first time.
         after: names of those before it that must answer when it first starts.
     """
 
@@ -79,7 +76,6 @@ class UpState(Frozen):
 
     @property
     def ready(self) -> bool:
-        """Whether every program answers."""
         return all(program.ready for program in self.programs)
 
     def url(self, name: str) -> str:

@@ -20,11 +20,7 @@ Why = Literal["fell", "low"]
 
 
 class Retry(Frozen):
-    """How long a domain waits after a run that promoted nothing: twice as long each time.
-
-    Attributes:
-        first_s: after the first such run, and after one that somebody stopped.
-    """
+    """How long a domain waits after a run that promoted nothing: at first `first_s`, twice as long each time."""
 
     first_s: float = Field(gt=0)
     most_s: float = Field(gt=0)
@@ -40,8 +36,7 @@ class Fall(Frozen):
     Attributes:
         draft: the version that served.
         promised: τ at the gate; if it is "low", what is usual in the other domains.
-        served: τ when that was seen.
-        since_ms: when it was seen, in Unix time.
+        since_ms: when that was seen, in Unix time.
         attempts: runs that promoted nothing since.
         wait_from_ms, wait_s: when the present wait began, and how long it is; 0 if there is none.
     """
@@ -56,7 +51,6 @@ class Fall(Frozen):
     why: Why = "fell"
 
     def told(self, domain: str) -> str:
-        """Return in words why a refresh is wanted for a domain."""
         if self.why == "low":
             return f"{domain} has τ {self.served:.2f}, {self.promised:.2f} is usual"
         return f"{domain} fell to τ {self.served:.2f}, {self.promised:.2f} was promised"
@@ -100,8 +94,7 @@ STATE: TypeAdapter[State] = TypeAdapter(Annotated[State, Field(discriminator="st
 class Fell(Frozen):
     """A domain is below what its draft promised, or "low"; told at every look, not once.
 
-    Attributes:
-        attempts: failed ones, of other low domains: no name that a client makes up starts anew.
+    `attempts` are failed ones of other low domains: no name that a client makes up starts anew.
     """
 
     draft: int
@@ -132,10 +125,8 @@ class Started(Frozen):
 class Ended(Frozen):
     """That refresh ended.
 
-    Attributes:
-        result: "promoted"; "progress" if it learned and goes on with the next rows; "outdated" if the champion was
-            replaced meanwhile; "deferred" if it did nothing or was stopped; "failed" if it was refused or failed, or a
-            person must approve of its draft.
+    "progress" learned and goes on with the next rows; "outdated": the champion was replaced meanwhile; "deferred" did
+    nothing or was stopped; "failed" was refused or failed, or a person must approve of its draft.
     """
 
     result: Result

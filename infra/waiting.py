@@ -19,30 +19,20 @@ STALE_S = 60.0
 
 
 class Waiting(Frozen):
-    """What the loop waits for.
-
-    Attributes:
-        what: in a word; "refresh" is one that is at work.
-        words: the same for people.
-        since_ms: since when, in Unix time.
-    """
+    """What the loop waits for, in a word and in words for people, and since when; "refresh" is one at work."""
 
     what: What
     words: str
     since_ms: int
 
     def line(self, at_ms: int) -> str:
-        """Return words and duration."""
         return f"{self.words}; for {since(self.since_ms, at_ms)}"
 
 
 class Queue(Frozen):
-    """The rows that wait for a refresh.
+    """The rows that wait for a refresh: domain to their number, by consent, and when the first was served.
 
-    Attributes:
-        rows: domain to their number, by consent.
-        first_ms: when the first of them was served; None if none waits.
-        unlogged: requests that the running service answered lately, and that may not be logged at all.
+    `unlogged` are requests that the running service answered lately, and that may not be logged at all.
     """
 
     rows: Mapping[str, Counter[Consent]]
@@ -70,9 +60,9 @@ def waiting_for(
     made_ms: int,
     at_ms: int | None = None,
 ) -> Waiting:
-    """Return what the loop waits for.
+    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first.
 
-    The home was made at `made_ms`; the present, both in Unix time, is by default the clock's. Drafts are newest first.
+    The present, in Unix time, is by default the clock's.
     """
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:

@@ -3,13 +3,12 @@
 A cursor says how far training has come; it only moves when a claimed window is committed or set aside. A claim belongs
 to an owner: name it after one run, since the same name gets the same window back.
 
-A window is tried three times. Each claim of it counts as an attempt when it is made, so that kill -9 counts too; when
-the third has failed it is set aside with its error, the cursor moves past it, and later windows train. Its rows stay in
-the log and are used no more, neither by `replay` nor in regression sets, since any of them may be what stopped it.
+Each claim counts as an attempt when it is made, so that kill -9 counts too; when the third has failed the window is set
+aside with its error. Its rows stay in the log and are used no more, since any of them may be what stopped it.
 
 A claim ends with its process, which is seen at once where process ids can tell. They can't for another container of
 the same machine, nor for a process that stands still: there the lease decides. It runs on the monotonic clock, and a
-thread of the owner renews it (`hold`), so that no run is too long for it.
+thread of the owner renews it (`hold`).
 """
 
 import hashlib
@@ -50,13 +49,7 @@ class Window(Frozen):
 
 
 class Attempt(Frozen):
-    """The attempt at the open window, and what became of the one before.
-
-    Attributes:
-        number: from 1.
-        running: whether its owner still holds the window.
-        error: why the last attempt that ended failed; "" while the first one runs.
-    """
+    """The attempt at the open window, from 1, and why the last one that ended failed."""
 
     first_seq: int
     last_seq: int
@@ -66,12 +59,7 @@ class Attempt(Frozen):
 
 
 class SetAside(Frozen):
-    """A window that no attempt got through.
-
-    Attributes:
-        num_rows: how many it had when it was claimed last.
-        time_ms: when it was set aside, in Unix time.
-    """
+    """A window that no attempt got through."""
 
     first_seq: int
     last_seq: int
@@ -91,10 +79,7 @@ class Windows:
         """Claim up to `max_rows` rows with full consent after the cursor, and count an attempt at them.
 
         An open claim is handed out again with the same range: to the same owner always, to another one when it failed,
-        its process is gone or its lease is over. A window that had its attempts is set aside instead.
-
-        Returns:
-            The window, or None if fewer than `min_rows` rows wait.
+        its process is gone or its lease is over. None if fewer than `min_rows` rows wait.
 
         Raises:
             WindowBusy: another owner's claim is in force.
@@ -153,11 +138,10 @@ class Windows:
             thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
-        """Record why an attempt failed, and release the window: the next run gets it, or the rows after it.
+        """Record why an attempt failed, and release the window; return whether it was its last, and it was set aside.
 
-        Of the line only the first 500 characters are kept. It goes when rows of the window are erased, since it may
-        quote them. Of a window that is no longer this owner's nothing is recorded. Returns whether this was its last
-        attempt, and it was set aside.
+        Of a window that is no longer this owner's nothing is recorded. The error goes when rows of the window are
+        erased, since it may quote them.
         """
         with self._file.transaction() as db:
             opened = _open_window(db)
@@ -175,10 +159,7 @@ class Windows:
             return False
 
     def withdraw(self, window: Window) -> None:
-        """Release a window without counting the attempt: the next run gets it.
-
-        Nothing is done about a window that is no longer this owner's.
-        """
+        """Release a window, if it is still this owner's, without counting the attempt."""
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is not None and opened.claimed == window.claimed:
@@ -189,8 +170,7 @@ class Windows:
     def commit(self, window: Window) -> None:
         """Close the claim and move the cursor past the window; committing the same window again changes nothing.
 
-        Raises:
-            ValueError: the window is neither the open claim nor committed by this owner before.
+        ValueError if the window is neither the open claim nor committed by this owner before.
         """
         with self._file.transaction() as db:
             again = "SELECT 1 FROM committed WHERE first_seq = ? AND last_seq = ? AND owner = ?"
@@ -202,11 +182,7 @@ class Windows:
             _close_claim(db, cursor=window.last_seq)
 
     def release(self, window: Window) -> None:
-        """Close the claim and leave the cursor, so that the rows can be claimed anew, their attempts counted from one.
-
-        Raises:
-            ValueError: the window is not the open claim.
-        """
+        """Close the claim, and leave the rows as if never claimed; ValueError if the window is not the open claim."""
         with self._file.transaction() as db:
             _require_open(db, window)
             _forget_attempts(db, window)
@@ -221,7 +197,6 @@ class Windows:
         return _read_window(self._file.connection(), "SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1")
 
     def _renew(self, window: Window, lease_s: float) -> bool:
-        """Put the end of the lease off; False if the window is no longer this owner's."""
         query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
         with self._file.transaction() as db:
             return db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount == 1

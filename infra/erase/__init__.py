@@ -94,7 +94,6 @@ def subjects_of(settings: Settings, subject: str) -> tuple[str, ...]:
 
 
 def certificate_file(settings: Settings, number: int) -> Path:
-    """Return where an erasure's certificate is kept."""
     return settings.home / FOLDER / f"{number}.json"
 
 

@@ -32,6 +32,5 @@ class Job:
         self.log.erasures.enter(self.certificate, self._step)
 
     def done(self, next_step: int) -> None:
-        """Write to the journal that the step before this one is complete."""
         self._step = next_step
         self.log.erasures.enter(self.certificate, next_step)

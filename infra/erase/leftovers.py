@@ -15,7 +15,6 @@ UNLOGGED_S = 60.0  # a row is logged within a second of its states
 
 
 def remove_scores(job: Job) -> None:
-    """Remove cached scores that name the rows."""
     for file in sorted(_swept(job.settings.artifacts / "scores").glob("[!.]*/scores.json")):
         if any(score["id"] in job.ids for score in json.loads(file.read_bytes())):
             _remove(job, file.parent)
@@ -41,7 +40,6 @@ def remove_captured(job: Job) -> None:
 
 
 def sweep_post_promotion(job: Job) -> None:
-    """Remove what a killed post-promotion test left."""
     PostPromotionTests(job.settings).sweep()
 
 

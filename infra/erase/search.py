@@ -31,10 +31,9 @@ Hashes = NDArray[np.uint64]
 
 
 class Search:
-    """Finds stretches of some rows' text."""
+    """Finds stretches of some rows' text that is not others' too."""
 
     def __init__(self, rows: Iterable[QueryRow], others: Iterable[QueryRow] = ()) -> None:
-        """Take the rows, and rows of others whose text is not theirs alone."""
         wanted = _hashed(form for row in rows for form in forms(row))
         if len(wanted):
             wanted = np.setdiff1d(wanted, _hashed(form for row in others for form in forms(row)), assume_unique=True)
@@ -113,7 +112,6 @@ def _whole(content: bytes, start: int, end: int) -> Span:
 
 
 def _windows(content: bytes) -> Hashes:
-    """Return the hash of each stretch of WIDTH bytes."""
     data = np.frombuffer(content, dtype=np.uint8).astype(np.uint64)
     number = max(0, len(data) - WIDTH + 1)
     hashes = np.zeros(number, dtype=np.uint64)

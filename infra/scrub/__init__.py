@@ -24,10 +24,7 @@ MAX_PASSES = 4  # a replacement may set free what stood beside it; one that keep
 
 
 def scrub(text: str) -> str:
-    """Return `text` with e-mail addresses, phone and card numbers, IBANs, IP addresses, keys and passwords replaced.
-
-    Each is replaced by its kind in brackets, one of KINDS. Nothing else changes, and placeholders stay as they are.
-    """
+    """Return `text` with each thing that must go replaced by its kind in brackets; placeholders stay as they are."""
     for _ in range(MAX_PASSES):
         found = find(text)
         if not found:

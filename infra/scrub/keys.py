@@ -131,7 +131,6 @@ def _detectors() -> tuple[re.Pattern[str], ...]:
 
 
 def _is_secret(match: re.Match[str], following: str) -> bool:
-    """Return whether the value that a name was given is a secret, and not a word of code or prose."""
     value, quote = match["value"].rstrip(".:?"), match["quote"]
     is_call = following in ("(", "[", "{")
     if len(value) < 4 or is_call or _CODE.match(value) or value.lower() in _EXAMPLES:
@@ -146,7 +145,6 @@ def _is_secret(match: re.Match[str], following: str) -> bool:
 
 
 def _is_userinfo(text: str) -> bool:
-    """Return whether a text is Base64 of a name and a password with a colon between them."""
     try:
         return b":" in base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except binascii.Error:

@@ -26,7 +26,6 @@ class View(NamedTuple):
     places: Sequence[int] | None
 
     def original(self, found: Found) -> Found:
-        """Return the stretch of the text itself."""
         if self.places is None:
             return found
         return Found(self.places[found.start], self.places[found.end - 1] + 1, found.kind)

@@ -38,7 +38,6 @@ class Axis(NamedTuple):
     end: float
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value."""
         share = (value - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -60,12 +59,9 @@ def line_chart(
     labels: tuple[str, str],
     base: float,
 ) -> Markup:
-    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts.
+    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts, and `marks` upright by x.
 
-    `marks` are upright lines, by x. Where the upright axis starts, `base`, no y is below.
-
-    Raises:
-        ValueError: there is no point, or there are too many names.
+    No y is below `base`, where the upright axis starts. ValueError without a point, or with too many names.
     """
     points = [point for parts in curves.values() for part in parts for point in part]
     if not points or len(curves) > MAX_SERIES:
@@ -97,7 +93,7 @@ def interval_chart(
     lines: Sequence[tuple[float, str]],
     label: str,
 ) -> Markup:
-    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError if there is no row."""
+    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError without a row."""
     if not rows:
         raise ValueError("wanted at least one row, got none")
     values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
@@ -174,7 +170,6 @@ def write_charts(charts: Sequence[Markup], file: Path) -> Path:
 
 
 def _draw_curves(curves: Mapping[str, Sequence[Point]], labels: tuple[str, str], base: float, file: Path) -> Path:
-    """Draw as many charts as it takes."""
     title = f"{labels[1]} by {labels[0]}"
     charts = []
     for start in range(0, len(curves), MAX_SERIES):

@@ -18,12 +18,10 @@ MARKS = "osD^v<>PXp*hHd8.1234+"
 
 
 class MethodFigure(Frozen):
-    """One metric of one row.
+    """One metric of one row, the mean over seeds; None where the metric makes no sense for the row.
 
-    Attributes:
-        value: mean over seeds; None where the metric makes no sense for the row.
-        interval: None where neither seeds nor documents tell.
-        gain: the row's difference from the baseline, paired by seed and document; None for the baseline, and as above.
+    `gain` is the row's difference from the baseline, paired by seed and document; None for the baseline. Neither it nor
+    `interval` is there where neither seeds nor documents tell.
     """
 
     value: float | None
@@ -59,7 +57,6 @@ class Comparison(Frozen):
 
 
 def comparison_report(found: Comparison, picture: Path) -> Report:
-    """Return the tables of a comparison, and draw it."""
     figures, headings, num_seeds = found.figures, found.headings, found.num_seeds
     values = [
         [row, *(_spread(of_row[metric]) for metric in headings), f"{found.seconds[row]:.0f}"]
@@ -144,9 +141,8 @@ def draw_tradeoffs(
 ) -> Path:
     """Draw a panel a metric with a point a row: the mean of the metric across, that of `quality` upwards.
 
-    Each row has a colour and a mark of its own, which one legend beside the panels names; a row without a figure for
-    either is left out of that panel. Qualities of which the largest is more than `WIDE` times the smallest are drawn on
-    a logarithmic axis, with what is 0 at its foot.
+    A row without a figure for either is left out of that panel. Qualities of which the largest is more than `WIDE`
+    times the smallest are drawn on a logarithmic axis, with what is 0 at its foot.
     """
     width, height = SIZE_INCHES
     figure = new_figure((0.75 * width * len(metrics) + 2.6, 1.25 * height))

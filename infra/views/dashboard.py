@@ -70,7 +70,6 @@ def _why_off(status: ServiceStatus) -> str:
 
 
 def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
-    """Return a chart of the domains' speeds, and the same in figures; None before there are any."""
     if not status.speed:
         return None
     chart = bar_chart(

@@ -33,7 +33,6 @@ TITLES = {
 
 
 def headline(report: GateReport) -> str:
-    """Return verdict and reason in one line."""
     if report.test is None:
         return f"{TITLES[None]}; there was no champion to compare it with."
     if report.reasons:
@@ -112,7 +111,6 @@ def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[
 
 
 def markdown(report: GateReport) -> str:
-    """Return the report as a page."""
     columns, rows = evidence_table(report)
     lines = [f"# {TITLES[report.verdict]}", "", explain(report), ""]
     lines += [_line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
@@ -130,7 +128,6 @@ def markdown(report: GateReport) -> str:
 
 
 def write_files(report: GateReport, folder: Path) -> list[Path]:
-    """Write the report into an existing folder and return its files."""
     (folder / PAGE).write_text(markdown(report), encoding="utf-8")
     (folder / DATA).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     files = [folder / PAGE, folder / DATA]

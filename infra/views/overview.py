@@ -80,12 +80,10 @@ def _show_windows(log: LogStats, out: Console) -> None:
 
 
 def taus_in_words(taus: Mapping[str, float]) -> str:
-    """Return domains with their τ, one after the other."""
     return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items())
 
 
 def counts(numbers: Mapping[str, int]) -> str:
-    """Return names with their numbers, one after the other."""
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
 
 

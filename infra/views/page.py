@@ -1,7 +1,6 @@
 """What pages are made of: cards, tables, figures, and the template that shows them.
 
-A page loads nothing and runs no script. All text in it is escaped by its template; charts are made of numbers and
-escaped labels.
+A page loads nothing and runs no script. All text in it is escaped by its template.
 """
 
 from collections.abc import Sequence

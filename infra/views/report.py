@@ -58,11 +58,7 @@ LINEAGE_LABELS = {
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A run of `redraft demo`.
-
-    Attributes:
-        result: what it printed at its end; None if it has not come there.
-    """
+    """A run of `redraft demo`; `result` is what it printed at its end, None if it has not come there."""
 
     name: str
     result: Mapping[str, Any] | None
@@ -74,13 +70,9 @@ class Findings:
     """What the page tells.
 
     Attributes:
-        state: what `redraft status` shows.
-        target: the champion target, None before the first build.
         drafts: all versions, newest first.
         gates: number of a draft to its gate report; those without one are not in it.
-        acceptance: of the log's last requests that tell it.
-        num_rows: how many of the log's last rows were looked through for them.
-        demonstrations: by name.
+        acceptance: of the log's last requests that tell it, of `num_rows` that were looked through.
         commit: revision of the code that writes, "" if unknown.
     """
 
@@ -96,7 +88,6 @@ class Findings:
 
 
 def page(found: Findings) -> str:
-    """Return the page as HTML."""
     return render(
         TEMPLATE,
         written=_when(found.written),
@@ -167,7 +158,6 @@ def _programs(programs: Sequence[ProcessRecord]) -> Table | None:
 
 
 def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None:
-    """Return the chart of a stretch of requests and its sums; None if there is no request."""
     served, groups = acceptance
     if not served:
         return None
@@ -213,7 +203,6 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
 
 
 def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
-    """Return what the template shows of a demonstration."""
     acceptance = _acceptance(f"demo-{index}", demo.acceptance)
     shown: dict[str, Any] = {"name": demo.name, "acceptance": acceptance, "result": None}
     if demo.result is None:
@@ -302,7 +291,6 @@ def _lineage(version: Version) -> Table:
 
 
 def _gate(version: Version, report: GateReport | None) -> dict[str, Any]:
-    """Return what the template shows of a draft's gate."""
     shown: dict[str, Any] = {
         "number": version.number,
         "verdict": version.lineage.gate or "none",

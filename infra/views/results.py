@@ -32,13 +32,9 @@ class Grid(NamedTuple):
 
 
 class Report(Frozen):
-    """What was found.
+    """What was found: the numbers that a reader needs, and sentences that belong under the tables.
 
-    Attributes:
-        grids: the numbers that a reader needs.
-        notes: sentences that belong under the tables: what was left out, what a column means.
-        failures: what makes the command fail after it has reported.
-        picture: a PNG, or None.
+    `failures` make the command fail after it has reported; the picture is a PNG.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -76,7 +72,6 @@ def publish(
 
 
 def markdown(report: Report, title: str, question: str, command: str, setup: Mapping[str, Any]) -> str:
-    """Return the block for report.md."""
     device = setup["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
     gpu = f"{device['gpu']}, " if "gpu" in device else ""
