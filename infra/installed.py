@@ -3,11 +3,17 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 OPENMP_NAME = "libiomp5.so"
 HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# Where `make baselines` puts what redraft is compared with and does not run on, llama.cpp above all.
+INTERPRETER = Path(sys.prefix) / "baselines" / "bin" / "python"
+# Apart from the rest, since a plug-in comes with them that every vLLM process would load.
+SUFFIX_TREES = Path(sys.prefix) / "baselines" / "suffix"
+SUFFIX_PACKAGE = "arctic-inference"
 
 
 def openmp_preload() -> dict[str, str]:
@@ -45,6 +51,12 @@ def find_distribution(name: str) -> Distribution | None:
 def version_of(name: str) -> str | None:
     found = find_distribution(name)
     return None if found is None else found.version
+
+
+def suffix_version() -> str | None:
+    """Return the version of the suffix trees of vLLM, None if they are not there."""
+    found = distributions(name=SUFFIX_PACKAGE, path=[str(SUFFIX_TREES)])
+    return next((one.version for one in found), None)
 
 
 def find_file(package: str, ending: str) -> Path | None:

