@@ -85,9 +85,7 @@ class Emitter:
     def _drain(self) -> None:
         while (body := self._queue.get()) is not None:
             request = urllib.request.Request(
-                f"{self._url}/events",
-                data=json.dumps([body], allow_nan=False).encode(),
-                headers=self._headers,
+                f"{self._url}/events", data=json.dumps([body], allow_nan=False).encode(), headers=self._headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):

@@ -17,16 +17,7 @@ from infra.locks import lock_file
 from infra.manifest import check_manifest
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
-from infra.versions import (
-    OWN_TAGS,
-    ForeignVersion,
-    Kind,
-    Version,
-    as_version,
-    cached,
-    is_quarantined,
-    is_usable,
-)
+from infra.versions import OWN_TAGS, ForeignVersion, Kind, Version, as_version, cached, is_quarantined, is_usable
 
 CHAMPION = "champion"
 

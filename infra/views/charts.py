@@ -86,12 +86,7 @@ def line_chart(
 
 
 def interval_chart(
-    key: str,
-    title: str,
-    description: str,
-    rows: Mapping[str, Estimate],
-    lines: Sequence[tuple[float, str]],
-    label: str,
+    key: str, title: str, description: str, rows: Mapping[str, Estimate], lines: Sequence[tuple[float, str]], label: str
 ) -> Markup:
     """Draw one interval a row, against vertical lines, plain ones without a label; ValueError without a row."""
     if not rows:

@@ -87,12 +87,7 @@ def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
         ("domain", "without a draft", "as drafted", "gain"),
         frozenset({1, 2, 3}),
         [
-            (
-                domain,
-                f"{speed.plain_tokens_per_s:.1f}",
-                f"{speed.tokens_per_s:.1f}",
-                speed.gain,
-            )
+            (domain, f"{speed.plain_tokens_per_s:.1f}", f"{speed.tokens_per_s:.1f}", speed.gain)
             for domain, speed in status.speed.items()
         ],
     )
