@@ -8,7 +8,6 @@ Who makes a directory holds a lock on it, so a sweep knows what is alive without
 the moments in which a directory is not locked yet or has no final name.
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -19,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
-from infra.files import fsync_directory
+from infra.files import flush
 from infra.locks import lock_folder
 from infra.manifest import check_manifest, write_manifest
 from models.types import Frozen
@@ -54,7 +53,8 @@ def renamed_when_complete(final: Path) -> Iterator[Path]:
             alive.enter_context(lock_folder(staging))
         try:
             yield staging
-            _fsync_tree(staging)
+            for path in [staging, *staging.rglob("*")]:
+                flush(path)
             with lock_folder(final.parent):
                 _rename_over(staging, final)
         except BaseException:
@@ -130,15 +130,6 @@ def _rename_over(staging: Path, final: Path) -> None:
         if aside is not None:
             aside.rename(final)
         raise
-    fsync_directory(final.parent)
+    flush(final.parent)
     if aside is not None:
         shutil.rmtree(aside)
-
-
-def _fsync_tree(directory: Path) -> None:
-    for path in [directory, *directory.rglob("*")]:
-        if path.is_dir():
-            fsync_directory(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

@@ -38,23 +38,17 @@ from infra.settings import Settings
 from infra.triggerfile import TriggerFile, trigger_path
 from models.types import Frozen
 
-CONTENTS = "backup.json"
-ARTIFACTS = "artifacts"
-FOLDERS = (POST_PROMOTION, FOLDER)
-NOT_KEPT = ("work",)
+CONTENTS, ARTIFACTS, REGISTRY = "backup.json", "artifacts", "mlflow.db"
 BUSY_S, PAGES, PAUSE_S = 30.0, 1024, 0.01
-# Table, column and condition of what names a file, by database.
-ADDRESSES = {
-    "mlflow.db": (
-        ("experiments", "artifact_location", "TRUE"),
-        ("runs", "artifact_uri", "TRUE"),
-        ("logged_models", "artifact_location", "TRUE"),
-        ("model_versions", "source", "TRUE"),
-        ("model_versions", "storage_location", "TRUE"),
-        ("model_version_tags", "value", f"key IN {SNAPSHOT_TAGS}"),
-    )
-}
-ALL_ERASURES = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
+# Table, column and condition of what names a file in the registry.
+ADDRESSES = (
+    ("experiments", "artifact_location", "TRUE"),
+    ("runs", "artifact_uri", "TRUE"),
+    ("logged_models", "artifact_location", "TRUE"),
+    ("model_versions", "source", "TRUE"),
+    ("model_versions", "storage_location", "TRUE"),
+    ("model_version_tags", "value", f"key IN {SNAPSHOT_TAGS}"),
+)
 
 
 class Contents(Frozen):
@@ -77,7 +71,7 @@ def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
     found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
     if settings.mlflow_uri.startswith("sqlite:///"):
-        found["mlflow.db"] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
+        found[REGISTRY] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
     return found
 
 
@@ -117,7 +111,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
         with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
             for name in (CONTENTS, *small):
                 archive.add(work / name, name)
-            for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+            for name, root in _roots(settings).items():
                 for path in _kept(root):
                     with suppress(FileNotFoundError):  # what was removed meanwhile is named by nothing
                         archive.add(path, f"{name}/{path.relative_to(root).as_posix()}", recursive=False)
@@ -153,7 +147,8 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             _bring_files(settings, work)
             for name, target in databases(settings).items():
                 if (source := work / name).is_file():
-                    _move(source, contents, settings)
+                    if name == REGISTRY:
+                        _move(source, contents, settings)
                     if name in torn:  # nobody can read it; in one step, so that no row comes between
                         for suffix in ("-wal", "-shm"):
                             target.with_name(target.name + suffix).unlink(missing_ok=True)
@@ -214,7 +209,7 @@ def _bring_files(settings: Settings, work: Path) -> None:
     for name in (FORMAT_FILE, keys_path(settings).name, SPLIT_KEY):
         if (work / name).is_file() and (name == FORMAT_FILE or not (settings.home / name).is_file()):
             _place(work / name, settings.home / name)
-    for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+    for name, root in _roots(settings).items():
         for path in _kept(work / name):
             target = root / path.relative_to(work / name)
             if path.is_file() and not target.exists():
@@ -242,7 +237,7 @@ def _move(database: Path, contents: Contents, settings: Settings) -> None:
 
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
         db.create_function("moved", 1, moved, deterministic=True)
-        for table, column, which in ADDRESSES.get(database.name, ()):
+        for table, column, which in ADDRESSES:
             db.execute(f'UPDATE "{table}" SET "{column}" = moved("{column}") WHERE "{column}" IS NOT NULL AND {which}')
 
 
@@ -265,13 +260,16 @@ def _certificates(settings: Settings) -> list[Certificate]:
 
 
 def _erasures(log: QueryLog) -> list[Certificate]:
-    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(ALL_ERASURES)]
+    query = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
+    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(query)]
+
+
+def _roots(settings: Settings) -> dict[str, Path]:
+    return {ARTIFACTS: settings.artifacts, **{name: settings.home / name for name in (POST_PROMOTION, FOLDER)}}
 
 
 def _kept(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        is_root = Path(folder) == root
-        folders[:] = [name for name in sorted(folders) if not LEFTOVER.fullmatch(name)]
-        if is_root:
-            folders[:] = [name for name in folders if name not in NOT_KEPT]
+        at_work = "work" if Path(folder) == root else ""
+        folders[:] = [name for name in sorted(folders) if name != at_work and not LEFTOVER.fullmatch(name)]
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))

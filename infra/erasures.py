@@ -122,8 +122,7 @@ class Erasures:
 
     def last(self) -> int:
         """Return the number of the erasure that was begun last, 0 before the first."""
-        number: int | None = self._file.connection().execute("SELECT max(number) FROM erasures").fetchone()[0]
-        return number or 0
+        return int(self._file.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
     def unfinished(self) -> list[tuple[int, Certificate]]:
         """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""

@@ -38,9 +38,9 @@ def replacing(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Flush a directory's entries, so that a rename in it outlives a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Flush a file, or a directory's entries, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -139,17 +139,13 @@ def operator_key(home: Path) -> str:
 
 def _key(name: str, role: Role, key: str, log: Consent | None) -> Key:
     try:
-        return Key(name=name, role=role, sha256=sha256_of(key), log=log, made_ms=_now_ms())
+        return Key(name=name, role=role, sha256=sha256_of(key), log=log, made_ms=int(time.time() * 1000))
     except ValidationError:
         raise ValueError(f'"{name}" is no name of a key: wanted up to 64 of a-z, 0-9, _, . and -') from None
 
 
 def _revoke(keys: list[Key], number: int) -> None:
-    keys[number] = keys[number].model_copy(update={"revoked_ms": _now_ms()})
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
+    keys[number] = keys[number].model_copy(update={"revoked_ms": int(time.time() * 1000)})
 
 
 @contextmanager

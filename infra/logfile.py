@@ -75,18 +75,14 @@ class LogFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             try:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")
-                db.execute("PRAGMA secure_delete = ON")
-                db.execute("PRAGMA foreign_keys = ON")
+                for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON", "foreign_keys = ON"):
+                    db.execute(f"PRAGMA {pragma}")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version not in (0, SCHEMA_VERSION):
-                    raise ValueError(
-                        f"{self.path} has schema version {version}, and this version of redraft reads {SCHEMA_VERSION} "
-                        f"alone: {OTHER_FORMAT}"
-                    )
                 if version == 0:
                     _create(db)
+                elif version != SCHEMA_VERSION:
+                    reads = f"this version of redraft reads {SCHEMA_VERSION} alone: {OTHER_FORMAT}"
+                    raise ValueError(f"{self.path} has schema version {version}, and {reads}")
             except sqlite3.DatabaseError as error:
                 db.close()
                 if error.sqlite_errorcode in TORN:
@@ -108,8 +104,7 @@ class LogFile:
 
     def empty_wal(self) -> bool:
         """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
-        busy: int = self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        return not busy
+        return not self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -163,8 +158,7 @@ def copy_database(file: Path, copy: Path) -> None:
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:
-    value: int = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
-    return value
+    return int(db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0])
 
 
 def count(db: sqlite3.Connection, name: str, amount: int) -> None:

@@ -42,12 +42,10 @@ class BackgroundWriter:
         """
         require_loggable(row)
         with self._lock:
-            if not self._closing:
-                try:
+            with suppress(queue.Full):
+                if not self._closing:
                     self._queue.put_nowait(row)
                     return True
-                except queue.Full:
-                    pass
             self._drop(1)
         return False
 
@@ -61,12 +59,9 @@ class BackgroundWriter:
 
     def _drain(self) -> None:
         while not (self._closing and self._queue.empty()):
-            try:
-                first = self._queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                rows = []
-            else:
-                rows = [first, *self._take(self._batch - 1)]
+            rows: list[QueryRow] = []
+            with suppress(queue.Empty):
+                rows = [self._queue.get(timeout=IDLE_S), *self._take(self._batch - 1)]
             self._write(rows)
         self._write([])
         self._log.close()

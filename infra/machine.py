@@ -25,12 +25,10 @@ def describe_machine(gpu: str = "") -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Some virtual machines don't tell it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return f"{value.strip()} ({platform.machine()})"
-    return platform.machine()
+    """Some virtual machines don't tell its name."""
+    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    names = (f"{value.strip()} ({platform.machine()})" for key, _, value in fields if key.strip() == "model name")
+    return next(names, platform.machine())
 
 
 def git_commit() -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from infra.files import fsync_directory, write_atomic
+from infra.files import flush, write_atomic
 from models.types import Frozen
 
 MANIFEST_NAME = "manifest.json"
@@ -53,7 +53,7 @@ def write_manifest(directory: Path) -> str:
     }
     manifest = Manifest(files=entries)
     write_atomic(directory / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
-    fsync_directory(directory)
+    flush(directory)
     return manifest.digest()
 
 

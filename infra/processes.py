@@ -110,8 +110,7 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
     """Return whether a GET of `url` is answered with a 2xx status: a check for `wait_until`."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            status: int = response.status
-            return 200 <= status < 300
+            return bool(200 <= response.status < 300)
     except OSError:  # refused, reset, timed out, or an HTTP error status
         return False
 
@@ -120,8 +119,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port of `host` that nothing listens on now; another process may take it at any time."""
     with socket.socket() as tried:
         tried.bind((host, 0))
-        port: int = tried.getsockname()[1]
-        return port
+        return int(tried.getsockname()[1])
 
 
 def hold_port(host: str, port: int) -> socket.socket:

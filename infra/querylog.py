@@ -87,9 +87,9 @@ class QueryLog(LogFile):
         stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
-        query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
-        query += " AND seq NOT IN (SELECT seq FROM regression_sets)"
-        query += " AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"
+        query = """SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?
+            AND seq NOT IN (SELECT seq FROM regression_sets)
+            AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"""
         for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
             key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
             hashed.setdefault(domain, []).append((key, seq))
@@ -141,8 +141,7 @@ class QueryLog(LogFile):
         return counts
 
     def last_seq(self) -> int:
-        (seq,) = self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()
-        return int(seq)
+        return int(self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()[0])
 
     def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
         """Return the hashed API keys of the first rows that wait and may be trained on, and when the first came."""

@@ -126,12 +126,7 @@ def start_service(
         return answers(health_url(url))
 
     child = Child.start(service_argv(settings), openmp_preload(), settings.home / "logs" / "service.log", "the service")
-    try:
-        wait_until(ready, START_TIMEOUT_S, child, health_url(url))
-    except BaseException:
-        child.stop()
-        raise
-    return child, url
+    return _once(ready, START_TIMEOUT_S, child, health_url(url)), url
 
 
 def attach_program(config: Mapping[str, Any], settings: Settings) -> Program:
@@ -186,8 +181,12 @@ def start_program(program: Program, settings: Settings) -> Child:
     RuntimeError if it ended before that, TimeoutError if it did not answer in time.
     """
     child = Child.start(program.argv, program.env, settings.home / "logs" / f"{program.name}.log", program.name)
+    return _once(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
+
+
+def _once(ready: Callable[[], bool], timeout_s: float, child: Child, what: str) -> Child:
     try:
-        wait_until(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
+        wait_until(ready, timeout_s, child, what)
     except BaseException:
         child.stop()
         raise

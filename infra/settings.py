@@ -101,7 +101,6 @@ class Settings(Frozen):
         os.environ.pop(f"{PREFIX}API_KEYS", None)
 
     def process_variables(self) -> dict[str, str]:
-        offline = {} if self.hub else {"HF_HUB_OFFLINE": "1"}
         return {
             "PREFECT_HOME": str(self.home / "prefect"),
             # Neither is implied by PREFECT_HOME; the default serializer is pickle.
@@ -120,7 +119,7 @@ class Settings(Frozen):
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            **offline,
+            **({} if self.hub else {"HF_HUB_OFFLINE": "1"}),
         }
 
 

@@ -64,6 +64,10 @@ class ProcessRecord(Frozen):
     ready: bool
     log: str
 
+    @property
+    def state(self) -> str:
+        return "running" if self.ready else "starting" if self.pid else "down"
+
 
 class UpState(Frozen):
     """The state file's content; `identity` tells the supervisor from a later process of the same number."""
@@ -182,8 +186,7 @@ class Supervisor:
 
     def _start(self, program: Program) -> None:
         self._started_s[program.name] = time.monotonic()
-        log_path = self._home / "logs" / f"{program.name}.log"
-        self._children[program.name] = Child.start(program.argv, program.env, log_path, program.name)
+        self._children[program.name] = Child.start(program.argv, program.env, self._log(program), program.name)
         if not program.health:
             self._ready.add(program.name)
 
@@ -199,24 +202,26 @@ class Supervisor:
             self._untold = False
 
     def _write(self) -> None:
-        running = []
-        for program in self._programs:
-            child = self._children.get(program.name)
-            running.append(
-                ProcessRecord(
-                    name=program.name,
-                    url=program.url,
-                    pid=child.pid if child is not None and child.poll() is None else None,
-                    restarts=self._restarts[program.name],
-                    ready=program.name in self._ready,
-                    log=str(self._home / "logs" / f"{program.name}.log"),
-                )
+        alive = {name: child.pid for name, child in self._children.items() if child.poll() is None}
+        running = tuple(
+            ProcessRecord(
+                name=program.name,
+                url=program.url,
+                pid=alive.get(program.name),
+                restarts=self._restarts[program.name],
+                ready=program.name in self._ready,
+                log=str(self._log(program)),
             )
+            for program in self._programs
+        )
         pid = os.getpid()
         identity = process_identity(pid)
         assert identity is not None
-        state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=tuple(running), failure=self._failure)
+        state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=running, failure=self._failure)
         write_atomic(self._home / STATE, json.dumps(state.model_dump(), indent=1) + "\n")
+
+    def _log(self, program: Program) -> Path:
+        return self._home / "logs" / f"{program.name}.log"
 
 
 def _port_held(program: Program) -> bool:

@@ -104,6 +104,9 @@ class Fell(Frozen):
     why: Why = "fell"
     attempts: int = 0
 
+    def as_fall(self) -> Fall:
+        return Fall(since_ms=self.now_ms, **self.model_dump(exclude={"now_ms"}))
+
 
 class Recovered(Frozen):
     """A domain is where its draft promised it to be, or is "low" no more."""
@@ -148,14 +151,14 @@ def step(state: State, event: Event) -> State:
     """Return what a state becomes by an event; what an event says nothing about stays."""
     match state, event:
         case Ok(), Fell():
-            return Fallen(fall=_fall(event))
+            return Fallen(fall=event.as_fall())
         case Fallen(fall=fall) | Due(fall=fall), Fell(why="low") if (fall.why, fall.draft) != ("low", event.draft):
             told = event.model_dump(include={"draft", "promised", "served", "why"})
             return state.model_copy(update={"fall": fall.model_copy(update=told)})  # what was tried did not help it
         case Fallen(fall=fall) | Due(fall=fall), Fell() if (
             fall.why == event.why == "fell" and fall.draft != event.draft
         ):
-            return Fallen(fall=_fall(event))  # what was tried was tried against another draft
+            return Fallen(fall=event.as_fall())  # what was tried was tried against another draft
         case Fallen(fall=fall) | Due(fall=fall), Recovered() if fall.why == event.why:
             return Ok()
         case Fallen(fall=fall) | Due(fall=fall), Looked():
@@ -167,12 +170,8 @@ def step(state: State, event: Event) -> State:
         case Running(fall=fall), Ended():
             return _ended(fall, event)
         case Running(fall=fall), Lost():
-            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+            return _failed(fall, event)
     return state
-
-
-def _fall(event: Fell) -> Fall:
-    return Fall(since_ms=event.now_ms, **event.model_dump(exclude={"now_ms"}))
 
 
 def _ended(fall: Fall, event: Ended) -> State:
@@ -184,15 +183,15 @@ def _ended(fall: Fall, event: Ended) -> State:
         case "deferred":
             if fall.remaining_s(event.now_ms) >= event.retry.first_s:
                 return Fallen(fall=fall)
-            wait = {"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}
-            return Fallen(fall=fall.model_copy(update=wait))
+            return Fallen(fall=fall.model_copy(update={"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}))
         case "failed" | "promoted":  # a low domain is low no more once the new draft's promise says so
-            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+            return _failed(fall, event)
 
 
-def _waiting(fall: Fall, attempts: int, now_ms: int, retry: Retry) -> Fall:
-    wait = {"attempts": attempts, "wait_from_ms": now_ms, "wait_s": retry.after(attempts)}
-    return fall.model_copy(update=wait)
+def _failed(fall: Fall, event: Ended | Lost) -> Fallen:
+    wait_s = event.retry.after(fall.attempts + 1)
+    changed = {"attempts": fall.attempts + 1, "wait_from_ms": event.now_ms, "wait_s": wait_s}
+    return Fallen(fall=fall.model_copy(update=changed))
 
 
 def _with_true_clock(fall: Fall, now_ms: int) -> Fall:

@@ -229,8 +229,7 @@ def _require_open(db: sqlite3.Connection, window: Window) -> None:
 
 def _num_attempts(db: sqlite3.Connection, window: Window) -> int:
     query = "SELECT count(*) FROM attempts WHERE first_seq = ? AND last_seq = ?"
-    number: int = db.execute(query, (window.first_seq, window.last_seq)).fetchone()[0]
-    return number
+    return int(db.execute(query, (window.first_seq, window.last_seq)).fetchone()[0])
 
 
 def _forget_attempts(db: sqlite3.Connection, window: Window) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from infra.views import NONE, shown
 from infra.views.figures import SIZE_INCHES, new_figure, saved
 from infra.views.results import Grid, Report
 from models.types import Estimate, Frozen
@@ -62,11 +63,8 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
         [row, *(_spread(of_row[metric]) for metric in headings), f"{found.seconds[row]:.0f}"]
         for row, of_row in figures.items()
     ]
-    gains = [
-        [row, *(_gain(of_row[metric]) for metric in headings)]
-        for row, of_row in figures.items()
-        if row != found.baseline
-    ]
+    others = {row: of_row for row, of_row in figures.items() if row != found.baseline}
+    gains = [[row, *(_gain(of_row[metric]) for metric in headings)] for row, of_row in others.items()]
     mean = f"mean over {num_seeds} {'seed' if num_seeds == 1 else 'seeds'}"
     grids = [Grid(mean, ["", *headings.values(), "seconds, all seeds"], values)]
     notes = []
@@ -108,8 +106,7 @@ def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Ma
 
     Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
     """
-    names, (width, _) = list(rows), SIZE_INCHES
-    num_across = min(3, len(headings))
+    names, (width, _), num_across = list(rows), SIZE_INCHES, min(3, len(headings))
     num_down = -(-len(headings) // num_across)
     figure = new_figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))))
     panels = figure.subplots(num_down, num_across, sharey=True, squeeze=False)
@@ -183,9 +180,7 @@ def row_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def number(value: float | None) -> str:
     """Return a figure in four digits, "–" for none."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return shown(value, ".4g" if value is None or abs(value) < 10_000 else ",.0f")
 
 
 def _counted(interval: Estimate) -> bool:
@@ -194,15 +189,12 @@ def _counted(interval: Estimate) -> bool:
 
 
 def _spread(figure: MethodFigure) -> str:
-    if figure.interval is None or _counted(figure.interval):
-        return number(figure.value)
-    return f"{number(figure.value)} ± {number(figure.interval.high - figure.interval.value)}"
+    mean, interval = number(figure.value), figure.interval
+    return mean if interval is None or _counted(interval) else f"{mean} ± {number(interval.high - interval.value)}"
 
 
 def _gain(figure: MethodFigure) -> str:
-    if figure.gain is None:
-        return "–"
-    if _counted(figure.gain):
-        return number(figure.gain.value)
-    low, high = number(figure.gain.low), number(figure.gain.high)
-    return f"{number(figure.gain.value)} ({low} to {high}){'*' if figure.differs else ''}"
+    if (gain := figure.gain) is None:
+        return NONE
+    ends = f" ({number(gain.low)} to {number(gain.high)}){'*' if figure.differs else ''}"
+    return number(gain.value) + ("" if _counted(gain) else ends)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from infra.status import ServiceStatus
-from infra.views import MEANING
+from infra.views import MEANING, shown
 from infra.views.charts import bar_chart
 from infra.views.page import Card, Figure, Table, render
 
@@ -23,10 +23,10 @@ def dashboard(status: ServiceStatus, now: datetime) -> str:
         seen=now.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"),
         meaning=MEANING,
         shown_cards=_cards(status),
-        serving=Table("What serves, and why", ("what", "now"), frozenset(), told_of(status)),
+        serving=Table("What serves, and why", ("what", "now"), told_of(status)),
         speed=_speed(status),
         acceptance=_acceptance(status),
-        counts=Table("Counts", ("what", "since the start"), frozenset(), _counts(status)),
+        counts=Table("Counts", ("what", "since the start"), _counts(status)),
     )
 
 
@@ -72,44 +72,30 @@ def _why_off(status: ServiceStatus) -> str:
 def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
     if not status.speed:
         return None
-    chart = bar_chart(
-        "speed",
-        "Speed of one request, by domain",
-        "Tokens a second of one request without a draft and as it is drafted, for each domain. The table has the same.",
-        {
-            domain: {"without a draft": speed.plain_tokens_per_s, "as drafted": speed.tokens_per_s}
-            for domain, speed in status.speed.items()
-        },
-        "tokens a second",
+    speeds = status.speed.items()
+    told = (
+        "Tokens a second of one request without a draft and as it is drafted, for each domain. The table has the same."
     )
-    table = Table(
-        "Speed of one request, tokens a second",
-        ("domain", "without a draft", "as drafted", "gain"),
-        frozenset({1, 2, 3}),
-        [
-            (domain, f"{speed.plain_tokens_per_s:.1f}", f"{speed.tokens_per_s:.1f}", speed.gain)
-            for domain, speed in status.speed.items()
-        ],
-    )
+    bars = {
+        domain: {"without a draft": speed.plain_tokens_per_s, "as drafted": speed.tokens_per_s}
+        for domain, speed in speeds
+    }
+    chart = bar_chart("speed", "Speed of one request, by domain", told, bars, "tokens a second")
+    rows = [
+        (domain, f"{speed.plain_tokens_per_s:.1f}", f"{speed.tokens_per_s:.1f}", speed.gain) for domain, speed in speeds
+    ]
+    columns = ("domain", "without a draft", "as drafted", "gain")
     caption = "From the times of steps; without a draft, from what plain steps take. Gains have a 95% interval."
-    return Figure(chart, caption), table
+    return Figure(chart, caption), Table("Speed of one request, tokens a second", columns, rows, {1, 2, 3})
 
 
 def _acceptance(status: ServiceStatus) -> Table:
-    return Table(
-        "The last requests that the present draft drafted alone, by domain",
-        ("domain", "requests", "τ", "acceptance rate"),
-        frozenset({1, 2, 3}),
-        [
-            (
-                domain,
-                f"{figures.requests:,}",
-                f"{figures.mean_accepted_length:.2f}",
-                "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.1%}",
-            )
-            for domain, figures in status.acceptance.items()
-        ],
-    )
+    rows = [
+        (domain, f"{one.requests:,}", f"{one.mean_accepted_length:.2f}", shown(one.acceptance_rate, ".1%"))
+        for domain, one in status.acceptance.items()
+    ]
+    columns = ("domain", "requests", "τ", "acceptance rate")
+    return Table("The last requests that the present draft drafted alone, by domain", columns, rows, {1, 2, 3})
 
 
 def _counts(status: ServiceStatus) -> list[tuple[str, str]]:

@@ -4,12 +4,12 @@ Each draft's run in MLflow keeps a page (gate.md), the same as data (gate.json) 
 (gate.svg). They are written from one object, so that they can't disagree.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
-from infra.views import MEANING
+from infra.views import MEANING, NONE, shown
 from infra.views.charts import interval_chart, write_charts
 from models.types import (
     PASSED,
@@ -86,27 +86,24 @@ def thresholds(test: GateTest) -> dict[str, str]:
 
 def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
     """Return the columns and one row a domain, ready to be shown."""
+    domains = report.domains.items()
+    sizes = {domain: (domain, str(one.num_conversations)) for domain, one in domains}
     if report.test is None:
         return ("domain", "conversations", "τ", "vocabulary"), [
-            (domain, str(one.num_conversations), _tau(one.tau_after), _share(one.coverage))
-            for domain, one in report.domains.items()
+            (*sizes[domain], shown(one.tau_after, ".3f"), shown(one.coverage, ".1%")) for domain, one in domains
         ]
     floor = f"{-report.test.params.floor:+.1%}"
     before = ("domain", "conversations", "τ before", "τ after", "best τ", "vocabulary")
-    columns = (*before, "change", "lower bound", "floor", "verdict")
-    return columns, [
+    return (*before, "change", "lower bound", "floor", "verdict"), [
         (
-            domain,
-            str(one.num_conversations),
-            _tau(one.tau_before),
-            _tau(one.tau_after),
-            _tau(one.reference),
-            _share(one.coverage),
-            *(("–", "–") if one.change is None else (f"{one.change.value:+.1%}", f"{one.change.low:+.1%}")),
+            *sizes[domain],
+            *(shown(tau, ".3f") for tau in (one.tau_before, one.tau_after, one.reference)),
+            shown(one.coverage, ".1%"),
+            *((NONE, NONE) if one.change is None else (f"{one.change.value:+.1%}", f"{one.change.low:+.1%}")),
             floor,
             _standing(one),
         )
-        for domain, one in report.domains.items()
+        for domain, one in domains
     ]
 
 
@@ -118,13 +115,11 @@ def markdown(report: GateReport) -> str:
         lines.append(_origin(test))
         if test.left_out:
             lines.append(f"Without a conversation to score: {', '.join(test.left_out)}.")
-        lines += ["", "## What was required", ""]
-        lines += [f"- {name}: {value}" for name, value in thresholds(test).items()]
-        lines.append("")
+        required = (f"- {name}: {value}" for name, value in thresholds(test).items())
+        lines += ["", "## What was required", "", *required, ""]
     if report.reasons:
         lines += ["## Reasons", "", *(f"- {reason}" for reason in report.reasons), ""]
-    lines.append(f"{MEANING}, at K = {report.num_draft_tokens}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, f"{MEANING}, at K = {report.num_draft_tokens}.", ""])
 
 
 def write_files(report: GateReport, folder: Path) -> list[Path]:
@@ -152,57 +147,44 @@ def change_chart(key: str, title: str, report: GateReport) -> Markup | None:
     return interval_chart(key, title, description, changes, lines, "change of τ, % of the domain's best")
 
 
-def _traffic_in_words(last: Estimate | None) -> list[str]:
-    if last is None:
-        return []
-    ends = f"{last.low:+.3f} to {last.high:+.3f}, 95%"
-    return [f"The traffic of its last window, by how often each is asked, gains {last.value:+.3f} ({ends})."]
+def _traffic_in_words(last: Estimate | None) -> Iterator[str]:
+    if last is not None:
+        ends = f"{last.low:+.3f} to {last.high:+.3f}, 95%"
+        yield f"The traffic of its last window, by how often each is asked, gains {last.value:+.3f} ({ends})."
 
 
-def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams) -> list[str]:
+def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams) -> Iterator[str]:
     losing = [f"{domain} ({one.change.low:+.1%})" for domain, one in domains.items() if one.refusals and one.change]
     loose = [f"{domain} ({one.num_conversations})" for domain, one in domains.items() if not one.binding]
     most = f"{params.floor:.1%} of the best τ"
-    said = [f"The challenger was not found to lose more than {most} in any domain."]
     if losing:
-        said = [f"By the lower bound the challenger may lose more than {most} in {', '.join(losing)}."]
+        yield f"By the lower bound the challenger may lose more than {most} in {', '.join(losing)}."
+    else:
+        yield f"The challenger was not found to lose more than {most} in any domain."
     if loose:
-        said.append(f"Too few conversations, or too short ones, for a floor to hold: {', '.join(loose)}.")
-    return said
+        yield f"Too few conversations, or too short ones, for a floor to hold: {', '.join(loose)}."
 
 
 def _consequence(verdict: GateVerdict | None, champion: int | None) -> str:
-    if verdict == PASSED:
-        return "So it may serve."
-    return f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
+    stays = f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
+    return "So it may serve." if verdict == PASSED else stays
 
 
 def _origin(test: GateTest) -> str:
+    compared = f"compared with draft {test.parent}"
     if test.returns is not None:
-        return (
-            f"Draft {test.returns}, which served before, compared with draft {test.parent}; it was not trained again."
-        )
+        return f"Draft {test.returns}, which served before, {compared}; it was not trained again."
     if test.rows is None:
-        return f"Trained elsewhere, and compared with draft {test.parent}."
+        return f"Trained elsewhere, and {compared}."
     first, last = test.rows
     start = f"from draft {test.parent}" if test.continues is None else f"on from draft {test.continues}"
-    return f"Trained {start} on rows {first} to {last} of the query log, and compared with draft {test.parent}."
+    return f"Trained {start} on rows {first} to {last} of the query log, and {compared}."
 
 
 def _standing(evidence: DomainEvidence) -> str:
-    if not evidence.binding:
-        return "says too little to block"
-    if not evidence.refusals:
-        return "keeps its floor"
-    return "may lose"
-
-
-def _tau(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+    return (
+        "says too little to block" if not evidence.binding else "may lose" if evidence.refusals else "keeps its floor"
+    )
 
 
 def _line(cells: Iterable[str]) -> str:

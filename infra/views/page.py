@@ -3,7 +3,7 @@
 A page loads nothing and runs no script. All text in it is escaped by its template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, the columns, which of them hold figures, and rows of text."""
+    """A caption, the columns, rows of text, and which columns hold figures."""
 
     caption: str
     columns: Sequence[str]
-    numeric: frozenset[int]
     rows: Sequence[Sequence[str]]
+    numeric: Collection[int] = ()
 
 
 @dataclass(frozen=True)

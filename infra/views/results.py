@@ -63,10 +63,8 @@ def publish(
         out.print(table)
     for line in report.notes:
         out.print(line, markup=False, highlight=False)
-    for name in (RESULT, BLOCK):
-        out.print(f"{folder / name}", soft_wrap=True)
-    if report.picture is not None:
-        out.print(f"{report.picture}", soft_wrap=True)
+    for file in filter(None, (folder / RESULT, folder / BLOCK, report.picture)):
+        out.print(f"{file}", soft_wrap=True)
     print(json.dumps(result, allow_nan=False))
     return result
 
