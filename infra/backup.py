@@ -76,7 +76,6 @@ def databases(settings: Settings) -> dict[str, Path]:
 
 
 def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) -> list[str]:
-    """Copy the databases that there are into a folder, and return their names."""
     there = {name: file for name, file in databases(settings).items() if file.is_file() and name not in but}
     for name, file in there.items():
         copy_database(file, folder / name)
@@ -188,7 +187,6 @@ def _require_same_home(settings: Settings, work: Path, file: Path) -> None:
 
 
 def _copy_torn(settings: Settings, copies: Path) -> set[str]:
-    """Copy the databases that can't be read as they are, and return their names."""
     torn = set()
     for name, file in databases(settings).items():
         if not file.is_file():

@@ -21,13 +21,10 @@ _HAS_LOCKS = sys.platform == "linux"
 
 
 class Busy:
-    """The lock of a home, for the service that holds it or for who looks at it."""
-
     def __init__(self, home: Path) -> None:
         self._file = os.open(home / BUSY_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def tell(self, answering: bool) -> None:
-        """Say whether requests are being answered."""
         if _HAS_LOCKS:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK if answering else fcntl.F_UNLCK))
 
@@ -56,7 +53,6 @@ class Busy:
 
 
 def cores() -> set[str]:
-    """Return the names of the cores that this process may use."""
     return {f"core {number}" for number in os.sched_getaffinity(0)}
 
 

@@ -30,7 +30,6 @@ class CapturedFiles:
         return sum(stat.st_size for _, stat in self._files())
 
     def forget(self, row_ids: Iterable[str]) -> int:
-        """Remove the files of rows; return how many there were."""
         return sum(_removed(self.path_of(row_id)) for row_id in row_ids)
 
     def forget_others(self, row_ids: Iterable[str], older_than_s: float) -> int:

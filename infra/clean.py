@@ -93,7 +93,6 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
 
 
 def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Version], pool: int) -> set[int]:
-    """Return the drafts whose files are never removed."""
     champion = registry.champion("draft")
     if champion is None:
         return {version.number for version in versions}

@@ -99,11 +99,9 @@ class Client:
         return parse_status(self._http.get("/redraft/status").raise_for_status().content, self.url)
 
     def metrics(self) -> str:
-        """Return the service's metrics in Prometheus' text format; httpx.HTTPError likewise."""
         return self._http.get("/metrics").raise_for_status().text
 
     def speculate(self, on: bool) -> None:
-        """Switch speculation; httpx.HTTPError if the service does not."""
         self._http.post("/redraft/speculation", json={"on": on}).raise_for_status()
 
     def wait_for_draft(

@@ -186,5 +186,4 @@ def _check_disk(home: Path) -> Check:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that there is."""
     return next(one for one in (path, *path.parents) if one.exists())

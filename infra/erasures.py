@@ -121,7 +121,6 @@ class Erasures:
         return certificate
 
     def last(self) -> int:
-        """Return the number of the erasure that was begun last, 0 before the first."""
         return int(self._file.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
     def unfinished(self) -> list[tuple[int, Certificate]]:

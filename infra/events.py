@@ -75,7 +75,6 @@ class Emitter:
         return EventCounts(sent=self.sent, dropped=self.dropped, last_error=self.last_error)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what is queued and end the thread."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:

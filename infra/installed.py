@@ -54,7 +54,6 @@ def version_of(name: str) -> str | None:
 
 
 def suffix_version() -> str | None:
-    """Return the version of the suffix trees of vLLM, None if they are not there."""
     found = distributions(name=SUFFIX_PACKAGE, path=[str(SUFFIX_TREES)])
     return next((one.version for one in found), None)
 

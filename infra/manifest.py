@@ -18,8 +18,6 @@ MANIFEST_NAME = "manifest.json"
 
 
 class FileEntry(Frozen):
-    """One file: the sha256 of its content and its size in bytes."""
-
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
 

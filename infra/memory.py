@@ -22,8 +22,6 @@ CGROUP_FILES = (
 
 
 class MemoryUsage(NamedTuple):
-    """A reading, in bytes."""
-
     total: int
     used: int
 

@@ -26,8 +26,6 @@ POST_PROMOTION, WORK = "post_promotion", "work"
 
 
 class Compared(Frozen):
-    """A request with both drafts' tokens per step on it."""
-
     seq: int = Field(ge=1)
     domain: str
     tau: float = Field(ge=1, allow_inf_nan=False)
@@ -65,11 +63,9 @@ class PostPromotionTest(Frozen):
 
     @property
     def losses(self) -> dict[str, Finding]:
-        """The domains that lost more than they may."""
         return {domain: found for domain, found in self.found.items() if found.lost}
 
     def told(self) -> str:
-        """Say in a line what the requests say so far."""
         if self.blind:
             seen = f"none of the last {self.num_unreadable} requests" if self.num_unreadable else "no request"
             return f"blind, {seen} of draft {self.draft} may be read"
@@ -88,8 +84,6 @@ class PostPromotionTest(Frozen):
 
 
 class PostPromotionTests:
-    """The post-promotion tests of a home folder."""
-
     def __init__(self, settings: Settings) -> None:
         self.folder = settings.home / POST_PROMOTION
 
@@ -109,12 +103,10 @@ class PostPromotionTests:
             self.sweep()
 
     def find(self, draft: int, previous: int) -> PostPromotionTest | None:
-        """Return the test of two drafts, None if there was none yet."""
         file = self._file(draft, previous)
         return PostPromotionTest.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     def of_draft(self, draft: int) -> PostPromotionTest | None:
-        """Return a draft's newest test, None if there was none yet."""
         files = sorted(self.folder.glob(f"{draft}-*.json"), key=lambda file: file.stat().st_mtime_ns)
         return PostPromotionTest.model_validate_json(files[-1].read_bytes()) if files else None
 

@@ -34,8 +34,6 @@ class LogStats(Frozen):
 
 
 class QueryLog(LogFile):
-    """The rows of a log; its other parts stand beside them in the same file."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.windows, self.erasures = Windows(self), Erasures(self)
@@ -76,7 +74,6 @@ class QueryLog(LogFile):
         return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
 
     def latest(self, num_rows: int) -> list[QueryRow]:
-        """Return the last rows, of any consent, by seq."""
         return self._read("seq IN (SELECT seq FROM rows ORDER BY seq DESC LIMIT ?)", (num_rows,))
 
     def replay(self, per_domain: int, before_seq: int, seed: int = 0) -> list[QueryRow]:

@@ -27,8 +27,6 @@ class Outdated(ValueError):
 
 
 class Registry:
-    """The versions in one MLflow store, which is reached at first use."""
-
     def __init__(self, uri: str, artifact_root: Path) -> None:
         self.store = Store(uri, artifact_root)
         self._threads = threading.RLock()

@@ -66,7 +66,6 @@ class Sketches:
             db.executemany(query, ((seq, _name_of(secret), turn, grams) for seq, turn, grams in made))
 
     def read(self, secret: bytes) -> list[SketchedRow]:
-        """Return all that have one, by seq."""
         query = """SELECT seq, domain, group_hash, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
             JOIN rows USING (seq) WHERE secret = ? ORDER BY seq"""
         return [SketchedRow(*columns) for columns in self._file.connection().execute(query, (_name_of(secret),))]
@@ -98,8 +97,6 @@ class Change(NamedTuple):
 
 
 class RegressionSets:
-    """The regression sets of a log."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
@@ -107,7 +104,6 @@ class RegressionSets:
         return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM regression_sets ORDER BY seq")]
 
     def by_domain(self) -> dict[str, RegressionSet]:
-        """Return domain to its set; one without members has none."""
         query = """SELECT domain, count(*), max(time_ms) FROM regression_sets JOIN rows USING (seq)
             GROUP BY domain ORDER BY domain"""
         return {domain: RegressionSet(*found) for domain, *found in self._file.connection().execute(query)}

@@ -60,7 +60,6 @@ class Store:
         return run_id
 
     def recorded(self, name: str) -> list[dict[str, float]]:
-        """Return the metrics of the runs recorded as `name`, newest first."""
         with translated(f"look up runs named {name}"):
             runs = self.client.search_runs(
                 [self.experiment_id], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"]

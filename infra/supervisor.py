@@ -83,7 +83,6 @@ class UpState(Frozen):
         return all(program.ready for program in self.programs)
 
     def url(self, name: str) -> str:
-        """Return where a program is found, "" if it is not one of these."""
         return next((program.url for program in self.programs if program.name == name), "")
 
 

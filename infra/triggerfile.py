@@ -121,7 +121,6 @@ def since(from_ms: int, at_ms: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in the largest unit that it fills."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -200,7 +199,6 @@ class TriggerFile:
                 _keep(db, _next(wish))
 
     def note(self, fact: LastLook | Need) -> None:
-        """Keep what was seen at a look, or what a run took."""
         with self._open() as db, writing(db):
             _keep(db, fact)
 

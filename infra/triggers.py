@@ -26,7 +26,6 @@ class Retry(Frozen):
     most_s: float = Field(gt=0)
 
     def after(self, attempts: int) -> float:
-        """Return the seconds to wait after so many failed runs, from 1."""
         return min(self.most_s, self.first_s * 2.0 ** min(attempts - 1, 62))
 
 
@@ -56,7 +55,6 @@ class Fall(Frozen):
         return f"{domain} fell to τ {self.served:.2f}, {self.promised:.2f} was promised"
 
     def remaining_s(self, now_ms: int) -> float:
-        """Return how much of the wait is left, at most all of it."""
         return min(self.wait_s, max(0.0, self.wait_s - (now_ms - self.wait_from_ms) / 1000))
 
 

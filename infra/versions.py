@@ -85,8 +85,6 @@ class Version(Frozen):
 
 
 class Pair(Frozen):
-    """A target and the draft that is served with it: registry entries and checked local files."""
-
     target: Version
     draft: Version
     target_files: Artifact
@@ -114,7 +112,6 @@ def cached(version: Version, cache: Path) -> Path:
 
 
 def is_quarantined(version: Version) -> bool:
-    """Return whether the version must never be served."""
     return "quarantined" in version.tags
 
 

@@ -44,7 +44,6 @@ class Queue(Frozen):
         return sum(counts["full"] for counts in self._of(domain))
 
     def kept_back(self, domain: str = OTHER_DOMAINS) -> int:
-        """Return how many may not."""
         logged = sum(counts.total() - counts["full"] for counts in self._of(domain))
         return logged + self.unlogged if domain == OTHER_DOMAINS else logged
 

@@ -193,7 +193,6 @@ class Windows:
         return counter(self._file.connection(), "cursor")
 
     def last(self) -> Window | None:
-        """Return the window that was committed last, None before the first."""
         return _read_window(self._file.connection(), "SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1")
 
     def _renew(self, window: Window, lease_s: float) -> bool:
@@ -265,7 +264,6 @@ def attempt_at(db: sqlite3.Connection) -> Attempt | None:
 
 
 def windows_set_aside(db: sqlite3.Connection) -> tuple[SetAside, ...]:
-    """Return the windows that no attempt got through, oldest first."""
     # Beside max(), SQLite takes the other columns from the row that has the maximum.
     query = """SELECT first_seq, last_seq, num_rows, max(number), time_ms, error
         FROM set_aside JOIN attempts USING (first_seq, last_seq) GROUP BY first_seq, last_seq ORDER BY first_seq"""

@@ -27,7 +27,6 @@ class Job:
         return frozenset(row.id for row in self.rows)
 
     def keep(self, **found: Any) -> None:
-        """Change fields of the certificate, and write it to the journal."""
         self.certificate = self.certificate.with_(**found)
         self.log.erasures.enter(self.certificate, self._step)
 

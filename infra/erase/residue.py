@@ -31,7 +31,6 @@ BUSY_S, POLL_S = 30.0, 0.2
 
 
 def redact_residue(job: Job) -> None:
-    """Overwrite the rows' text in every other file."""
     home = job.settings.home
     for start in range(0, len(job.rows), BATCH_ROWS):
         search = _search(job, start)
@@ -84,7 +83,6 @@ def _files(job: Job) -> Iterator[Path]:
 
 
 def _redact(file: Path, search: Search, job: Job) -> int:
-    """Overwrite the text in a file, and return in how many places it was."""
     if file == job.log.path:
         return _redact_database(file, search, ("attempts",))
     if file.name.endswith(("-wal", "-shm")):

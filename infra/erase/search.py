@@ -42,7 +42,6 @@ class Search:
         self._table[_places(wanted)] = True
 
     def stands_in(self, file: Path) -> bool:
-        """Return whether a file of any size has the text."""
         if not file.stat().st_size:
             return False
         with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:

@@ -103,7 +103,6 @@ def _rewritten(job: Job, directory: Path, num_rows: int) -> Rewritten:
 
 
 def _point(job: Job, rewritten: Rewritten) -> None:
-    """Have the versions that name a snapshot name what is left of it."""
     registry = open_registry(job.settings)
     with translated(f"naming what is left of {rewritten.snapshot}"):
         for version in registry.versions("draft"):

@@ -8,5 +8,4 @@ MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verificat
 
 
 def shown(value: float | None, form: str) -> str:
-    """Return a figure by a format such as ".2f"."""
     return NONE if value is None else f"{value:{form}}"

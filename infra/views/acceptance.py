@@ -26,8 +26,6 @@ class Served(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """The first request, by its number, that another draft drafted for."""
-
     number: int
     draft: int
 
@@ -44,8 +42,6 @@ class Group(Frozen):
 
 
 class Acceptance(NamedTuple):
-    """A stretch of requests in their order, and their sums by domain and draft."""
-
     served: Sequence[Served]
     groups: Sequence[Group]
 

@@ -31,8 +31,6 @@ Point = tuple[float, float]
 
 
 class Axis(NamedTuple):
-    """A range of values on a range of pixels."""
-
     low: float
     high: float
     start: float
@@ -43,7 +41,6 @@ class Axis(NamedTuple):
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Return round values in the range, about six."""
         rough = (self.high - self.low) / 6
         size = 10 ** math.floor(math.log10(rough))
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)

@@ -31,7 +31,6 @@ class MethodFigure(Frozen):
 
     @property
     def differs(self) -> bool:
-        """Whether the interval of the difference from the baseline leaves out 0."""
         return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
 
 
@@ -184,7 +183,6 @@ def number(value: float | None) -> str:
 
 
 def _counted(interval: Estimate) -> bool:
-    """Whether an interval has no width, as that of something that is the same under every seed."""
     return isclose(interval.low, interval.high, rel_tol=1e-9)
 
 

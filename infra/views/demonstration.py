@@ -12,7 +12,6 @@ Compared = Mapping[str, Any]
 
 
 def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
-    """Print what the demonstration found, as it stands in its `result.json`."""
     domains: dict[str, Compared] = result["domains"]
     table = Table("", *domains, title=f"held-out prompts, K = {result['num_draft_tokens']}, greedy")
     told = [_rows(compared) for compared in domains.values()]
@@ -40,7 +39,6 @@ def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _rows(compared: Compared) -> dict[str, str]:
-    """Return what is told of a domain, by name."""
     before, after = compared["before"], compared["after"]
 
     def interval(found: Mapping[str, float] | None, form: str = ".2f") -> str:

@@ -44,7 +44,6 @@ def headline(report: GateReport) -> str:
 
 
 def explain(report: GateReport) -> str:
-    """Return in plain words what was asked and what the answer was."""
     test = report.test
     if test is None:
         return (
@@ -69,7 +68,6 @@ def explain(report: GateReport) -> str:
 
 
 def thresholds(test: GateTest) -> dict[str, str]:
-    """Return what the candidate was held to: name to value, in words."""
     params = test.params
     return {
         "gain over all windows": f"lower bound above 0, wrong with a chance of {test.alpha:.2%}",
@@ -85,7 +83,6 @@ def thresholds(test: GateTest) -> dict[str, str]:
 
 
 def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
-    """Return the columns and one row a domain, ready to be shown."""
     domains = report.domains.items()
     sizes = {domain: (domain, str(one.num_conversations)) for domain, one in domains}
     if report.test is None:

@@ -16,7 +16,6 @@ from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:
-    """Print drafts with lineage and verdict, the query log, the service, and what runs where."""
     out.print(_drafts(seen) if seen.drafts else "no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
         told = "; ".join(filter(None, (last.returns, last.reasons)))

@@ -13,8 +13,6 @@ from markupsafe import Markup
 
 
 class Card(NamedTuple):
-    """A figure at the head of a page, with its name and what belongs to it."""
-
     name: str
     value: str
     note: str
@@ -22,8 +20,6 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, the columns, rows of text, and which columns hold figures."""
-
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -32,8 +28,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart and the sentence below it."""
-
     chart: Markup
     caption: str
 
@@ -48,5 +42,4 @@ TEMPLATES = Environment(
 
 
 def render(template: str, **shown: Any) -> str:
-    """Return a page as HTML, of a template beside this file and what it names."""
     return TEMPLATES.get_template(template).render(**shown)
