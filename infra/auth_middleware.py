@@ -56,11 +56,12 @@ class AuthMiddleware:
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
-        if _name_of(host) not in self._names:
+        host = headers.get(b"host", "").lower()
+        name, _, port = host.rpartition(":")
+        if (name if port.isdigit() else host) not in self._names:
             return 403, "this machine is asked by its own name\n", []
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and urlsplit(origin).netloc.lower() != host:
             return 403, "another site's pages may not ask\n", []
         if self._password is None or scope["path"] in OPEN_PATHS:
             return None
@@ -87,11 +88,6 @@ def mlflow_page() -> Any:
     from mlflow.server.fastapi_app import app
 
     return app
-
-
-def _name_of(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return (name if port.isdigit() else host).lower()
 
 
 def _sent_password(authorization: str) -> bytes:

@@ -130,9 +130,12 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
     with tempfile.TemporaryDirectory(dir=home, prefix=".restore-") as folder:
         work = Path(folder)
         contents = _unpack(file, work)
-        there = any(one.is_file() for one in databases(settings).values())
-        if there:
-            _require_same_home(settings, work, file)
+        if any(one.is_file() for one in databases(settings).values()):
+            own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
+            if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
+                raise ValueError(
+                    f"{home} is not empty, and {file} was taken of another home; set REDRAFT_HOME to a new folder"
+                )
             copies = home / COPIES / f"before-restore-{int(time.time() * 1000)}"
             copies.mkdir(mode=0o700, parents=True)
             torn = _copy_torn(settings, copies)
@@ -176,14 +179,6 @@ def _unpack(file: Path, work: Path) -> Contents:
         if not (work / name).is_file() or file_sha256(work / name) != sha256:
             raise ValueError(f"{file} is damaged: {name} is not what was backed up")
     return contents
-
-
-def _require_same_home(settings: Settings, work: Path, file: Path) -> None:
-    own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
-    if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
-        raise ValueError(
-            f"{settings.home} is not empty, and {file} was taken of another home; set REDRAFT_HOME to a new folder"
-        )
 
 
 def _copy_torn(settings: Settings, copies: Path) -> set[str]:

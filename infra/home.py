@@ -30,7 +30,13 @@ def open_home(settings: Settings) -> None:
         close_to_others(home)
     file = home / FORMAT_FILE
     if file.is_file():
-        _require_format(file)
+        try:
+            number = json.loads(file.read_bytes())["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} does not name the format of a home: {error}") from error
+        if number != FORMAT:
+            reads = f"this version of redraft reads format {FORMAT} alone: {OTHER_FORMAT}"
+            raise ValueError(f"{home} is of format {number!r}, and {reads}")
         return
     if settings.querylog.is_file():  # a home of before formats were numbered has a log that is older too
         log = LogFile(settings.querylog)
@@ -51,15 +57,3 @@ def close_to_others(folder: Path) -> None:
                 continue
             except PermissionError:
                 raise ValueError(f"other users may read {path}, and only its owner can change that") from None
-
-
-def _require_format(file: Path) -> None:
-    try:
-        number = json.loads(file.read_bytes())["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} does not name the format of a home: {error}") from error
-    if number != FORMAT:
-        raise ValueError(
-            f"{file.parent} is of format {number!r}, and this version of redraft reads format {FORMAT} alone: "
-            f"{OTHER_FORMAT}"
-        )

@@ -63,7 +63,15 @@ def check_manifest(directory: Path) -> str:
     Raises:
         ValueError: names the directory or file and its fault.
     """
-    manifest = _read_manifest(directory)
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "content"
+        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
     found = _files(directory)
     for name in manifest.files:
         if name not in found:
@@ -79,18 +87,6 @@ def check_manifest(directory: Path) -> str:
         if sha256 != wanted.sha256:
             raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
     return manifest.digest()
-
-
-def _read_manifest(directory: Path) -> Manifest:
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"]) or "content"
-        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -1,7 +1,5 @@
 """What there is and what runs in a home folder: drafts, the query log, the service, the programs of `redraft up`."""
 
-from pathlib import Path
-
 from pydantic import Field
 
 from infra.home import FORMAT_FILE
@@ -76,6 +74,9 @@ def overview(settings: Settings) -> Overview:
     refreshed = [version for version in versions if version.lineage.window or version.lineage.returns]
     state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
     rows, first_ms = log.waiting()
+    file = settings.home / FORMAT_FILE
+    made = (file if file.is_file() else settings.home).stat()
+    trigger = TriggerFile(settings.querylog).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
@@ -84,15 +85,10 @@ def overview(settings: Settings) -> Overview:
         service=service,
         attached=attached_servers(settings.home),
         programs=() if state is None else state.programs,
-        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)),
+        waiting=waiting_for(champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000),
         regression_sets=log.regression_sets.by_domain(),
         post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )
-
-
-def _made_ms(home: Path) -> int:
-    file = home / FORMAT_FILE
-    return (file if file.is_file() else home).stat().st_mtime_ns // 1_000_000
 
 
 def _draft(version: Version, champion: Version | None) -> DraftOverview:

@@ -240,7 +240,23 @@ class Registry:
         final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".{final.name}.lock"):
-            _download(self.store, version, final)
+            if final.exists():
+                with suppress(ValueError):
+                    _require_digest(final, version)
+                    return final
+                shutil.rmtree(final)
+            with renamed_when_complete(final) as staging:
+                (inner := staging / ".fetched").mkdir()
+                with translated(f"fetching {version.kind} {version.number}"):
+                    from mlflow.artifacts import download_artifacts
+
+                    uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
+                    # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
+                    fetched = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
+                for path in Path(fetched).iterdir():
+                    path.rename(staging / path.name)
+                shutil.rmtree(inner)
+                _require_digest(staging, version)
         return final
 
     def previous_good(self, version: Version) -> Version | None:
@@ -282,29 +298,7 @@ def _replaced_by(version: Version) -> int | None:
     return None
 
 
-def _download(store: Store, version: Version, final: Path) -> None:
-    if final.exists():
-        with suppress(ValueError):
-            _require_digest(final, version)
-            return
-        shutil.rmtree(final)
-    with renamed_when_complete(final) as staging:
-        (inner := staging / ".fetched").mkdir()
-        with translated(f"fetching {version.kind} {version.number}"):
-            from mlflow.artifacts import download_artifacts
-
-            uri = store.client.get_model_version_download_uri(version.kind, str(version.number))
-            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
-            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=store.uri))
-        for path in fetched.iterdir():
-            path.rename(staging / path.name)
-        shutil.rmtree(inner)
-        _require_digest(staging, version)
-
-
 def _require_digest(directory: Path, version: Version) -> None:
-    sha256 = check_manifest(directory)
-    if sha256 != version.sha256:
-        raise ValueError(
-            f"{directory} has digest {sha256}, {version.kind} {version.number} was registered with {version.sha256}"
-        )
+    if (sha256 := check_manifest(directory)) != version.sha256:
+        registered = f"{version.kind} {version.number} was registered with {version.sha256}"
+        raise ValueError(f"{directory} has digest {sha256}, {registered}")

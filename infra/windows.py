@@ -119,12 +119,14 @@ class Windows:
     def hold(self, window: Window, lease_s: float = LEASE_S) -> Iterator[None]:
         """Renew the lease of a claimed window from a thread for as long as the context lasts, or the claim does."""
         done = threading.Event()
+        query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
 
         def renew() -> None:
             try:
                 while not done.wait(lease_s / RENEWALS_PER_LEASE):
-                    with suppress(sqlite3.OperationalError):  # locked or full: the next one comes before the lease ends
-                        if not self._renew(window, lease_s):
+                    # Locked or full: the next one comes before the lease ends.
+                    with suppress(sqlite3.OperationalError), self._file.transaction() as db:
+                        if not db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount:
                             return
             finally:
                 self._file.close()
@@ -194,11 +196,6 @@ class Windows:
 
     def last(self) -> Window | None:
         return _read_window(self._file.connection(), "SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1")
-
-    def _renew(self, window: Window, lease_s: float) -> bool:
-        query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
-        with self._file.transaction() as db:
-            return db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount == 1
 
 
 def _window(db: sqlite3.Connection, first_seq: int, last_seq: int, owner: str) -> Window:
