@@ -40,10 +40,7 @@ class Artifact(Frozen):
 
 @contextmanager
 def renamed_when_complete(final: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `final` when the block ends, flushed, and is removed when it raises.
-
-    The block answers for the manifest; see `staged`.
-    """
+    """Yield an empty directory that becomes `final`, flushed, when the block ends, which answers for the manifest."""
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_staging(final.parent)
     staging = _sibling(final, "staging")
@@ -79,10 +76,7 @@ def discard(directory: Path) -> None:
 
 
 def sweep_staging(parent: Path) -> list[Path]:
-    """Remove what dead processes left half-made in `parent`, and put back what they had renamed aside.
-
-    Returns the leftovers; what a process holds stays.
-    """
+    """Remove what dead processes left half-made in `parent`, put back what they had renamed aside, and return both."""
     swept = []
     with lock_folder(parent):
         for path in sorted(parent.iterdir()):

@@ -1,7 +1,6 @@
 """Files of hidden states that were captured of served rows: one a row, in a folder beside the query log.
 
-They count as text. Each is written for a row with full consent whose text was not scrubbed, and goes with it, after a
-training that had the row, or by age.
+They count as text: each goes with its row, after a training that had the row, or by age.
 """
 
 import hashlib

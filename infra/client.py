@@ -77,11 +77,7 @@ class Client:
     def __init__(
         self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, *, operates: bool = True
     ) -> None:
-        """Connect at the first question.
-
-        With false `operates` the key is a client's or missing: nothing but chats is answered, without counts of each
-        step.
-        """
+        """Connect at the first question; with false `operates` the key may do nothing but chat."""
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._detail = {"X-Redraft-Detail": "steps"} if operates else {}
@@ -171,10 +167,7 @@ class Client:
         on_answer: Callable[[Answer], None],
         pause_s: float = 0.0,
     ) -> None:
-        """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
-
-        `stop` is asked before each request, and running ones are waited for.
-        """
+        """Send greedy chats over and over, with nothing logged, until `stop`, which is asked before each."""
         waiting = itertools.cycle(chats)
         async with self._chats(concurrency) as connection:
 

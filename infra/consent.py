@@ -139,10 +139,7 @@ def subject_of(key: str | None, user: object) -> str | None:
 
 
 def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
-    """Return the hashes of all names that a request or a row has for whom it is for, each once; see `subject_of`.
-
-    `key` is the hash of the API key. ValueError if a name is no text.
-    """
+    """Return the hashes of all names of whom a request or a row is for, each once; ValueError if a name is no text."""
     names = []
     for field in NAMED_BY:
         if (name := said.get(field)) is not None and not isinstance(name, str):

@@ -45,12 +45,10 @@ class Certificate(Frozen):
     Attributes:
         subjects: hashes of whom it was for; none where it went by age.
         older_than_ms: rows served before this Unix time; None where it went by subject.
-        sketches: how many of the rows had been sketched.
         regression_rows: domain to how many of them were in its regression set.
         windows: that they had been claimed in, as far as known.
         drafts: version to what it saw of the rows, role to number; weights can't unlearn.
         descendants: versions that were trained on from one of these.
-        removed: caches and work folders that were removed.
         redacted: file to how many places were overwritten in it.
     """
 

@@ -46,10 +46,7 @@ def database(home: Path) -> Path:
 
 
 def days(file: Path) -> list[Day]:
-    """Return the days of a history, oldest first; none if there is no file, or Prefect has not made its tables yet.
-
-    sqlite3.Error if it is torn or locked.
-    """
+    """Return the days of a history, oldest first; none without file or tables; sqlite3.Error if it is torn."""
     if not file.is_file():
         return []
     with closing(_connect(file)) as db:

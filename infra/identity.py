@@ -7,10 +7,7 @@ PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent
 
 
 def process_identity(pid: int) -> str | None:
-    """Return what tells a process from a later one with the same id; None without such a process, or for a zombie.
-
-    It is the boot, the pid namespace and the start time.
-    """
+    """Return what tells a process from a later one with the same id; None without such a process, or for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

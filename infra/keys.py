@@ -92,10 +92,7 @@ def revoke_key(file: Path, name: str) -> None:
 
 
 def bring_keys(file: Path, brought: Sequence[tuple[str, Consent | None]]) -> None:
-    """Accept keys that were made elsewhere, such as those of REDRAFT_API_KEYS, as clients'; twice does no harm.
-
-    ValueError if one of them was revoked.
-    """
+    """Accept keys that were made elsewhere as clients'; twice does no harm; ValueError if one of them was revoked."""
     known = {one.sha256: one for one in read_keys(file)}
     missing = []
     for key, log in brought:

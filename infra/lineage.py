@@ -92,8 +92,6 @@ class Lineage(_Tags):
     """Where a draft came from.
 
     Attributes:
-        target: what it drafts for.
-        target_version: the target's number in the registry.
         parent: the champion that it was trained from, None if from nothing or elsewhere; of a past draft that returns,
             the version that has the same weights.
         continues: the checkpoint that it resumed, which the gate had left undecided against the same champion; None
@@ -101,14 +99,9 @@ class Lineage(_Tags):
         window: what it was trained on beyond its first samples.
         sampling: how the target answered the first samples.
         quantization: method that stored the target in fewer bits.
-        git_commit: the code that made it, "" outside a checkout.
-        flow_run: Prefect's.
-        gate: None if it was never gated.
-        gate_reasons: why it was not passed.
         gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
         gated_against: the champion that a draft from elsewhere, or one that returns, was gated against.
         returns_for: the domain that a past draft was tried again for, "" for all other drafts.
-        line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
         coverage: domain to the share of these conversations' answers that the draft's vocabulary has, of their tokens.
         golden_tau: the same on the target's golden prompts; the service measures it again.
@@ -124,7 +117,6 @@ class Lineage(_Tags):
         state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
         teachers: sha256 of the weights of each model whose word it learnt beside the target's, to its name and its
             weight in the mean.
-        seed: of the recipe.
     """
 
     target: Target

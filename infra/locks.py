@@ -1,7 +1,4 @@
-"""Locks between processes, on a file or a folder, exclusive or shared, for as long as a block lasts.
-
-The kernel releases a lock with the process, after kill -9 too, so nothing has to be cleaned up.
-"""
+"""Locks between processes, on a file or a folder; the kernel releases one with its process, after kill -9 too."""
 
 import fcntl
 import os

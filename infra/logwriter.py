@@ -36,10 +36,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def offer(self, row: QueryRow) -> bool:
-        """Queue a row and return True, or drop and count it and return False; never blocks.
-
-        ValueError if the row may not be written (`require_loggable`).
-        """
+        """Queue a row, or drop and count it; return whether it is queued; ValueError as `require_loggable`."""
         require_loggable(row)
         with self._lock:
             with suppress(queue.Full):

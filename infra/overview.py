@@ -25,7 +25,6 @@ class DraftOverview(Frozen):
 
     Attributes:
         rows: first and last row of the query log that it was trained on.
-        verdict: of its gate, or "quarantined".
         reasons: why it was refused, left undecided or quarantined.
         returns: which past draft it is and what it was tried again for.
     """
@@ -47,9 +46,7 @@ class Overview(Frozen):
 
     Attributes:
         last_refresh: the newest draft that a refresh made or tried again.
-        service: what the service says of itself; None if none answers.
         attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
-        post_promotion_test: of the champion against the draft before it; None without one.
     """
 
     drafts: tuple[DraftOverview, ...]

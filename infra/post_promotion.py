@@ -40,7 +40,6 @@ class PostPromotionTest(Frozen):
         num_wanted: requests that are compared without a loss until it passes.
         num_readable, num_unreadable: requests that the draft served lately and that may be read, and that may not; one
             without any consent leaves no row and is in neither.
-        compared: in the order in which they were compared.
         found: domain to what its requests say; "" stands for all.
         evidence: the run in MLflow that keeps why it was rolled back.
     """

@@ -38,10 +38,7 @@ class Child:
 
     @classmethod
     def start(cls, argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, name: str) -> Self:
-        """Start a program, with variables added to this process's own; its output is appended to the log.
-
-        ValueError if there is no program `argv[0]`.
-        """
+        """Start a program, with variables added to this process's own; ValueError if there is none of that name."""
         if shutil.which(argv[0]) is None:
             raise ValueError(f"{name}: there is no program {argv[0]!r}")
         log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

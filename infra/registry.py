@@ -176,11 +176,7 @@ class Registry:
             raise Outdated(f"{gated}, which is quarantined: {champion.quarantined}")
 
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
-        """Quarantine a version and, if it is still the champion, go back to the last good one before it.
-
-        Returns the champion afterwards; None if no good version was left, and the alias is gone. ValueError without
-        version or reason.
-        """
+        """Quarantine a version, go back to the last good one before it if it serves, and return the champion then."""
         with self.alone():
             self.quarantine(kind, number, reason)
             champion = self.champion(kind)

@@ -16,10 +16,7 @@ NUM_BYTES = 32
 
 
 def home_secret(home: Path, name: str = NAME) -> bytes:
-    """Return a secret of the home, made now if there is none; processes that come at the same time get the same one.
-
-    ValueError if the file does not hold one, or others may read it.
-    """
+    """Return a secret of the home, made now if there is none; ValueError if it is torn, or others may read it."""
     file = home / name
     if not file.exists():
         _make(file)

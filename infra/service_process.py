@@ -41,10 +41,8 @@ class Attached(Frozen):
     """Somebody else's servers, by their URLs without `/v1`, in the place of a service of ours.
 
     Attributes:
-        resolve, server_cache, weights_url: as of `redraft attach`.
         recorded: URL of what clients' requests go on to: one of them, or a router before them.
         models: names by which it knows the target; without one nothing is recorded here.
-        port: where the recorder before it listens.
         ca: file of the certificates that sign what is recorded, "" for the system's.
     """
 
@@ -176,10 +174,7 @@ def _require_models(server: str, models: Sequence[str], ca: str) -> None:
 
 
 def start_program(program: Program, settings: Settings) -> Child:
-    """Start one program by itself, and wait until it answers where it answers anybody.
-
-    RuntimeError if it ended before that, TimeoutError if it did not answer in time.
-    """
+    """Start one program by itself, and wait until it answers where it answers anybody; errors as `wait_until`."""
     child = Child.start(program.argv, program.env, settings.home / "logs" / f"{program.name}.log", program.name)
     return _once(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
 

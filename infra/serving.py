@@ -56,10 +56,7 @@ def compiled_folder(cache: Path) -> Path:
 
 
 def ray_folder(home: Path) -> Path:
-    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts.
-
-    ValueError if the home's path is too long, and the folder that stands in for it is somebody else's.
-    """
+    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts."""
     return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
 
 

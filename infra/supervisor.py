@@ -35,11 +35,8 @@ class Program:
     """What is to run.
 
     Attributes:
-        name: also of its log file.
-        env: variables added to the supervisor's own.
         url: where it is found, "" if nowhere.
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
-        grace_s: what it gets to end.
         after: names of those before it that must answer when it first starts.
     """
 

@@ -33,9 +33,7 @@ class Fall(Frozen):
     """A domain whose served τ is short of what its draft was promoted for or, if it is "low", of other domains' τ.
 
     Attributes:
-        draft: the version that served.
         promised: τ at the gate; if it is "low", what is usual in the other domains.
-        since_ms: when that was seen, in Unix time.
         attempts: runs that promoted nothing since.
         wait_from_ms, wait_s: when the present wait began, and how long it is; 0 if there is none.
     """

@@ -30,10 +30,7 @@ class Waiting(Frozen):
 
 
 class Queue(Frozen):
-    """The rows that wait for a refresh: domain to their number, by consent, and when the first was served.
-
-    `unlogged` are requests that the running service answered lately, and that may not be logged at all.
-    """
+    """The rows that wait for a refresh; `unlogged` are requests of late that may not be logged at all."""
 
     rows: Mapping[str, Counter[Consent]]
     first_ms: int | None = None
@@ -59,10 +56,7 @@ def waiting_for(
     made_ms: int,
     at_ms: int | None = None,
 ) -> Waiting:
-    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first.
-
-    The present, in Unix time, is by default the clock's.
-    """
+    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first."""
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:
         return Waiting(what="build", words="a first draft: redraft build", since_ms=made_ms)

@@ -21,10 +21,7 @@ def remove_scores(job: Job) -> None:
 
 
 def remove_work(job: Job) -> None:
-    """Remove work folders of runs that died, where they name the rows or hold hidden states.
-
-    What a build that runs now works in stays: builds read no rows, and whoever does is waited for.
-    """
+    """Remove work folders of dead runs that name the rows or hold hidden states; a live build reads no rows."""
     names = [name.encode() for name in job.ids]
     for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
         with lock_folder(folder, wait_s=0) as is_free:

@@ -142,10 +142,7 @@ def _holds(file: Path, search: Search) -> bool:
 
 
 def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -> int:
-    """Overwrite the text in all columns of a database, or of some tables of the log.
-
-    TimeoutError if others keep using it, so that the text can't be removed from its file.
-    """
+    """Overwrite the text in all columns of a database, or of some tables; TimeoutError if others keep using it."""
     num_places = 0
     until_s = time.monotonic() + BUSY_S
 

@@ -1,7 +1,4 @@
-"""Views: what people are shown, of typed plain data. Charts, the report, gate reports, tables of results.
-
-A view asks nobody and computes nothing that it does not show.
-"""
+"""What people are shown, of typed plain data: a view asks nobody and computes nothing that it does not show."""
 
 NONE = "–"
 MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verification steps"

@@ -38,12 +38,9 @@ class Comparison(Frozen):
     """A comparison of methods that is at its end.
 
     Attributes:
-        headings: metric to what its column is called.
-        figures: row to metric to figure.
         seconds: row to what it took, all seeds together.
         num_seeds: of each row; those that stayed undecided under a margin have more.
         verdicts: row to what a margin made of it.
-        margin: what the margin is, in words.
     """
 
     question: str
@@ -101,10 +98,7 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
 
 
 def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Mapping[str, str], file: Path) -> Path:
-    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
-
-    Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
-    """
+    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one."""
     names, (width, _), num_across = list(rows), SIZE_INCHES, min(3, len(headings))
     num_down = -(-len(headings) // num_across)
     figure = new_figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))))

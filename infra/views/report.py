@@ -1,7 +1,4 @@
-"""One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why.
-
-What is not there is said.
-"""
+"""One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -69,10 +66,8 @@ class Findings:
     """What the page tells.
 
     Attributes:
-        drafts: all versions, newest first.
         gates: number of a draft to its gate report; those without one are not in it.
         acceptance: of the log's last requests that tell it, of `num_rows` that were looked through.
-        commit: revision of the code that writes, "" if unknown.
     """
 
     state: Overview

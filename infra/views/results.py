@@ -32,10 +32,7 @@ class Grid(NamedTuple):
 
 
 class Report(Frozen):
-    """What was found: the numbers that a reader needs, and sentences that belong under the tables.
-
-    `failures` make the command fail after it has reported; the picture is a PNG.
-    """
+    """What was found; `failures` make the command fail after it has reported, `notes` belong under the tables."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
