@@ -140,7 +140,7 @@ class Windows:
             thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
-        """Record why an attempt failed, and release the window if it is this owner's; return whether it was set aside."""
+        """Record why an attempt failed and release the window if it is this owner's; return whether it was set aside."""
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is None or opened.claimed != window.claimed:
