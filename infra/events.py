@@ -18,11 +18,9 @@ from pydantic import Field
 
 from models.types import Frozen
 
-ACCEPTANCE_FELL = "redraft.acceptance.fell"
-DRAFT_ROLLED_BACK = "redraft.draft.rolled_back"
+ACCEPTANCE_FELL, DRAFT_ROLLED_BACK = "redraft.acceptance.fell", "redraft.draft.rolled_back"
 APPROVAL_WANTED = "redraft.approval.wanted"
-PAIR_BROKE = "redraft.pair.broke"
-TARGET_DIFFERS = "redraft.target.differs"
+PAIR_BROKE, TARGET_DIFFERS = "redraft.pair.broke", "redraft.target.differs"
 # What an event is about that is not one domain's.
 EVERY_DOMAIN = "all"
 RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"

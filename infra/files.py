@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-TAIL_BYTES = 1 << 18
-POLL_S = 0.3
+TAIL_BYTES, POLL_S = 1 << 18, 0.3
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:

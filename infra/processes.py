@@ -24,8 +24,7 @@ from types import TracebackType
 from typing import Self
 
 PR_SET_PDEATHSIG = 1
-ORPHAN_GRACE_S = 5.0
-POLL_S = 0.05
+ORPHAN_GRACE_S, POLL_S = 5.0, 0.05
 
 
 class Child:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-NAME = "split.key"
-NUM_BYTES = 32
+NAME, NUM_BYTES = "split.key", 32
 
 
 def home_secret(home: Path, name: str = NAME) -> bytes:

@@ -28,8 +28,7 @@ from models.types import Frozen
 START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
-ASK_TIMEOUT_S = 2.0
-TELL_S = 1.0
+ASK_TIMEOUT_S, TELL_S = 2.0, 1.0
 ATTACH, RECORD = "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)

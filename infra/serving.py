@@ -16,8 +16,7 @@ SERVED_NAME = "target"
 # What a recorder answers to anybody; of the server behind it, it says nothing.
 RECORDER_HEALTH = "/redraft/healthz"
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
-MAX_RAY_DIR = 40
-MAX_FRONT_DIR = 80
+MAX_RAY_DIR, MAX_FRONT_DIR = 40, 80
 # Held by the service that runs, with its address in it.
 LOCK = ".service.lock"
 # Who only looks whether the home is served holds the lock for a moment.

@@ -22,8 +22,7 @@ from infra.processes import Child, answers, port_is_free
 from models.types import Frozen
 
 STATE = "up.json"
-POLL_S = 0.5
-LONGEST_PAUSE_S = 30.0
+POLL_S, LONGEST_PAUSE_S = 0.5, 30.0
 STEADY_S = 60.0  # a program that ran this long did not fail at its start
 HELD_S = 60.0  # how long what is left of a killed program may hold its port before the next one is to fail on it
 

@@ -18,8 +18,7 @@ from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen
 
-LOOK_S = 2.0  # whoever looks holds the lock for milliseconds
-NOTE_S = 15.0
+LOOK_S, NOTE_S = 2.0, 15.0  # whoever looks holds the lock for milliseconds
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
 WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
 SCHEMA_VERSION = 2

@@ -23,10 +23,8 @@ from infra.identity import process_identity, process_place
 from infra.logfile import LogFile, counter
 from models.types import Frozen
 
-LEASE_S = 600.0
-RENEWALS_PER_LEASE = 10
-MAX_ATTEMPTS = 3
-MAX_ERROR_CHARS = 500
+LEASE_S, RENEWALS_PER_LEASE = 600.0, 10
+MAX_ATTEMPTS, MAX_ERROR_CHARS = 3, 500
 
 
 class WindowBusy(ValueError):
@@ -140,7 +138,7 @@ class Windows:
             thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
-        """Record why an attempt failed and release the window if it is this owner's; return whether it was set aside."""
+        """Record why it failed and release the window if it is this owner's; return whether it was set aside."""
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is None or opened.claimed != window.claimed:

@@ -51,18 +51,8 @@ _CURL_USER = re.compile(rf"(?<!\S)(?:-u|--user)[ =][\"']?[^\s:\"']{{1,64}}:(?P<v
 
 _CODE = re.compile(r"[$<{%*/~\\]|\.{1,3}$|(?:self|os|settings|config|env|process|request|args)\.")
 _EXAMPLES = {
-    "password",
-    "passwort",
-    "secret",
-    "string",
-    "none",
-    "null",
-    "true",
-    "false",
-    "changeme",
-    "xxxx",
-    "redacted",
-}
+    "password", "passwort", "secret", "string", "none", "null", "true", "false", "changeme", "xxxx", "redacted",
+}  # fmt: skip
 
 
 def find(text: str) -> Iterator[Found]:

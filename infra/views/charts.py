@@ -13,19 +13,14 @@ from markupsafe import Markup
 
 from models.types import Estimate
 
-WIDTH = 720
+WIDTH, NAME_WIDTH = 720, 132
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
-NAME_WIDTH = 132
 MIDDLE = (NAME_WIDTH + WIDTH - RIGHT) / 2
-ROW_HEIGHT = 30
-BAR_HEIGHT = 14
-LEGEND_GAP = 46
-LETTER_WIDTH = 7.0
-PLOT_HEIGHT = 332
+ROW_HEIGHT, BAR_HEIGHT, PLOT_HEIGHT = 30, 14, 332
+LEGEND_GAP, MIN_LABEL_GAP, LETTER_WIDTH = 46, 64, 7.0
 MAX_SERIES = 6  # as many colours as the style sheet has
 MAX_POINTS = 400
 TAU = "τ, mean accepted length"
-MIN_LABEL_GAP = 64
 
 Point = tuple[float, float]
 

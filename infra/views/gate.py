@@ -11,23 +11,13 @@ from markupsafe import Markup
 
 from infra.views import MEANING, NONE, shown
 from infra.views.charts import interval_chart, write_charts
-from models.types import (
-    PASSED,
-    REFUSED,
-    UNDECIDED,
-    DomainEvidence,
-    Estimate,
-    GateParams,
-    GateReport,
-    GateTest,
-    GateVerdict,
-)
+from models.types import DomainEvidence, Estimate, GateParams, GateReport, GateTest, GateVerdict
 
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.svg"
-TITLES = {
-    PASSED: "Gate passed",
-    UNDECIDED: "Gate undecided",
-    REFUSED: "Gate refused",
+TITLES: dict[GateVerdict | None, str] = {
+    "passed": "Gate passed",
+    "undecided": "Gate undecided",
+    "refused": "Gate refused",
     None: "No gate: the first draft of its line",
 }
 
@@ -40,7 +30,7 @@ def headline(report: GateReport) -> str:
         return f"{TITLES[report.verdict]}: {report.reasons[0]}{more}."
     gain = report.test.gain
     against = f"against draft {report.test.parent}, at least {gain.low:+.3f}"
-    return f"{TITLES[PASSED]}: {gain.value:+.3f} tokens a step {against}."
+    return f"{TITLES['passed']}: {gain.value:+.3f} tokens a step {against}."
 
 
 def explain(report: GateReport) -> str:
@@ -163,8 +153,8 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams)
 
 
 def _consequence(verdict: GateVerdict | None, champion: int | None) -> str:
-    stays = f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
-    return "So it may serve." if verdict == PASSED else stays
+    stays = f"So it {'learns on' if verdict == 'undecided' else 'is given up'}, and draft {champion} stays."
+    return "So it may serve." if verdict == "passed" else stays
 
 
 def _origin(test: GateTest) -> str:

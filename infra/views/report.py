@@ -20,8 +20,7 @@ from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
 TEMPLATE = "report.html"
-WINDOW = 20
-MAX_GATES = 20
+WINDOW, MAX_GATES = 20, 20
 LINEAGE_LABELS = {
     "target_name": "target",
     "target_version": "target version",
