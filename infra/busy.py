@@ -36,7 +36,6 @@ class Busy:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def occupy(self, devices: Iterable[str]) -> None:
-        """Say what this process runs on; see `cores` and `gpus`."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(sorted(devices)).encode(), 0)
 

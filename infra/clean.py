@@ -163,7 +163,6 @@ def _of_version(version: Version, registry: Registry) -> Item:
 
 
 def _of_stages(settings: Settings, staying: Sequence[Version]) -> Iterator[Item]:
-    """Yield the results of finished steps that nothing which stays names, or was made from."""
     named = {version.tags.get(tag, "") for version in staying for tag in SNAPSHOT_TAGS}
     digests = {version.sha256 for version in staying}
     for stage in _folders(settings.artifacts):

@@ -69,8 +69,6 @@ class Answer(Frozen):
 
 
 class Client:
-    """One service; a `with` block closes the connection that its status is asked on."""
-
     def __init__(
         self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, *, operates: bool = True
     ) -> None:

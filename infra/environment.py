@@ -22,7 +22,6 @@ def environment_of(home: Path) -> dict[str, str]:
 
 
 def enter_home(home: Path) -> Settings:
-    """Make `home` this process's and its children's home folder, and return its settings."""
     environment = environment_of(home)
     for name in NOT_TAKEN:
         os.environ.pop(name, None)

@@ -71,8 +71,6 @@ class Certificate(Frozen):
 
 
 class Erasures:
-    """The journal of a log's erasures, and its lineage of rows to snapshots."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
@@ -127,7 +125,6 @@ class Erasures:
         return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
 
     def rows(self, number: int) -> list[QueryRow]:
-        """Return the rows of an erasure that are not forgotten yet, by seq."""
         query = "SELECT seq, body FROM erasing WHERE erasure = ? ORDER BY seq"
         found = self._file.connection().execute(query, (number,))
         return [QueryRow(seq=seq, **json.loads(body)) for seq, body in found]

@@ -38,8 +38,6 @@ class EventCounts(Frozen):
 
 
 class Emitter:
-    """Sends events to a Prefect server, as PREFECT_API_AUTH_STRING logs in."""
-
     def __init__(self, api_url: str, capacity: int = 64) -> None:
         """Start the thread; the server's address has /api, and "" drops everything."""
         self.sent = self.dropped = 0

@@ -69,7 +69,6 @@ def forget(file: Path, day: str) -> None:
 
 
 def compact(file: Path) -> None:
-    """Give back to the disk what days left free that were removed."""
     with closing(_connect(file)) as db:
         db.execute("VACUUM")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

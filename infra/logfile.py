@@ -61,7 +61,6 @@ class LogFile:
         self._local = threading.local()
 
     def close(self) -> None:
-        """Close the calling thread's connection; the next use opens it again."""
         if hasattr(self._local, "db"):
             self._local.db.close()
             del self._local.db

@@ -29,7 +29,6 @@ class Manifest(Frozen):
     files: dict[str, FileEntry]
 
     def digest(self) -> str:
-        """Return the sha256 of the canonical JSON of `files`: sorted keys, no spaces."""
         return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
 
 

@@ -57,7 +57,6 @@ class PostPromotionTest(Frozen):
 
     @property
     def blind(self) -> bool:
-        """Whether none of the requests that the draft served may be read."""
         return self.outcome == RUNNING and not self.num_readable
 
     @property
@@ -110,7 +109,6 @@ class PostPromotionTests:
         return PostPromotionTest.model_validate_json(files[-1].read_bytes()) if files else None
 
     def unfinished(self) -> list[PostPromotionTest]:
-        """Return those that failed and whose drafts have not been rolled back yet."""
         files = sorted(self.folder.glob("[0-9]*-*.json"))
         tests = [PostPromotionTest.model_validate_json(file.read_bytes()) for file in files]
         return [test for test in tests if test.outcome == FAILED]

@@ -70,7 +70,6 @@ class QueryLog(LogFile):
         return [row_id for (row_id,) in self.connection().execute(query, (last_seq,))]
 
     def rows_of(self, seqs: Iterable[int]) -> list[QueryRow]:
-        """Return the rows of these numbers that there are, of any consent, by seq."""
         return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
 
     def latest(self, num_rows: int) -> list[QueryRow]:

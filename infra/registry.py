@@ -267,7 +267,6 @@ class Registry:
 
 
 def open_registry(settings: Settings | None = None) -> Registry:
-    """Return the registry that lies where the settings say, by default those of this process."""
     settings = settings or load_settings()
     return Registry(settings.mlflow_uri, settings.mlflow_files)
 

@@ -83,8 +83,6 @@ class Conversation(NamedTuple):
 
 
 class RegressionSet(NamedTuple):
-    """How many conversations a set has, and when the last of them was served, in Unix time."""
-
     size: int
     newest_ms: int
 

@@ -92,8 +92,6 @@ def read_state(home: Path) -> UpState | None:
 
 
 class Supervisor:
-    """Made by the process that is to supervise; `run` returns when a signal came."""
-
     def __init__(self, programs: Sequence[Program], home: Path, recipe: str) -> None:
         self._programs, self._home, self._recipe = programs, home, recipe
         self._children: dict[str, Child] = {}

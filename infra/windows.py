@@ -68,8 +68,6 @@ class SetAside(Frozen):
 
 
 class Windows:
-    """The windows of a log; one is open at most."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 

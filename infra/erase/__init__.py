@@ -62,7 +62,6 @@ def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> C
 
 
 def erase_older_than(settings: Settings, days: float, wait_s: float = WAIT_S) -> Certificate:
-    """Erase what was served more than so many days ago; see `erase_subject`."""
     older_than_ms = int((time.time() - days * 24 * 3600) * 1000)
     return _erase(settings, wait_s, QueryLog(settings.querylog).erasures.begin(older_than_ms=older_than_ms))
 

@@ -10,8 +10,6 @@ from infra.settings import Settings
 
 
 class Job:
-    """What a store is given; the certificate holds what was done so far."""
-
     def __init__(self, settings: Settings, log: QueryLog, step: int, certificate: Certificate) -> None:
         self.settings, self.log, self.certificate = settings, log, certificate
         self._step = step

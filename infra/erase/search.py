@@ -62,7 +62,6 @@ class Search:
 
 
 def forms(row: QueryRow) -> Iterator[bytes]:
-    """Yield what a row's text may look like in a file."""
     for text in (row.prompt, row.completion):
         for piece in MARK.split(text or ""):
             escaped = json.dumps(piece)[1:-1]
@@ -117,7 +116,6 @@ def _windows(content: bytes) -> Hashes:
 
 
 def _hashed(contents: Iterable[bytes]) -> Hashes:
-    """Return the hashes of all stretches, ascending and each once; the forms of a text have most of them in common."""
     hashes, left = np.zeros(0, dtype=np.uint64), iter(contents)
     while batch := [_windows(content) for content in islice(left, BATCH_FORMS)]:
         hashes = np.union1d(hashes, np.concatenate(batch))

@@ -50,7 +50,6 @@ def find(text: str) -> list[Found]:
 
 
 def _merged(found: list[Found]) -> list[Found]:
-    """Join what overlaps; it gets the kind of its longest part."""
     merged: list[list[Found]] = []
     end = -1
     for one in sorted(found):

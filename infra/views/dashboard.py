@@ -33,7 +33,7 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
     """Return in words what a replica drafts with, what it does not, and why: rows of a table."""
     return [
         ("draft in the engine", f"version {status.draft_version}" if status.draft_version else "none"),
-        ("speculation", _speculation(status)),
+        ("speculation", "on" if status.speculating else f"off: {_why_off(status)}"),
         ("requests answered", _listed(status.requests, "with status") or "none yet"),
         *((f"speed, {domain}", speed.told()) for domain, speed in status.speed.items()),
         ("swaps of the draft", f"{status.swaps} since its start"),
@@ -58,10 +58,6 @@ def _cards(status: ServiceStatus) -> list[Card]:
 
 def _draft(status: ServiceStatus) -> str:
     return "none" if status.draft_version is None else str(status.draft_version)
-
-
-def _speculation(status: ServiceStatus) -> str:
-    return "on" if status.speculating else f"off: {_why_off(status)}"
 
 
 def _why_off(status: ServiceStatus) -> str:
@@ -98,19 +94,15 @@ def _acceptance(status: ServiceStatus) -> Table:
 
 
 def _counts(status: ServiceStatus) -> list[tuple[str, str]]:
-    log, events = status.log, status.events
+    rows, events = (f": {one.last_error}" if one.last_error is not None else "" for one in (status.log, status.events))
     return [
         ("tokens served", f"{status.tokens:,}"),
         ("last swap of the draft", "none yet" if status.swap_ms is None else f"{status.swap_ms:.0f} ms"),
-        ("rows of the query log", f"{log.written:,} written, {log.dropped:,} lost{_because(log.last_error)}"),
-        ("events for the orchestrator", f"{events.sent:,} sent, {events.dropped:,} lost{_because(events.last_error)}"),
+        ("rows of the query log", f"{status.log.written:,} written, {status.log.dropped:,} lost{rows}"),
+        ("events for the orchestrator", f"{status.events.sent:,} sent, {status.events.dropped:,} lost{events}"),
         ("requests whose states were kept", _listed(status.captured) or "none"),
         ("the loop that follows the registry", _listed(status.reconciler) or "nothing yet"),
     ]
-
-
-def _because(error: str | None) -> str:
-    return "" if error is None else f": {error}"
 
 
 def _listed(numbers: Mapping[str, int], joint: str = "") -> str:

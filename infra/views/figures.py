@@ -99,7 +99,6 @@ def draw_ratios(
 
 
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
-    """Draw inter-token latencies, (place on the x axis, milliseconds), as dots, a colour a kind."""
     figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
     for name, of_kind in points.items():

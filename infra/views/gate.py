@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from infra.views import MEANING, NONE, shown
 from infra.views.charts import interval_chart, write_charts
-from models.types import DomainEvidence, Estimate, GateParams, GateReport, GateTest, GateVerdict
+from models.types import DomainEvidence, GateParams, GateReport, GateTest, GateVerdict
 
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.svg"
 TITLES: dict[GateVerdict | None, str] = {
@@ -40,21 +40,24 @@ def explain(report: GateReport) -> str:
             "This draft was not trained from another one. There was no champion to compare it with, so no gate tested "
             "it. The figures are its own, on conversations it was not trained on."
         )
-    shown = "a gain is shown" if test.gain.low > 0 else "a loss is shown" if test.gain.high < 0 else "no gain is shown"
+    bound = "a gain is shown" if test.gain.low > 0 else "a loss is shown" if test.gain.high < 0 else "no gain is shown"
     windows = "its window" if test.num_windows == 1 else f"its {test.num_windows} windows"
-    return " ".join(
-        [
-            f"On the same {test.num_conversations} held-out conversations of {windows}, where those that are alike",
-            "count once, the challenger's accepted tokens a step differ by",
-            f"{test.gain.value:+.3f} from those of draft {test.parent}.",
-            "The true difference is at least",
-            f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
-            f"looked at. It must be above 0, so {shown}.",
-            *_traffic_in_words(test.last),
-            *_domains_in_words(report.domains, test.params),
-            _consequence(report.verdict, test.parent),
-        ]
-    )
+    told = [
+        f"On the same {test.num_conversations} held-out conversations of {windows}, where those that are alike",
+        "count once, the challenger's accepted tokens a step differ by",
+        f"{test.gain.value:+.3f} from those of draft {test.parent}. The true difference is at least",
+        f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
+        f"looked at. It must be above 0, so {bound}.",
+    ]
+    if (last := test.last) is not None:
+        traffic = "The traffic of its last window, by how often each is asked, gains"
+        told.append(f"{traffic} {last.value:+.3f} ({last.low:+.3f} to {last.high:+.3f}, 95%).")
+    stays = f"So it {'learns on' if report.verdict == 'undecided' else 'is given up'}, and draft {test.parent} stays."
+    told += [
+        *_domains_in_words(report.domains, test.params),
+        "So it may serve." if report.verdict == "passed" else stays,
+    ]
+    return " ".join(told)
 
 
 def thresholds(test: GateTest) -> dict[str, str]:
@@ -88,7 +91,7 @@ def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[
             shown(one.coverage, ".1%"),
             *((NONE, NONE) if one.change is None else (f"{one.change.value:+.1%}", f"{one.change.low:+.1%}")),
             floor,
-            _standing(one),
+            "says too little to block" if not one.binding else "may lose" if one.refusals else "keeps its floor",
         )
         for domain, one in domains
     ]
@@ -134,12 +137,6 @@ def change_chart(key: str, title: str, report: GateReport) -> Markup | None:
     return interval_chart(key, title, description, changes, lines, "change of τ, % of the domain's best")
 
 
-def _traffic_in_words(last: Estimate | None) -> Iterator[str]:
-    if last is not None:
-        ends = f"{last.low:+.3f} to {last.high:+.3f}, 95%"
-        yield f"The traffic of its last window, by how often each is asked, gains {last.value:+.3f} ({ends})."
-
-
 def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams) -> Iterator[str]:
     losing = [f"{domain} ({one.change.low:+.1%})" for domain, one in domains.items() if one.refusals and one.change]
     loose = [f"{domain} ({one.num_conversations})" for domain, one in domains.items() if not one.binding]
@@ -152,11 +149,6 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams)
         yield f"Too few conversations, or too short ones, for a floor to hold: {', '.join(loose)}."
 
 
-def _consequence(verdict: GateVerdict | None, champion: int | None) -> str:
-    stays = f"So it {'learns on' if verdict == 'undecided' else 'is given up'}, and draft {champion} stays."
-    return "So it may serve." if verdict == "passed" else stays
-
-
 def _origin(test: GateTest) -> str:
     compared = f"compared with draft {test.parent}"
     if test.returns is not None:
@@ -166,12 +158,6 @@ def _origin(test: GateTest) -> str:
     first, last = test.rows
     start = f"from draft {test.parent}" if test.continues is None else f"on from draft {test.continues}"
     return f"Trained {start} on rows {first} to {last} of the query log, and {compared}."
-
-
-def _standing(evidence: DomainEvidence) -> str:
-    return (
-        "says too little to block" if not evidence.binding else "may lose" if evidence.refusals else "keeps its floor"
-    )
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -18,14 +18,11 @@ out = Console()
 
 
 def counting(*more: ProgressColumn, console: Console = out) -> Progress:
-    """Return a display of how many are done of how many, with further columns before the time that it took so far."""
     counted = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*counted, *more, TimeElapsedColumn(), console=console)
 
 
 class Grid(NamedTuple):
-    """A table of text; the first column names the row."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
