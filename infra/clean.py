@@ -73,11 +73,7 @@ class Item(NamedTuple):
 def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
     """Remove what is beyond the limits, and return it, each with why; a dry run removes nothing.
 
-    Of each domain `pool` past champions may return, and stay.
-
-    Raises:
-        TimeoutError: a refresh, an adoption or a post-promotion test is at work.
-        ConnectionError: the registry can't be asked what serves.
+    Of each domain `pool` past champions stay. TimeoutError while somebody is at rows, ConnectionError without registry.
     """
     log, registry = QueryLog(settings.querylog), open_registry(settings)
     with log.unread(wait_s=0), registry.alone():

@@ -149,17 +149,15 @@ class QueryLog(LogFile):
 
     def stats(self) -> LogStats:
         db = self.connection()
-        cursor = counter(db, "cursor")
-        depth = db.execute("SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?", (cursor,)).fetchone()[0]
+        counters = {name: counter(db, name) for name in ("cursor", "dropped", "duplicates")}
+        waiting = "SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?"
         per_domain = dict(db.execute("SELECT domain, count(*) FROM rows GROUP BY domain ORDER BY domain").fetchall())
         files = [self.path, self.path.with_name(self.path.name + "-wal")]
         return LogStats(
-            depth=depth,
+            **counters,
+            depth=db.execute(waiting, (counters["cursor"],)).fetchone()[0],
             total=sum(per_domain.values()),
             per_domain=per_domain,
-            cursor=cursor,
-            dropped=counter(db, "dropped"),
-            duplicates=counter(db, "duplicates"),
             bytes=sum(file.stat().st_size for file in files if file.exists()),
             attempt=attempt_at(db),
             set_aside=windows_set_aside(db),

@@ -224,14 +224,10 @@ class Registry:
                     self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path) -> Path:
-        """Return a local directory with the version's files, checked against its digest.
+        """Return a local directory with the version's files, checked against its digest; ValueError if the store's differ.
 
         A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that want
         the same version fetch it once.
-
-        Raises:
-            ValueError: what the store holds is not what was registered.
-            StoreUnavailable: the store failed and there is no good copy.
         """
         final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
