@@ -224,7 +224,7 @@ class Registry:
                     self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path) -> Path:
-        """Return a local directory with the version's files, checked against its digest; ValueError if the store's differ.
+        """Return a local directory with the version's files, checked against its digest; ValueError if they differ.
 
         A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that want
         the same version fetch it once.
