@@ -40,8 +40,7 @@ class CapturedFiles:
         return sum(_removed(file) for file in self._before(days * 24 * 3600))
 
     def _before(self, older_than_s: float) -> list[Path]:
-        until_s = time.time() - older_than_s
-        return [file for file, stat in self._files() if stat.st_mtime < until_s]
+        return [file for file, stat in self._files() if stat.st_mtime < time.time() - older_than_s]
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:

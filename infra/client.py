@@ -104,8 +104,7 @@ class Client:
         """
         until_s = time.monotonic() + timeout_s
         while not holds(status := self.status(), number):
-            refused = any(label.startswith(f"{number}-") for label in status.refused)
-            if refused or time.monotonic() > until_s:
+            if time.monotonic() > until_s or any(label.startswith(f"{number}-") for label in status.refused):
                 raise RuntimeError(
                     f"the service drafts with {status.draft_version}, not with {number}: {status.untried}"
                 )

@@ -12,9 +12,7 @@ def process_identity(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if fields[0] in "ZX":
-        return None
-    return f"{process_place()} {fields[19]}"
+    return None if fields[0] in "ZX" else f"{process_place()} {fields[19]}"
 
 
 def children_named(*names: str) -> dict[int, str]:

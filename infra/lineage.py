@@ -183,6 +183,4 @@ def _own_tags(model: type[_Tags]) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else str(value)

@@ -32,11 +32,9 @@ def _processor() -> str:
 
 def git_commit() -> str:
     """Return the commit that runs, "" outside a git checkout."""
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    argv, environment = ["git", "-C", str(ROOT), "rev-parse", "HEAD"], {"GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
-        git = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, env=environment
-        )
+        git = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ | environment)
     except FileNotFoundError:  # git is not installed
         return ""
     return git.stdout.strip() if git.returncode == 0 else ""

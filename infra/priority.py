@@ -43,8 +43,7 @@ def at_low_priority(work: Callable[P, T]) -> Callable[P, T]:
         def body() -> None:
             try:
                 number = threading.get_native_id()
-                niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, number))
-                os.setpriority(os.PRIO_PROCESS, number, niceness)
+                os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
                 result.set_result(context.run(work, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                 result.set_exception(error)

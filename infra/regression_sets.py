@@ -161,11 +161,9 @@ def plan(
     reserved: list[int] = []
     for name, candidates in sorted(free.items()):
         own = [row for row in kept if name_of(row.domain) == name]
-        wanted = SIZE - len(own) or RENEWED
-        drawn = _draw(candidates, own, wanted, int(SHARE * of_window[name]), cost, draw)
+        drawn = _draw(candidates, own, SIZE - len(own) or RENEWED, int(SHARE * of_window[name]), cost, draw)
         reserved += drawn
-        leaving = max(0, len(own) + len(drawn) - SIZE)
-        released |= _longest_served(own, leaving)
+        released |= _longest_served(own, max(0, len(own) + len(drawn) - SIZE))
     return Change(sorted(reserved), sorted(released))
 
 

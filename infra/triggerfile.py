@@ -180,8 +180,7 @@ class TriggerFile:
             def end(result: Result, outcome: str) -> None:
                 with self._open() as db, writing(db):
                     last, at_ms = _fact(db, LastRun), self.clock()
-                    event = Ended(result=result, now_ms=at_ms, retry=retry)
-                    _apply(db, dict.fromkeys(_domains(db), event))
+                    _apply(db, dict.fromkeys(_domains(db), Ended(result=result, now_ms=at_ms, retry=retry)))
                     if last is not None:
                         _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": outcome}))
 

@@ -158,9 +158,9 @@ def step(state: State, event: Event) -> State:
         case Fallen(fall=fall) | Due(fall=fall), Recovered() if fall.why == event.why:
             return Ok()
         case Fallen(fall=fall) | Due(fall=fall), Looked():
-            fall = _with_true_clock(fall, event.now_ms)
-            due = event.enough and not fall.remaining_s(event.now_ms)
-            return Due(fall=fall) if due else Fallen(fall=fall)
+            if fall.wait_s and event.now_ms < fall.wait_from_ms:  # the clock was set back: the wait begins now
+                fall = fall.model_copy(update={"wait_from_ms": event.now_ms})
+            return Due(fall=fall) if event.enough and not fall.remaining_s(event.now_ms) else Fallen(fall=fall)
         case Fallen(fall=fall) | Due(fall=fall), Started():
             return Running(fall=fall)
         case Running(fall=fall), Ended():
@@ -188,10 +188,3 @@ def _failed(fall: Fall, event: Ended | Lost) -> Fallen:
     wait_s = event.retry.after(fall.attempts + 1)
     changed = {"attempts": fall.attempts + 1, "wait_from_ms": event.now_ms, "wait_s": wait_s}
     return Fallen(fall=fall.model_copy(update=changed))
-
-
-def _with_true_clock(fall: Fall, now_ms: int) -> Fall:
-    """Let a wait that would begin in the future begin now: the clock was set back."""
-    if fall.wait_s and now_ms < fall.wait_from_ms:
-        return fall.model_copy(update={"wait_from_ms": now_ms})
-    return fall

@@ -32,8 +32,7 @@ class Axis(NamedTuple):
     end: float
 
     def at(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
         rough = (self.high - self.low) / 6

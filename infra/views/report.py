@@ -226,11 +226,8 @@ def _versions(found: Findings) -> Table:
 
 
 def _status(version: Version, champion: bool) -> str:
-    if version.quarantined:
-        return "quarantined"
-    if champion:
-        return "champion"
-    return "was champion" if version.was_champion else "never promoted"
+    before = "was champion" if version.was_champion else "never promoted"
+    return "quarantined" if version.quarantined else "champion" if champion else before
 
 
 def _lineage(version: Version) -> Table:
