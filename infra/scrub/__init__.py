@@ -39,14 +39,10 @@ def scrub(text: str) -> str:
 
 def find(text: str) -> list[Found]:
     """Return what must go, from left to right, without overlaps."""
-    found: list[Found] = []
-    for view in views(text):
-        found += [view.original(one) for finder in (keys.find, numbers.find) for one in finder(view.text)]
-    if not found:
-        return []
-    placeholders = [match.span() for match in PLACEHOLDER.finditer(text)]
-    kept = [one for one in found if not any(a < one.end and one.start < b for a, b in placeholders)]
-    return _merged(kept)
+    finders = (keys.find, numbers.find)
+    found = [view.original(one) for view in views(text) for finder in finders for one in finder(view.text)]
+    placeholders = [match.span() for match in PLACEHOLDER.finditer(text)] if found else []
+    return _merged([one for one in found if not any(a < one.end and one.start < b for a, b in placeholders)])
 
 
 def _merged(found: list[Found]) -> list[Found]:
