@@ -2,14 +2,12 @@
 
 A directory is made under a staging name beside its final one and renamed when it is complete. Renaming cannot replace
 a directory that has files in it, so an older one is first renamed aside; `sweep_staging` puts it back if the process
-died between the two renames, and `staged` sweeps its parent before it starts.
+died between the two renames.
 
-Who makes a directory holds a lock on it, and the kernel releases the lock with the process. So a sweep knows what is
-alive without process ids, which say nothing about the processes of another container. The parent's lock covers the
-moments in which a directory is not locked yet or has no final name.
+Who makes a directory holds a lock on it, so a sweep knows what is alive without process ids. The parent's lock covers
+the moments in which a directory is not locked yet or has no final name.
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -20,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
-from infra.files import fsync_directory
+from infra.files import flush
 from infra.locks import lock_folder
 from infra.manifest import check_manifest, write_manifest
 from models.types import Frozen
@@ -37,16 +35,12 @@ class Artifact(Frozen):
 
     @property
     def path(self) -> Path:
-        """The directory, as a local path."""
         return Path(unquote(urlsplit(self.uri).path))
 
 
 @contextmanager
 def renamed_when_complete(final: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `final` when the block ends, and is removed when the block raises.
-
-    Every file is flushed to the disk before the rename. The block answers for the manifest; see `staged`.
-    """
+    """Yield an empty directory that becomes `final`, flushed, when the block ends, which answers for the manifest."""
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_staging(final.parent)
     staging = _sibling(final, "staging")
@@ -56,7 +50,8 @@ def renamed_when_complete(final: Path) -> Iterator[Path]:
             alive.enter_context(lock_folder(staging))
         try:
             yield staging
-            _fsync_tree(staging)
+            for path in [staging, *staging.rglob("*")]:
+                flush(path)
             with lock_folder(final.parent):
                 _rename_over(staging, final)
         except BaseException:
@@ -66,10 +61,7 @@ def renamed_when_complete(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """Yield an empty directory; when the block ends it gets a manifest and becomes `final`.
-
-    Any exception in the block, KeyboardInterrupt too, removes it and leaves `final` as it was.
-    """
+    """Yield an empty directory that becomes `final`, with a manifest, when the block ends, and goes when it raises."""
     with renamed_when_complete(final) as staging:
         yield staging
         write_manifest(staging)
@@ -84,11 +76,7 @@ def discard(directory: Path) -> None:
 
 
 def sweep_staging(parent: Path) -> list[Path]:
-    """Remove what dead processes left half-made in `parent`, and put back what they had renamed aside.
-
-    Returns:
-        The leftovers that were removed or put back. What a process holds stays.
-    """
+    """Remove what dead processes left half-made in `parent`, put back what they had renamed aside, and return both."""
     swept = []
     with lock_folder(parent):
         for path in sorted(parent.iterdir()):
@@ -114,11 +102,7 @@ def publish(directory: Path, kind: str) -> Artifact:
 
 
 def open_artifact(artifact: Artifact) -> Path:
-    """Return the artifact's directory after checking its files again.
-
-    Raises:
-        ValueError: the files are not those of the manifest, or the manifest is not that of the reference.
-    """
+    """Return the artifact's directory; ValueError if its files or its manifest are not those of the reference."""
     sha256 = check_manifest(artifact.path)
     if sha256 != artifact.sha256:
         raise ValueError(f"{artifact.path} has digest {sha256}, the reference says {artifact.sha256}")
@@ -140,15 +124,6 @@ def _rename_over(staging: Path, final: Path) -> None:
         if aside is not None:
             aside.rename(final)
         raise
-    fsync_directory(final.parent)
+    flush(final.parent)
     if aside is not None:
         shutil.rmtree(aside)
-
-
-def _fsync_tree(directory: Path) -> None:
-    for path in [directory, *directory.rglob("*")]:
-        if path.is_dir():
-            fsync_directory(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

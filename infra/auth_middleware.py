@@ -33,17 +33,12 @@ OPEN_PATHS = ("/health", "/api/health")
 
 
 class AuthMiddleware:
-    """ASGI middleware."""
+    """ASGI middleware: the names that it may be asked by, with any port; without a password the application asks."""
 
     def __init__(self, app: Any, names: Sequence[str] = NAMES, password: str | None = None) -> None:
-        """Stand before an ASGI application.
-
-        It may be asked by these names, with any port; without a password, what requests must carry is left to it.
-        """
         self._app, self._names, self._password = app, names, password
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """See ASGI."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -61,11 +56,12 @@ class AuthMiddleware:
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
-        if _name_of(host) not in self._names:
+        host = headers.get(b"host", "").lower()
+        name, _, port = host.rpartition(":")
+        if (name if port.isdigit() else host) not in self._names:
             return 403, "this machine is asked by its own name\n", []
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and urlsplit(origin).netloc.lower() != host:
             return 403, "another site's pages may not ask\n", []
         if self._password is None or scope["path"] in OPEN_PATHS:
             return None
@@ -80,7 +76,6 @@ def pages_password(home: Path) -> str:
 
 
 def pages_login(home: Path) -> str:
-    """Return the same with a user's name, as HTTP Basic wants it."""
     return f"{USER}:{pages_password(home)}"
 
 
@@ -93,11 +88,6 @@ def mlflow_page() -> Any:
     from mlflow.server.fastapi_app import app
 
     return app
-
-
-def _name_of(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return (name if port.isdigit() else host).lower()
 
 
 def _sent_password(authorization: str) -> bytes:

@@ -1,9 +1,8 @@
 """A home as one file, taken while it is served, and brought back into an empty home or into itself.
 
-Databases are copied by SQLite's online backup, at one moment each and without keeping anybody from writing; the query
-log and the registry come before the files that they name, so that none is missing. What can be made again stays out:
-caches, logs, work folders, Ray's and Prefect's files. So do the secrets that only this machine needs; the one that
-splits traffic and the hashes of keys go with it.
+Databases are copied by SQLite's online backup, at one moment each; the query log and the registry come before the files
+that they name, so that none is missing. What can be made again stays out, and so do the secrets that only this machine
+needs; the one that splits traffic and the hashes of keys go with it.
 
 What was erased since a backup was taken is erased again when it is brought back into its own home. An empty home knows
 nothing of that.
@@ -39,31 +38,23 @@ from infra.settings import Settings
 from infra.triggerfile import TriggerFile, trigger_path
 from models.types import Frozen
 
-CONTENTS = "backup.json"
-ARTIFACTS = "artifacts"
-FOLDERS = (POST_PROMOTION, FOLDER)
-NOT_KEPT = ("work",)
+CONTENTS, ARTIFACTS, REGISTRY = "backup.json", "artifacts", "mlflow.db"
 BUSY_S, PAGES, PAUSE_S = 30.0, 1024, 0.01
-# Table, column and condition of what names a file, by database.
-ADDRESSES = {
-    "mlflow.db": (
-        ("experiments", "artifact_location", "TRUE"),
-        ("runs", "artifact_uri", "TRUE"),
-        ("logged_models", "artifact_location", "TRUE"),
-        ("model_versions", "source", "TRUE"),
-        ("model_versions", "storage_location", "TRUE"),
-        ("model_version_tags", "value", f"key IN {SNAPSHOT_TAGS}"),
-    )
-}
-ALL_ERASURES = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
+# Table, column and condition of what names a file in the registry.
+ADDRESSES = (
+    ("experiments", "artifact_location", "TRUE"),
+    ("runs", "artifact_uri", "TRUE"),
+    ("logged_models", "artifact_location", "TRUE"),
+    ("model_versions", "source", "TRUE"),
+    ("model_versions", "storage_location", "TRUE"),
+    ("model_version_tags", "value", f"key IN {SNAPSHOT_TAGS}"),
+)
 
 
 class Contents(Frozen):
     """What a backup says of itself.
 
     Attributes:
-        home_format, log_schema: of the version that took it.
-        made_ms: when, in Unix time.
         home, artifacts: where they lay; the registry names its files by these.
         files: databases and small files to the sha256 of their content; directories have manifests of their own.
     """
@@ -80,12 +71,11 @@ def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
     found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
     if settings.mlflow_uri.startswith("sqlite:///"):
-        found["mlflow.db"] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
+        found[REGISTRY] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
     return found
 
 
 def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) -> list[str]:
-    """Copy the databases that there are into a folder, and return their names."""
     there = {name: file for name, file in databases(settings).items() if file.is_file() and name not in but}
     for name, file in there.items():
         copy_database(file, folder / name)
@@ -93,11 +83,7 @@ def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) 
 
 
 def back_up(settings: Settings, file: Path) -> Contents:
-    """Write the home into one file, which holds what people wrote: keep it as well as the home.
-
-    Raises:
-        ValueError: there is nothing to keep, or `file` can't be written.
-    """
+    """Write the home into one file; ValueError if there is nothing to keep, or `file` can't be written."""
     if not any(one.is_file() for one in databases(settings).values()):
         raise ValueError(f"{settings.home} holds nothing yet; run: redraft build")
     if not file.parent.is_dir() or file.is_dir():
@@ -124,7 +110,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
         with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
             for name in (CONTENTS, *small):
                 archive.add(work / name, name)
-            for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+            for name, root in _roots(settings).items():
                 for path in _kept(root):
                     with suppress(FileNotFoundError):  # what was removed meanwhile is named by nothing
                         archive.add(path, f"{name}/{path.relative_to(root).as_posix()}", recursive=False)
@@ -134,8 +120,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
 def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Path | None]:
     """Bring a backup back into an empty home, or the one that it was taken of; a service there goes on.
 
-    Returns:
-        What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
+    Also returns the folder of copies of the databases that were there; None if none were.
 
     Raises:
         ValueError: it is no backup, it is damaged, another version took it, or the home is another one.
@@ -145,9 +130,12 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
     with tempfile.TemporaryDirectory(dir=home, prefix=".restore-") as folder:
         work = Path(folder)
         contents = _unpack(file, work)
-        there = any(one.is_file() for one in databases(settings).values())
-        if there:
-            _require_same_home(settings, work, file)
+        if any(one.is_file() for one in databases(settings).values()):
+            own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
+            if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
+                raise ValueError(
+                    f"{home} is not empty, and {file} was taken of another home; set REDRAFT_HOME to a new folder"
+                )
             copies = home / COPIES / f"before-restore-{int(time.time() * 1000)}"
             copies.mkdir(mode=0o700, parents=True)
             torn = _copy_torn(settings, copies)
@@ -161,7 +149,8 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             _bring_files(settings, work)
             for name, target in databases(settings).items():
                 if (source := work / name).is_file():
-                    _move(source, contents, settings)
+                    if name == REGISTRY:
+                        _move(source, contents, settings)
                     if name in torn:  # nobody can read it; in one step, so that no row comes between
                         for suffix in ("-wal", "-shm"):
                             target.with_name(target.name + suffix).unlink(missing_ok=True)
@@ -192,16 +181,7 @@ def _unpack(file: Path, work: Path) -> Contents:
     return contents
 
 
-def _require_same_home(settings: Settings, work: Path, file: Path) -> None:
-    own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
-    if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
-        raise ValueError(
-            f"{settings.home} is not empty, and {file} was taken of another home; set REDRAFT_HOME to a new folder"
-        )
-
-
 def _copy_torn(settings: Settings, copies: Path) -> set[str]:
-    """Copy the databases that can't be read as they are, and return their names."""
     torn = set()
     for name, file in databases(settings).items():
         if not file.is_file():
@@ -222,7 +202,7 @@ def _bring_files(settings: Settings, work: Path) -> None:
     for name in (FORMAT_FILE, keys_path(settings).name, SPLIT_KEY):
         if (work / name).is_file() and (name == FORMAT_FILE or not (settings.home / name).is_file()):
             _place(work / name, settings.home / name)
-    for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+    for name, root in _roots(settings).items():
         for path in _kept(work / name):
             target = root / path.relative_to(work / name)
             if path.is_file() and not target.exists():
@@ -250,7 +230,7 @@ def _move(database: Path, contents: Contents, settings: Settings) -> None:
 
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
         db.create_function("moved", 1, moved, deterministic=True)
-        for table, column, which in ADDRESSES.get(database.name, ()):
+        for table, column, which in ADDRESSES:
             db.execute(f'UPDATE "{table}" SET "{column}" = moved("{column}") WHERE "{column}" IS NOT NULL AND {which}')
 
 
@@ -273,13 +253,16 @@ def _certificates(settings: Settings) -> list[Certificate]:
 
 
 def _erasures(log: QueryLog) -> list[Certificate]:
-    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(ALL_ERASURES)]
+    query = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
+    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(query)]
+
+
+def _roots(settings: Settings) -> dict[str, Path]:
+    return {ARTIFACTS: settings.artifacts, **{name: settings.home / name for name in (POST_PROMOTION, FOLDER)}}
 
 
 def _kept(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        is_root = Path(folder) == root
-        folders[:] = [name for name in sorted(folders) if not LEFTOVER.fullmatch(name)]
-        if is_root:
-            folders[:] = [name for name in folders if name not in NOT_KEPT]
+        at_work = "work" if Path(folder) == root else ""
+        folders[:] = [name for name in sorted(folders) if name != at_work and not LEFTOVER.fullmatch(name)]
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))

@@ -21,14 +21,10 @@ _HAS_LOCKS = sys.platform == "linux"
 
 
 class Busy:
-    """The lock of a home, for the service that holds it or for who looks at it."""
-
     def __init__(self, home: Path) -> None:
-        """Open the file, made where it is missing."""
         self._file = os.open(home / BUSY_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def tell(self, answering: bool) -> None:
-        """Say whether requests are being answered."""
         if _HAS_LOCKS:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK if answering else fcntl.F_UNLCK))
 
@@ -40,7 +36,6 @@ class Busy:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def occupy(self, devices: Iterable[str]) -> None:
-        """Say what this process runs on; see `cores` and `gpus`."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(sorted(devices)).encode(), 0)
 
@@ -53,12 +48,10 @@ class Busy:
         return not {*occupied}.isdisjoint(devices)
 
     def close(self) -> None:
-        """Release the lock, and close the file."""
         os.close(self._file)
 
 
 def cores() -> set[str]:
-    """Return the names of the cores that this process may use."""
     return {f"core {number}" for number in os.sched_getaffinity(0)}
 
 

@@ -1,7 +1,6 @@
 """Files of hidden states that were captured of served rows: one a row, in a folder beside the query log.
 
-They count as text. Each is written for a row with full consent whose text was not scrubbed, and goes with it, after a
-training that had the row, or by age.
+They count as text: each goes with its row, after a training that had the row, or by age.
 """
 
 import hashlib
@@ -21,19 +20,15 @@ class CapturedFiles:
         self.folder = querylog.with_name(f"{querylog.stem}-states")
 
     def path_of(self, row_id: str) -> Path:
-        """Return where a row's states are, or would be."""
         return self.folder / f"{hashlib.sha256(row_id.encode()).hexdigest()[:32]}{SUFFIX}"
 
     def make(self) -> None:
-        """Make the folder, closed to other users."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def num_bytes(self) -> int:
-        """Return how large all files are."""
         return sum(stat.st_size for _, stat in self._files())
 
     def forget(self, row_ids: Iterable[str]) -> int:
-        """Remove the files of rows; return how many there were."""
         return sum(_removed(self.path_of(row_id)) for row_id in row_ids)
 
     def forget_others(self, row_ids: Iterable[str], older_than_s: float) -> int:
@@ -42,12 +37,10 @@ class CapturedFiles:
         return sum(_removed(file) for file in self._before(older_than_s) if file not in kept)
 
     def forget_older_than(self, days: float) -> int:
-        """Remove files that were written longer ago; return how many."""
         return sum(_removed(file) for file in self._before(days * 24 * 3600))
 
     def _before(self, older_than_s: float) -> list[Path]:
-        until_s = time.time() - older_than_s
-        return [file for file, stat in self._files() if stat.st_mtime < until_s]
+        return [file for file, stat in self._files() if stat.st_mtime < time.time() - older_than_s]
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:

@@ -1,10 +1,9 @@
-"""What a home may remove, by count, age and bytes: old drafts, results of finished steps, caches, copies, logs,
-Prefect's history and Ray's sessions.
+"""What a home may remove, by count, age and bytes.
 
-A version's entry in the registry stays, with its lineage and its gate's reasons; its files go, and tag `cleaned` says
-when. Never touched is what serves or may serve again: the champions, the drafts that a rollback goes back to, the best
-ones that a floor holds others to, the pool of past champions, the champion's challengers; nor what these were trained
-on and gated by, nor anything younger than a day.
+A version's entry in the registry stays; its files go, and tag `cleaned` says when. Never touched is what serves or may
+serve again: the champions, the drafts that a rollback goes back to, the best ones that a floor holds others to, the
+pool of past champions, the champion's challengers; nor what these were trained on and gated by, nor anything younger
+than a day.
 """
 
 import os
@@ -35,8 +34,7 @@ from infra.triggerfile import TriggerFile
 from infra.versions import CLEANED, Version, cached, is_usable
 from infra.windows import Window
 
-DAY_S = 24 * 3600.0
-YOUNG_DAYS = 1.0
+DAY_S, YOUNG_DAYS = 24 * 3600.0, 1.0
 NUM_COPIES, NUM_COMPILED = 5, 8
 # Champions before the present one that a rollback may go back to.
 NUM_BACK = 2
@@ -58,13 +56,7 @@ class Limits(Protocol):
 
 
 class Item(NamedTuple):
-    """Something that may go.
-
-    Attributes:
-        age_days: since it was written or, of a cache, read last.
-        version: the draft whose files they are.
-        day: of Prefect's history, which of the file goes.
-    """
+    """Something that may go; `version` is the draft whose files they are, `day` one of Prefect's history."""
 
     kind: str
     paths: tuple[Path, ...]
@@ -75,18 +67,13 @@ class Item(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called."""
         return f"draft {self.version.number}" if self.version else self.day or self.paths[0].name
 
 
 def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
     """Remove what is beyond the limits, and return it, each with why; a dry run removes nothing.
 
-    Of each domain `pool` past champions may return, and stay.
-
-    Raises:
-        TimeoutError: a refresh, an adoption or a post-promotion test is at work.
-        ConnectionError: the registry can't be asked what serves.
+    Of each domain `pool` past champions stay. TimeoutError while somebody is at rows, ConnectionError without registry.
     """
     log, registry = QueryLog(settings.querylog), open_registry(settings)
     with log.unread(wait_s=0), registry.alone():
@@ -101,7 +88,6 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
 
 
 def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Version], pool: int) -> set[int]:
-    """Return the drafts whose files are never removed."""
     champion = registry.champion("draft")
     if champion is None:
         return {version.number for version in versions}
@@ -173,7 +159,6 @@ def _of_version(version: Version, registry: Registry) -> Item:
 
 
 def _of_stages(settings: Settings, staying: Sequence[Version]) -> Iterator[Item]:
-    """Yield the results of finished steps that nothing which stays names, or was made from."""
     named = {version.tags.get(tag, "") for version in staying for tag in SNAPSHOT_TAGS}
     digests = {version.sha256 for version in staying}
     for stage in _folders(settings.artifacts):
@@ -216,10 +201,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _item(kind: str, path: Path, read: bool = False) -> Item:
-    """Measure what lies at a path.
-
-    With `read`, reading a file makes it young too. Of a folder it never does: this look reads it.
-    """
+    """Measure what lies at a path. With `read`, reading a file makes it young; a folder never: this look reads it."""
     files = []
     for file in files_under(path) if path.is_dir() else [path]:
         with suppress(FileNotFoundError):  # whatever runs here may remove its files meanwhile

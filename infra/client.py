@@ -1,7 +1,6 @@
 """The client of a service: what it says of itself, the switch of speculation, and chats with how each ended.
 
-It asks over HTTP like any other client. The library for chats takes most of a second to import, so the first chat pays
-for it: `redraft status` asks for none.
+The library for chats takes most of a second to import, so the first chat pays for it.
 """
 
 import asyncio
@@ -19,10 +18,7 @@ from infra.serving import SERVED_NAME
 from infra.status import RunningService, ServiceStatus, parse_status
 from models.types import Frozen
 
-TIMEOUT_S = 60.0
-CHAT_TIMEOUT_S = 120.0
-FOLLOW_TIMEOUT_S = 180.0
-POLL_S = 0.1
+TIMEOUT_S, CHAT_TIMEOUT_S, FOLLOW_TIMEOUT_S, POLL_S = 60.0, 120.0, 180.0, 0.1
 # A service that refuses at once must not be asked a thousand times a second.
 PAUSE_AFTER_FAILURE_S = 0.2
 
@@ -31,14 +27,7 @@ Speculation = Literal["on", "off", "head"]
 
 
 class Chat(NamedTuple):
-    """A question to the service.
-
-    Attributes:
-        id: comes back with the answer.
-        messages: in OpenAI's shape.
-        group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
-        fields: what else the request holds, such as `tools`.
-    """
+    """A question to the service; `id` comes back with the answer, `fields` are what else the request holds."""
 
     id: str
     domain: str
@@ -51,15 +40,13 @@ class Answer(Frozen):
     """One chat and its end.
 
     Attributes:
-        prompt_id: id of the chat.
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
-        token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
+        gaps: at each token the best one's log-probability minus the second's, if wanted.
         num_steps, num_accepted: verification steps, and drafted tokens that the target kept.
         drafted_per_step, accepted_per_step: as the service counted them; None where it did not say. vLLM's own endpoint
             leaves out the steps that drafted nothing.
-        sent_s: when it was sent, on the machine's monotonic clock.
+        sent_s: on the machine's monotonic clock; `seconds` is from then to the end of the stream.
         arrival_ms: when each token came, from sending; those of one step come together.
-        seconds: from sending to the end of the stream.
     """
 
     prompt_id: str
@@ -82,18 +69,10 @@ class Answer(Frozen):
 
 
 class Client:
-    """One service; a `with` block closes the connection that its status is asked on."""
-
     def __init__(
         self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, *, operates: bool = True
     ) -> None:
-        """Connect at the first question.
-
-        Args:
-            api_key: bearer key: an operator's, see `infra.keys.operator_key`.
-            operates: false if the key is a client's or missing: then nothing but chats is answered, without the counts
-                of each step.
-        """
+        """Connect at the first question; with false `operates` the key may do nothing but chat."""
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._detail = {"X-Redraft-Detail": "steps"} if operates else {}
@@ -111,28 +90,21 @@ class Client:
         return parse_status(self._http.get("/redraft/status").raise_for_status().content, self.url)
 
     def metrics(self) -> str:
-        """Return the service's metrics in Prometheus' text format; httpx.HTTPError likewise."""
         return self._http.get("/metrics").raise_for_status().text
 
     def speculate(self, on: bool) -> None:
-        """Switch speculation; httpx.HTTPError if the service does not."""
         self._http.post("/redraft/speculation", json={"on": on}).raise_for_status()
 
     def wait_for_draft(
         self, number: int, holds: Callable[[ServiceStatus, int], bool], timeout_s: float = FOLLOW_TIMEOUT_S
     ) -> None:
-        """Wait until the service drafts with a version.
+        """Wait until the service drafts with a version, as `holds` tells by a status.
 
-        `holds` tells it by a status: `ServiceStatus.drafts_with`, or `has_proven` if it must have passed its probation
-        too.
-
-        Raises:
-            RuntimeError: it refused the version, or did not take it in time; the message has its reasons.
+        RuntimeError, with the reasons, if it refused the version or did not take it in time.
         """
         until_s = time.monotonic() + timeout_s
         while not holds(status := self.status(), number):
-            refused = any(label.startswith(f"{number}-") for label in status.refused)
-            if refused or time.monotonic() > until_s:
+            if time.monotonic() > until_s or any(label.startswith(f"{number}-") for label in status.refused):
                 raise RuntimeError(
                     f"the service drafts with {status.draft_version}, not with {number}: {status.untried}"
                 )
@@ -150,19 +122,11 @@ class Client:
         on_answer: Callable[[Answer], None] | None = None,
         primers: Sequence[Chat] = (),
     ) -> list[Answer]:
-        """Send chats and stream their greedy answers.
+        """Send chats and stream their greedy answers, one a chat, in their order; one that fails says so.
 
-        Args:
-            gaps: whether to ask for the two best tokens at each position.
-            speculation: how the answers are drafted; "head" measures the draft alone.
-            primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
-                steps, so that the chats begin one after the other and not at once.
-
-        Returns:
-            One answer a chat, in their order; a request that fails is an answer that says so. None of a primer.
-
-        Raises:
-            RuntimeError: a primer failed.
+        Before them `primers` are sent, one for each that is in flight, with limits that go up to `max_tokens` in equal
+        steps, so that the chats begin one after the other and not at once; RuntimeError if one of them fails. `gaps`
+        asks for the two best tokens at each position; speculation "head" measures the draft alone.
         """
         async with self._chats(concurrency) as connection:
             slots = asyncio.Semaphore(concurrency)  # lets in who came first
@@ -197,10 +161,7 @@ class Client:
         on_answer: Callable[[Answer], None],
         pause_s: float = 0.0,
     ) -> None:
-        """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
-
-        `stop` is asked before each request, and running ones are waited for. After an answer `pause_s` are waited.
-        """
+        """Send greedy chats over and over, with nothing logged, until `stop`, which is asked before each."""
         waiting = itertools.cycle(chats)
         async with self._chats(concurrency) as connection:
 

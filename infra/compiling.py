@@ -13,7 +13,6 @@ class Compiling:
     """Begins with a start. A start that finds what an earlier one compiled leaves nothing, or a library of its own."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at the folder that keeps what was compiled; it need not be there yet."""
         self._folder, self._started_s = folder, time.monotonic()
         self._before = self._left()
 

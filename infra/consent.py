@@ -119,10 +119,7 @@ def parse_domain(named: object) -> Domain:
 
 
 def consent_level(header: str | None, store: bool | None, key_policy: str | None) -> Consent:
-    """Return what may be logged of a request: the strictest of `X-Redraft-Log`, OpenAI's `store` and the key's policy.
-
-    None of each is silence; False of `store` means "none", True "full".
-    """
+    """Return the strictest of `X-Redraft-Log`, OpenAI's `store` and the key's policy; None of each is silence."""
     said: list[Consent] = []
     if store is not None:
         said.append("full" if store is True else "none")
@@ -134,7 +131,7 @@ def consent_level(header: str | None, store: bool | None, key_policy: str | None
 def subject_of(key: str | None, user: object) -> str | None:
     """Return the hash under which a person's rows are logged and erased: HMAC-SHA256 of the user under the key.
 
-    Without a key, a user's name is hashed under a fixed one, which hides it but can be guessed.
+    Without a key, a fixed one hides the name, which can be guessed.
     """
     if key is None and user is None:
         return None
@@ -142,10 +139,7 @@ def subject_of(key: str | None, user: object) -> str | None:
 
 
 def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
-    """Return the hashes of all names that a request or a row has for whom it is for, each once; see `subject_of`.
-
-    `key` is the hash of the API key. Fields that are missing, None or "" name nobody; ValueError if a name is no text.
-    """
+    """Return the hashes of all names of whom a request or a row is for, each once; ValueError if a name is no text."""
     names = []
     for field in NAMED_BY:
         if (name := said.get(field)) is not None and not isinstance(name, str):
@@ -158,10 +152,8 @@ def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
 def group_of(secret: bytes, key: str | None, named: object) -> str | None:
     """Return the hash under which a group of requests is kept: HMAC-SHA256 of key and name under the home's secret.
 
-    Each key's groups are its own: with another key the same name is another group. None, for no group, stays None.
-
-    Raises:
-        ValueError: it is no name of a group. The message leaves it out, because it is never kept in clear.
+    Each key's groups are its own. ValueError if it is no name of a group, without the name, which is never kept in
+    clear.
     """
     if named is None:
         return None
@@ -172,10 +164,9 @@ def group_of(secret: bytes, key: str | None, named: object) -> str | None:
 
 
 def redact(row: QueryRow, level: Consent) -> QueryRow | None:
-    """Return what may be written of a row, or None if nothing may.
+    """Return what may be written of a row, or None if nothing may; its own consent is never widened.
 
-    Metadata keeps counts, times, versions and numeric sampling settings: a stop string or a grammar is text too. A
-    row's own consent is never widened.
+    Metadata keeps counts, times, versions and numeric sampling settings: a stop string or a grammar is text too.
     """
     level = min(level, row.consent, key=CONSENT_LEVELS.index)
     if level == "none":

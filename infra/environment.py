@@ -8,33 +8,23 @@ from pathlib import Path
 
 from infra.settings import PREFIX, Settings, load_settings
 
-# What lies below the home unless a variable says otherwise: a benchmark's must not lie anywhere else.
-BELOW_HOME = ("MLFLOW_URI", "QUERYLOG", "CACHE", "ARTIFACTS")
-# Nor is a benchmark's service anybody else's: it binds loopback, and is asked with its home's own key.
-OF_THE_SERVED = ("HOST", "API_KEYS")
+# What lies below the home unless a variable says otherwise must not lie anywhere else; and a benchmark's service binds
+# loopback, and is asked with its home's own key.
+NOT_TAKEN = tuple(PREFIX + name for name in ("MLFLOW_URI", "QUERYLOG", "CACHE", "ARTIFACTS", "HOST", "API_KEYS"))
 
 
 def environment_of(home: Path) -> dict[str, str]:
     """Return the variables that make `home` a process's home folder, whatever this process's own is."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    own |= {f"{PREFIX}HOME": str(home)}
-    for name in (*BELOW_HOME, *OF_THE_SERVED):
-        own.pop(PREFIX + name, None)
+    own = {name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name not in NOT_TAKEN}
+    own[f"{PREFIX}HOME"] = str(home)
     libraries = load_settings(own).process_variables()
     return {**own, **{name: value for name, value in libraries.items() if str(home) in value}}
 
 
-def settings_of(home: Path) -> Settings:
-    """Return the settings of a process whose home folder is `home`."""
-    environment = environment_of(home)
-    return load_settings({name: value for name, value in environment.items() if name.startswith(PREFIX)})
-
-
 def enter_home(home: Path) -> Settings:
-    """Make `home` this process's and its children's home folder, and return its settings."""
     environment = environment_of(home)
-    for name in (*BELOW_HOME, *OF_THE_SERVED):
-        os.environ.pop(PREFIX + name, None)
+    for name in NOT_TAKEN:
+        os.environ.pop(name, None)
     os.environ.update(environment)
     settings = load_settings()
     settings.prepare_environment()

@@ -1,11 +1,8 @@
 """Erasures of a log: which rows are to go, how far that has come, and which snapshots they were read into.
 
-The rows of an erasure leave the log at once, in one transaction with its entry in the journal; nothing reads them from
-then on. Their text is kept apart, because it takes knowing a text to find it again in files, until all else is done
-(`infra.erase`): it is the last to go. What was found is written to the journal after each step, so that an erasure that
-was killed is completed by the next one.
-
-Which snapshots a row was read into, and as what, is recorded before the snapshot is written (`record_reads`).
+The rows of an erasure leave the log at once, in one transaction with its entry in the journal. Their text is kept
+apart, because it takes knowing a text to find it again in files, and is the last to go (`infra.erase`). What was found
+is written to the journal after each step, so that an erasure that was killed is completed by the next one.
 """
 
 import json
@@ -22,8 +19,7 @@ from infra.logfile import ENDED, LogFile
 from infra.windows import Window, shrink_claim
 from models.types import Frozen
 
-ERASED = "the error was erased with rows of the window"
-DONE = -1
+ERASED, DONE = "the error was erased with rows of the window", -1
 BY_AGE = "time_ms < ?1"
 BY_SUBJECT = """seq IN (
     SELECT seq FROM rows WHERE subject IN (SELECT value FROM json_each(?1)) UNION
@@ -33,13 +29,7 @@ Role = Literal["train", "replay", "held_out", "regression"]
 
 
 class Rewritten(Frozen):
-    """A snapshot that held erased rows; `became` is "" where nothing else was in it.
-
-    Attributes:
-        snapshot, sha256: its address and digest before.
-        became, became_sha256: the address and digest of what is left.
-        rows: how many were taken out.
-    """
+    """A snapshot that held `rows` erased rows, and what is left of it; `became` is "" where nothing else was in it."""
 
     snapshot: str
     sha256: str
@@ -54,14 +44,10 @@ class Certificate(Frozen):
     Attributes:
         subjects: hashes of whom it was for; none where it went by age.
         older_than_ms: rows served before this Unix time; None where it went by subject.
-        began_ms, ended_ms: Unix time; None until it is complete.
-        sketches: how many of them had been sketched.
         regression_rows: domain to how many of them were in its regression set.
-        windows: that they had been claimed in, open, committed or set aside, as far as known.
-        snapshots: those rewritten.
+        windows: that they had been claimed in, as far as known.
         drafts: version to what it saw of the rows, role to number; weights can't unlearn.
         descendants: versions that were trained on from one of these.
-        removed: caches and work folders that were removed.
         redacted: file to how many places were overwritten in it.
     """
 
@@ -81,13 +67,10 @@ class Certificate(Frozen):
     redacted: dict[str, int] = Field(default_factory=dict)
 
     def with_(self, **changes: Any) -> "Certificate":
-        """Return it with some fields changed."""
         return self.model_copy(update=changes)
 
 
 class Erasures:
-    """The journal of a log's erasures, and its lineage of rows to snapshots."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
@@ -133,9 +116,7 @@ class Erasures:
         return certificate
 
     def last(self) -> int:
-        """Return the number of the erasure that was begun last, 0 before the first."""
-        number: int | None = self._file.connection().execute("SELECT max(number) FROM erasures").fetchone()[0]
-        return number or 0
+        return int(self._file.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
     def unfinished(self) -> list[tuple[int, Certificate]]:
         """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""
@@ -144,13 +125,12 @@ class Erasures:
         return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
 
     def rows(self, number: int) -> list[QueryRow]:
-        """Return the rows of an erasure that are not forgotten yet, by seq."""
         query = "SELECT seq, body FROM erasing WHERE erasure = ? ORDER BY seq"
         found = self._file.connection().execute(query, (number,))
         return [QueryRow(seq=seq, **json.loads(body)) for seq, body in found]
 
     def enter(self, certificate: Certificate, step: int) -> None:
-        """Write what an erasure has done so far to the journal, and which step is the next; -1 DONE if none is."""
+        """Write what an erasure has done so far to the journal, and which step is the next; DONE if none is."""
         with self._file.transaction() as db:
             _enter(db, certificate, step)
 

@@ -1,9 +1,6 @@
 """Events for the orchestrator, sent by a thread: nobody waits for them, and the orchestrator may be down.
 
-What it asks for is in PREFECT_API_AUTH_STRING, as for Prefect's own client.
-
-An event that finds the queue full or nobody listening is dropped and counted. What is worth an event, and how often, is
-decided by who emits it.
+An event that finds the queue full or nobody listening is dropped and counted.
 """
 
 import base64
@@ -21,11 +18,9 @@ from pydantic import Field
 
 from models.types import Frozen
 
-ACCEPTANCE_FELL = "redraft.acceptance.fell"
-DRAFT_ROLLED_BACK = "redraft.draft.rolled_back"
+ACCEPTANCE_FELL, DRAFT_ROLLED_BACK = "redraft.acceptance.fell", "redraft.draft.rolled_back"
 APPROVAL_WANTED = "redraft.approval.wanted"
-PAIR_BROKE = "redraft.pair.broke"
-TARGET_DIFFERS = "redraft.target.differs"
+PAIR_BROKE, TARGET_DIFFERS = "redraft.pair.broke", "redraft.target.differs"
 # What an event is about that is not one domain's.
 EVERY_DOMAIN = "all"
 RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
@@ -43,14 +38,8 @@ class EventCounts(Frozen):
 
 
 class Emitter:
-    """Sends events to a Prefect server.
-
-    Attributes:
-        last_error: why the last one was dropped.
-    """
-
     def __init__(self, api_url: str, capacity: int = 64) -> None:
-        """Start the thread; the server's address has /api, and "" drops everything. `capacity` events may wait."""
+        """Start the thread; the server's address has /api, and "" drops everything."""
         self.sent = self.dropped = 0
         self.last_error: str | None = None
         self._url = api_url.rstrip("/")
@@ -62,10 +51,7 @@ class Emitter:
         self._thread.start()
 
     def emit(self, event: str, name: str, payload: dict[str, Any], resource: str = RESOURCE) -> bool:
-        """Queue an event about a domain, or another resource of that name, and return True.
-
-        Where that can't be done it is dropped and counted, and the answer is False; never blocks.
-        """
+        """Queue an event about a domain, or another resource; False if it was dropped and counted. Never blocks."""
         body = {
             "id": str(uuid.uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
@@ -82,11 +68,9 @@ class Emitter:
         return True
 
     def counts(self) -> EventCounts:
-        """Return events sent and dropped, and the last error."""
         return EventCounts(sent=self.sent, dropped=self.dropped, last_error=self.last_error)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what is queued and end the thread."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -96,9 +80,7 @@ class Emitter:
     def _drain(self) -> None:
         while (body := self._queue.get()) is not None:
             request = urllib.request.Request(
-                f"{self._url}/events",
-                data=json.dumps([body], allow_nan=False).encode(),
-                headers=self._headers,
+                f"{self._url}/events", data=json.dumps([body], allow_nan=False).encode(), headers=self._headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-TAIL_BYTES = 1 << 18
-POLL_S = 0.3
+TAIL_BYTES, POLL_S = 1 << 18, 0.3
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
     """Write a file in one rename, flushed to the disk, for its owner alone; a reader finds the old content or the new.
 
-    Raises:
-        ValueError: the folder does not exist, or `file` is a directory.
+    ValueError if the folder does not exist, or `file` is a directory.
     """
     if not file.parent.is_dir():
         raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
@@ -39,9 +37,9 @@ def replacing(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Flush a directory's entries, so that a rename in it outlives a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Flush a file, or a directory's entries, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -51,7 +49,7 @@ def fsync_directory(directory: Path) -> None:
 def files_under(folder: Path) -> Iterator[Path]:
     """Yield the files of a folder and of those below it, links too; none where there is no such folder.
 
-    Unlike `Path.rglob`, which fails when a folder goes away while it is read, as a compiler's do, this leaves it out.
+    Unlike `Path.rglob` it does not fail when a folder goes away while it is read, as a compiler's do.
     """
     for inner, _, names in os.walk(folder):
         yield from (Path(inner, name) for name in names)

@@ -42,16 +42,11 @@ class Day(NamedTuple):
 
 
 def database(home: Path) -> Path:
-    """Return where a home's Prefect keeps its history, if it does so there."""
     return home / "prefect" / "prefect.db"
 
 
 def days(file: Path) -> list[Day]:
-    """Return the days of a history, oldest first; none if there is no file, or Prefect has not made its tables yet.
-
-    Raises:
-        sqlite3.Error: it is torn or locked.
-    """
+    """Return the days of a history, oldest first; none without file or tables; sqlite3.Error if it is torn."""
     if not file.is_file():
         return []
     with closing(_connect(file)) as db:
@@ -74,7 +69,6 @@ def forget(file: Path, day: str) -> None:
 
 
 def compact(file: Path) -> None:
-    """Give back to the disk what days left free that were removed."""
     with closing(_connect(file)) as db:
         db.execute("VACUUM")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

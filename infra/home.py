@@ -1,7 +1,6 @@
-"""The home folder: closed to other users, and of a format that is a number in a small file.
+"""The home folder: closed to other users, and of a format that is a number in a small file; another one is refused.
 
-A home of another format is refused: no release had one, so none is converted. The query log has a number of its own
-(infra/logfile.py).
+The query log has a number of its own (infra/logfile.py).
 """
 
 import json
@@ -22,8 +21,7 @@ OTHERS = 0o077
 def open_home(settings: Settings) -> None:
     """Make the home folder, or check the format of one that is there; all that is written from now on is closed.
 
-    Raises:
-        ValueError: the home or its query log is of another format, or it can't be closed to other users.
+    ValueError if it or its query log is of another format, or it can't be closed to other users.
     """
     os.umask(OTHERS)
     home = settings.home
@@ -32,7 +30,13 @@ def open_home(settings: Settings) -> None:
         close_to_others(home)
     file = home / FORMAT_FILE
     if file.is_file():
-        _require_format(file)
+        try:
+            number = json.loads(file.read_bytes())["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} does not name the format of a home: {error}") from error
+        if number != FORMAT:
+            reads = f"this version of redraft reads format {FORMAT} alone: {OTHER_FORMAT}"
+            raise ValueError(f"{home} is of format {number!r}, and {reads}")
         return
     if settings.querylog.is_file():  # a home of before formats were numbered has a log that is older too
         log = LogFile(settings.querylog)
@@ -42,11 +46,7 @@ def open_home(settings: Settings) -> None:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from other users whatever they may do with a folder and all in it; the folder itself comes last.
-
-    Raises:
-        ValueError: a part of it belongs to somebody else.
-    """
+    """Take from other users what they may do with a folder and all in it; ValueError if a part is somebody else's."""
     for inner, folders, files in os.walk(folder, topdown=False):
         for path in [*(Path(inner, name) for name in (*files, *folders)), Path(inner)]:
             try:
@@ -57,15 +57,3 @@ def close_to_others(folder: Path) -> None:
                 continue
             except PermissionError:
                 raise ValueError(f"other users may read {path}, and only its owner can change that") from None
-
-
-def _require_format(file: Path) -> None:
-    try:
-        number = json.loads(file.read_bytes())["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} does not name the format of a home: {error}") from error
-    if number != FORMAT:
-        raise ValueError(
-            f"{file.parent} is of format {number!r}, and this version of redraft reads format {FORMAT} alone: "
-            f"{OTHER_FORMAT}"
-        )

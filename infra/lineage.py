@@ -1,7 +1,7 @@
 """What a draft was made from and how it was gated: the tags of its version, as one value.
 
 MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
-tag says "does not apply". What only some drafts have has a default.
+tag says "does not apply".
 """
 
 import json
@@ -47,7 +47,6 @@ class _Tags(Frozen):
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:
-        """Return the tags that the value is kept as."""
         return tuple(_own_tags(cls).values())
 
     @classmethod
@@ -69,13 +68,10 @@ class _Tags(Frozen):
             raise ValueError("; ".join(faults)) from error
 
     def to_tags(self) -> dict[str, str]:
-        """Return the value as tags, as `from_tags` reads it."""
         return {tag: _text(getattr(self, name)) for name, tag in _own_tags(type(self)).items()}
 
 
 class Target(_Tags):
-    """What tells a target from others; the hashes are sha256 in hexadecimal."""
-
     name: str = Field(validation_alias="target_name")
     sha256: str = Field(validation_alias="target_sha256")
     tokenizer_sha256: str
@@ -84,7 +80,7 @@ class Target(_Tags):
 
 
 class TrainedWindow(_Tags):
-    """The stretch of the query log that a draft was trained on; `sha256` is over the rows, `uri` has the samples."""
+    """The rows that a draft was trained on; `sha256` is over them, `uri` has the samples."""
 
     first_seq: int = Field(validation_alias="window_first_seq")
     last_seq: int = Field(validation_alias="window_last_seq")
@@ -96,8 +92,6 @@ class Lineage(_Tags):
     """Where a draft came from.
 
     Attributes:
-        target: what it drafts for.
-        target_version: the target's number in the registry.
         parent: the champion that it was trained from, None if from nothing or elsewhere; of a past draft that returns,
             the version that has the same weights.
         continues: the checkpoint that it resumed, which the gate had left undecided against the same champion; None
@@ -105,14 +99,9 @@ class Lineage(_Tags):
         window: what it was trained on beyond its first samples.
         sampling: how the target answered the first samples.
         quantization: method that stored the target in fewer bits.
-        git_commit: the code that made it, "" outside a checkout.
-        flow_run: Prefect's.
-        gate: None if it was never gated.
-        gate_reasons: why it was not passed.
         gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
         gated_against: the champion that a draft from elsewhere, or one that returns, was gated against.
         returns_for: the domain that a past draft was tried again for, "" for all other drafts.
-        line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
         coverage: domain to the share of these conversations' answers that the draft's vocabulary has, of their tokens.
         golden_tau: the same on the target's golden prompts; the service measures it again.
@@ -128,7 +117,6 @@ class Lineage(_Tags):
         state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
         teachers: sha256 of the weights of each model whose word it learnt beside the target's, to its name and its
             weight in the mean.
-        seed: of the recipe.
     """
 
     target: Target
@@ -166,7 +154,6 @@ class Lineage(_Tags):
 
     @property
     def gate_champion(self) -> int | None:
-        """The champion that it was gated against, None if it never was."""
         return None if self.gate is None else self.gated_against or self.parent
 
     @property
@@ -176,18 +163,15 @@ class Lineage(_Tags):
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:
-        """Return all tags, the target's first."""
         return (*Target.tag_names(), *_own_tags(cls).values(), *TrainedWindow.tag_names())
 
     @classmethod
     def from_tags(cls, tags: Mapping[str, str]) -> Self:
-        """See `_Tags.from_tags`."""
         blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
         window = None if blank else TrainedWindow.from_tags(tags)
         return cls._read(tags, target=Target.from_tags(tags), window=window)
 
     def to_tags(self) -> dict[str, str]:
-        """See `_Tags.to_tags`; a window that does not apply is empty tags."""
         window = dict.fromkeys(TrainedWindow.tag_names(), "") if self.window is None else self.window.to_tags()
         return {**self.target.to_tags(), **super().to_tags(), **window}
 
@@ -199,6 +183,4 @@ def _own_tags(model: type[_Tags]) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else str(value)

@@ -17,7 +17,6 @@ from infra.windows import Window
 
 
 def ancestors(registry: Registry, version: Version) -> list[Version]:
-    """Return a draft and its parents, newest first."""
     line = [version]
     while (parent := line[-1].lineage.parent) is not None:
         line.append(registry.get("draft", parent))
@@ -41,12 +40,11 @@ def past_champions(
 ) -> list[Version]:
     """Return the drafts that served before the champion and may serve again, the best in a domain first.
 
-    One was replaced by another draft; who was rolled back by a person does not count. It is of the same target and K,
-    its files were never found bad, in whichever version, and are not the champion's. None that was trained on rows of
-    the window counts: all the window's rows came after its training, so that it is gated by what it never saw.
+    One was replaced by another draft, is of the same target and K, its files were never found bad, in whichever
+    version, and are not the champion's. None that was trained on rows of the window counts: it is gated by what it
+    never saw.
 
-    Versions are newest first. The order is by τ, each at the gate of its own time; unknown ones come last, newest
-    first.
+    Versions are newest first. The order is by τ, each at the gate of its own time; unknown ones come last.
     """
     replaced = {one.previous for one in versions}
     seen = ((one, one.lineage.window) for one in versions)
@@ -78,9 +76,8 @@ def best_versions(line: Sequence[Version]) -> dict[str, Version]:
 def challenger_to_go_on(versions: Sequence[Version], champion: int, first_seq: int) -> Version | None:
     """Return the checkpoint that the training on the next rows resumes, None where it starts from the champion.
 
-    It is the champion's last challenger, if its gate was left undecided. One that was shown worse or quarantined is not
-    resumed; nor is one that passed and does not serve, because somebody took it back; nor one of the same rows,
-    from `first_seq` on, of which some were erased since. Versions are newest first.
+    It is the champion's last challenger, if its gate was left undecided; not one of the same rows, from `first_seq` on,
+    of which some were erased since. Versions are newest first.
     """
     found = ((one, one.lineage.window) for one in versions if one.lineage.parent == champion)
     last = next((one for one, seen in found if seen and seen.last_seq < first_seq), None)
@@ -94,7 +91,6 @@ def next_challenger(versions: Sequence[Version], champion: int) -> int:
 
 
 def trained_on(versions: Sequence[Version], window: Window) -> list[Version]:
-    """Return the versions that were trained on a window, newest first."""
     wanted = (window.first_seq, window.last_seq, window.sha256)
     found = [(version, version.lineage.window) for version in versions]
     return [version for version, seen in found if seen and (seen.first_seq, seen.last_seq, seen.sha256) == wanted]

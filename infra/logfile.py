@@ -1,7 +1,6 @@
 """The query log's file: one SQLite database in WAL mode, with its schema and its transactions.
 
-Rows, windows and what stands beside them each have a module of their own over the same file. Everything is written with
-full durability, and erased text is overwritten in the file (secure_delete).
+Everything is written with full durability, and erased text is overwritten in the file (secure_delete).
 """
 
 import sqlite3
@@ -62,7 +61,6 @@ class LogFile:
         self._local = threading.local()
 
     def close(self) -> None:
-        """Close the calling thread's connection; the next use opens it again."""
         if hasattr(self._local, "db"):
             self._local.db.close()
             del self._local.db
@@ -70,26 +68,20 @@ class LogFile:
     def connection(self) -> sqlite3.Connection:
         """Return the calling thread's connection.
 
-        Raises:
-            ValueError: the file is of another schema.
-            sqlite3.DatabaseError: it is torn, locked or can't be written.
+        ValueError if the file is of another schema, sqlite3.DatabaseError if it is torn, locked or can't be written.
         """
         if not hasattr(self._local, "db"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             try:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")
-                db.execute("PRAGMA secure_delete = ON")
-                db.execute("PRAGMA foreign_keys = ON")
+                for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON", "foreign_keys = ON"):
+                    db.execute(f"PRAGMA {pragma}")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version not in (0, SCHEMA_VERSION):
-                    raise ValueError(
-                        f"{self.path} has schema version {version}, and this version of redraft reads {SCHEMA_VERSION} "
-                        f"alone: {OTHER_FORMAT}"
-                    )
                 if version == 0:
                     _create(db)
+                elif version != SCHEMA_VERSION:
+                    reads = f"this version of redraft reads {SCHEMA_VERSION} alone: {OTHER_FORMAT}"
+                    raise ValueError(f"{self.path} has schema version {version}, and {reads}")
             except sqlite3.DatabaseError as error:
                 db.close()
                 if error.sqlite_errorcode in TORN:
@@ -106,14 +98,12 @@ class LogFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """See `writing`."""
         with writing(self.connection()) as db:
             yield db
 
     def empty_wal(self) -> bool:
         """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
-        busy: int = self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        return not busy
+        return not self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -167,12 +157,9 @@ def copy_database(file: Path, copy: Path) -> None:
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:
-    """Return what a counter of the log stands at."""
-    value: int = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
-    return value
+    return int(db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0])
 
 
 def count(db: sqlite3.Connection, name: str, amount: int) -> None:
-    """Add to a counter."""
     if amount:
         db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, name))

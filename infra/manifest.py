@@ -1,7 +1,7 @@
 """A directory's manifest: the sha256 and size of every file in it, kept beside them in `manifest.json`.
 
-The digest of a directory is the digest of its list of files, so two directories with the same bytes under the same
-names have the same digest wherever they lie. Symbolic links are refused: their bytes live elsewhere.
+The digest of a directory is that of its list of files, so it does not depend on where the directory lies. Symbolic
+links are refused: their bytes live elsewhere.
 """
 
 import hashlib
@@ -11,15 +11,13 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from infra.files import fsync_directory, write_atomic
+from infra.files import flush, write_atomic
 from models.types import Frozen
 
 MANIFEST_NAME = "manifest.json"
 
 
 class FileEntry(Frozen):
-    """One file: the sha256 of its content and its size in bytes."""
-
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
 
@@ -31,7 +29,6 @@ class Manifest(Frozen):
     files: dict[str, FileEntry]
 
     def digest(self) -> str:
-        """Return the sha256 of the canonical JSON of `files`: sorted keys, no spaces."""
         return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
 
 
@@ -42,23 +39,18 @@ def canonical_json(value: object) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path) -> str:
-    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed; return its digest.
-
-    Raises:
-        ValueError: `directory` is not a directory, or holds something that is neither a file nor a directory.
-    """
+    """Write `manifest.json` over every file below `directory`, in one rename, flushed; return its digest."""
     entries = {
         name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
     }
     manifest = Manifest(files=entries)
     write_atomic(directory / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
-    fsync_directory(directory)
+    flush(directory)
     return manifest.digest()
 
 
@@ -68,10 +60,17 @@ def check_manifest(directory: Path) -> str:
     Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
 
     Raises:
-        ValueError: names the directory or file and its fault: no manifest, unreadable or of another format version,
-            a file missing, extra, of another size, or with another sha256.
+        ValueError: names the directory or file and its fault.
     """
-    manifest = _read_manifest(directory)
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "content"
+        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
     found = _files(directory)
     for name in manifest.files:
         if name not in found:
@@ -87,18 +86,6 @@ def check_manifest(directory: Path) -> str:
         if sha256 != wanted.sha256:
             raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
     return manifest.digest()
-
-
-def _read_manifest(directory: Path) -> Manifest:
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"]) or "content"
-        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -22,14 +22,11 @@ CGROUP_FILES = (
 
 
 class MemoryUsage(NamedTuple):
-    """A reading, in bytes."""
-
     total: int
     used: int
 
     @property
     def share(self) -> float:
-        """What part is used."""
         return self.used / self.total
 
     @property
@@ -42,8 +39,7 @@ def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) 
     """Return the machine's memory or, if less of it is left, that of this container."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    machine = MemoryUsage(total, total - free)
-    found = [machine]
+    found = [MemoryUsage(total, total - free)]
     for limit, usage, stat, names in CGROUP_FILES:
         with suppress(OSError, ValueError, KeyError):  # "max", or the other version of cgroups
             pages = dict(line.split() for line in (cgroups / stat).read_text().splitlines())

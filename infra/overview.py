@@ -1,7 +1,5 @@
 """What there is and what runs in a home folder: drafts, the query log, the service, the programs of `redraft up`."""
 
-from pathlib import Path
-
 from pydantic import Field
 
 from infra.home import FORMAT_FILE
@@ -23,15 +21,12 @@ QUARANTINED = "quarantined"
 
 
 class DraftOverview(Frozen):
-    """A draft in a line.
+    """A draft in a line; what it does not have is "".
 
     Attributes:
-        parent: version that it was trained from, or "".
-        rows: first and last row of the query log that it was trained on, or "".
-        verdict: of its gate, or "quarantined".
+        rows: first and last row of the query log that it was trained on.
         reasons: why it was refused, left undecided or quarantined.
-        returns: which past draft it is and what it was tried again for, or "".
-        tau: domain to τ on held-out conversations.
+        returns: which past draft it is and what it was tried again for.
     """
 
     version: int
@@ -50,12 +45,8 @@ class Overview(Frozen):
     """The state of a home folder.
 
     Attributes:
-        drafts: newest first.
         last_refresh: the newest draft that a refresh made or tried again.
-        service: what the service says of itself; None if none answers.
         attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
-        regression_sets: domain to its set of logged conversations.
-        post_promotion_test: of the champion against the draft before it; None without one.
     """
 
     drafts: tuple[DraftOverview, ...]
@@ -70,22 +61,19 @@ class Overview(Frozen):
 
     @property
     def champion(self) -> DraftOverview | None:
-        """The draft that the registry wants served."""
         return next((draft for draft in self.drafts if draft.champion), None)
 
 
 def overview(settings: Settings) -> Overview:
-    """Look at a home folder.
-
-    Raises:
-        ValueError: the service answers something else than its status.
-        ConnectionError: the registry can't be asked.
-    """
+    """Look at a home folder; ConnectionError if the registry can't be asked, ValueError as `last_status`."""
     registry = open_registry(settings)
     champion, versions = registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window or version.lineage.returns]
     state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
     rows, first_ms = log.waiting()
+    file = settings.home / FORMAT_FILE
+    made = (file if file.is_file() else settings.home).stat()
+    trigger = TriggerFile(settings.querylog).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
@@ -94,15 +82,10 @@ def overview(settings: Settings) -> Overview:
         service=service,
         attached=attached_servers(settings.home),
         programs=() if state is None else state.programs,
-        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)),
+        waiting=waiting_for(champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000),
         regression_sets=log.regression_sets.by_domain(),
         post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )
-
-
-def _made_ms(home: Path) -> int:
-    file = home / FORMAT_FILE
-    return (file if file.is_file() else home).stat().st_mtime_ns // 1_000_000
 
 
 def _draft(version: Version, champion: Version | None) -> DraftOverview:

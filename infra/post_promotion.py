@@ -1,8 +1,7 @@
 """Progress of post-promotion tests: one file for each draft and the one before it, below the home folder.
 
-A file is replaced as a whole after each look, with all that the look found, so that a killed process resumes after its
-last whole look and no request counts twice. There is no text in it: requests are named by their number in the query
-log.
+A file is replaced as a whole after each look, so that a killed process resumes after its last whole look and no request
+counts twice. There is no text in it: requests are named by their number in the query log.
 """
 
 import shutil
@@ -27,8 +26,6 @@ POST_PROMOTION, WORK = "post_promotion", "work"
 
 
 class Compared(Frozen):
-    """A request with both drafts' tokens per step on it."""
-
     seq: int = Field(ge=1)
     domain: str
     tau: float = Field(ge=1, allow_inf_nan=False)
@@ -40,11 +37,9 @@ class PostPromotionTest(Frozen):
 
     Attributes:
         outcome: "failed" asks for a rollback; "superseded" says that somebody replaced the draft before that.
-        looked_ms: when requests were compared last, in Unix time.
         num_wanted: requests that are compared without a loss until it passes.
-        num_readable: requests that the draft served lately and that may be read.
-        num_unreadable: those that may not; a request without any consent leaves no row and is in neither.
-        compared: the requests, in the order in which they were compared.
+        num_readable, num_unreadable: requests that the draft served lately and that may be read, and that may not; one
+            without any consent leaves no row and is in neither.
         found: domain to what its requests say; "" stands for all.
         evidence: the run in MLflow that keeps why it was rolled back.
     """
@@ -62,16 +57,13 @@ class PostPromotionTest(Frozen):
 
     @property
     def blind(self) -> bool:
-        """Whether none of the requests that the draft served may be read."""
         return self.outcome == RUNNING and not self.num_readable
 
     @property
     def losses(self) -> dict[str, Finding]:
-        """The domains that lost more than they may."""
         return {domain: found for domain, found in self.found.items() if found.lost}
 
     def told(self) -> str:
-        """Say in a line what the requests say so far."""
         if self.blind:
             seen = f"none of the last {self.num_unreadable} requests" if self.num_unreadable else "no request"
             return f"blind, {seen} of draft {self.draft} may be read"
@@ -90,8 +82,6 @@ class PostPromotionTest(Frozen):
 
 
 class PostPromotionTests:
-    """The post-promotion tests of a home folder."""
-
     def __init__(self, settings: Settings) -> None:
         self.folder = settings.home / POST_PROMOTION
 
@@ -111,23 +101,19 @@ class PostPromotionTests:
             self.sweep()
 
     def find(self, draft: int, previous: int) -> PostPromotionTest | None:
-        """Return the test of two drafts, None if there was none yet."""
         file = self._file(draft, previous)
         return PostPromotionTest.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     def of_draft(self, draft: int) -> PostPromotionTest | None:
-        """Return a draft's newest test, None if there was none yet."""
         files = sorted(self.folder.glob(f"{draft}-*.json"), key=lambda file: file.stat().st_mtime_ns)
         return PostPromotionTest.model_validate_json(files[-1].read_bytes()) if files else None
 
     def unfinished(self) -> list[PostPromotionTest]:
-        """Return those that failed and whose drafts have not been rolled back yet."""
         files = sorted(self.folder.glob("[0-9]*-*.json"))
         tests = [PostPromotionTest.model_validate_json(file.read_bytes()) for file in files]
         return [test for test in tests if test.outcome == FAILED]
 
     def save(self, test: PostPromotionTest) -> None:
-        """Write a test's file, in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(self._file(test.draft, test.previous), test.model_dump_json() + "\n")
 

@@ -1,5 +1,4 @@
 """Work that gives way: it runs in a thread of low priority, so that a service on the same cores hardly notices it.
-Who gives way where memory runs short is in `infra.memory`.
 
 Linux keeps a priority for each thread, and the threads that torch starts for it inherit it. A process that lowered its
 own could not raise it again. Many kernels group processes by session, though, and a thread's priority then only counts
@@ -26,11 +25,7 @@ T = TypeVar("T")
 
 
 def lower_session() -> bool:
-    """Let this session give way to others for good, if this process leads it; a shell's is left alone.
-
-    Returns:
-        whether it does. Where the kernel doesn't group by session, each thread's priority counts against all others.
-    """
+    """Let this session give way for good, if this process leads it and the kernel groups by session; return whether."""
     if os.getsid(0) != os.getpid() or not _AUTOGROUP.exists():
         return False
     _AUTOGROUP.write_text(str(NICENESS))
@@ -48,8 +43,7 @@ def at_low_priority(work: Callable[P, T]) -> Callable[P, T]:
         def body() -> None:
             try:
                 number = threading.get_native_id()
-                niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, number))
-                os.setpriority(os.PRIO_PROCESS, number, niceness)
+                os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
                 result.set_result(context.run(work, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                 result.set_exception(error)

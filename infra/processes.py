@@ -24,15 +24,11 @@ from types import TracebackType
 from typing import Self
 
 PR_SET_PDEATHSIG = 1
-ORPHAN_GRACE_S = 5.0
-POLL_S = 0.05
+ORPHAN_GRACE_S, POLL_S = 5.0, 0.05
 
 
 class Child:
-    """A running program in a session of its own, with its output in a log file. Made by `Child.start`.
-
-    What it writes, other users can't read.
-    """
+    """A running program in a session of its own, with its output in a log file that other users can't read."""
 
     def __init__(self, name: str, guard: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
@@ -41,11 +37,7 @@ class Child:
 
     @classmethod
     def start(cls, argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, name: str) -> Self:
-        """Start a program, with variables added to this process's own; its output is appended to the log.
-
-        Raises:
-            ValueError: there is no program `argv[0]`.
-        """
+        """Start a program, with variables added to this process's own; ValueError if there is none of that name."""
         if shutil.which(argv[0]) is None:
             raise ValueError(f"{name}: there is no program {argv[0]!r}")
         log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -72,7 +64,6 @@ class Child:
         return code if code is None or code >= 0 else 128 - code
 
     def tail(self, num_lines: int = 20) -> str:
-        """Return the last lines of the log."""
         from infra.files import last_lines  # not at the top: the guard runs this file without the others
 
         return "\n".join(last_lines(self.log_path, num_lines))
@@ -99,9 +90,7 @@ class Child:
 def wait_until(check: Callable[[], bool], timeout_s: float, child: Child | None, what: str) -> None:
     """Wait until `check`, which is asked every 50 ms, returns True; `child` is the process that brings it about.
 
-    Raises:
-        RuntimeError: the child ended first; the message ends with the tail of its log.
-        TimeoutError: the time is up; the same.
+    RuntimeError if the child ended first, TimeoutError if the time is up; the message ends with the tail of its log.
     """
     deadline = time.monotonic() + timeout_s
     while not check():
@@ -117,8 +106,7 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
     """Return whether a GET of `url` is answered with a 2xx status: a check for `wait_until`."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            status: int = response.status
-            return 200 <= status < 300
+            return bool(200 <= response.status < 300)
     except OSError:  # refused, reset, timed out, or an HTTP error status
         return False
 
@@ -127,18 +115,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port of `host` that nothing listens on now; another process may take it at any time."""
     with socket.socket() as tried:
         tried.bind((host, 0))
-        port: int = tried.getsockname()[1]
-        return port
+        return int(tried.getsockname()[1])
 
 
 def hold_port(host: str, port: int) -> socket.socket:
     """Bind a port for a server that starts later, and return what holds it until it is closed.
 
-    Meanwhile nobody else gets the port, and whoever asks for a free one gets another. Only a process of this user that
-    sets SO_REUSEPORT, as HAProxy and Ray's proxy do, can listen there.
-
-    Raises:
-        ValueError: something listens on the port, or nothing can.
+    Meanwhile only a process of this user that sets SO_REUSEPORT, as HAProxy and Ray's proxy do, can listen there.
+    ValueError if something listens on the port, or nothing can.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection is no user
@@ -159,7 +143,6 @@ def require_port_free(host: str, port: int) -> None:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Return whether `require_port_free` would let a service start there."""
     try:
         require_port_free(host, port)
     except ValueError:

@@ -20,13 +20,7 @@ from models.types import Frozen
 
 
 class LogStats(Frozen):
-    """What the log holds, for the dashboard.
-
-    Attributes:
-        depth: rows with full consent after the cursor.
-        attempt: at the open window; None if none is open.
-        set_aside: windows that no attempt got through, oldest first.
-    """
+    """What the log holds; `depth` is rows with full consent after the cursor."""
 
     depth: int
     total: int
@@ -40,15 +34,6 @@ class LogStats(Frozen):
 
 
 class QueryLog(LogFile):
-    """The rows of a log; its other parts stand beside them in the same file.
-
-    Attributes:
-        windows: stretches of rows that are claimed and trained on.
-        erasures: what was erased, and which snapshots rows were read into.
-        regression_sets: rows that nothing is trained on.
-        sketches: of the rows, by which they are clustered.
-    """
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.windows, self.erasures = Windows(self), Erasures(self)
@@ -57,11 +42,8 @@ class QueryLog(LogFile):
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
 
-        `dropped` rows, which were lost before they came here, are added to the persistent count.
-
-        Raises:
-            ValueError: a row may not be written (`require_loggable`); then none is.
-            sqlite3.Error: the database is locked, full or broken; then none is.
+        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
+        sqlite3.Error leaves all unwritten.
         """
         for row in rows:
             require_loggable(row)
@@ -88,24 +70,22 @@ class QueryLog(LogFile):
         return [row_id for (row_id,) in self.connection().execute(query, (last_seq,))]
 
     def rows_of(self, seqs: Iterable[int]) -> list[QueryRow]:
-        """Return the rows of these numbers that there are, of any consent, by seq."""
         return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
 
     def latest(self, num_rows: int) -> list[QueryRow]:
-        """Return the last rows, of any consent, by seq."""
         return self._read("seq IN (SELECT seq FROM rows ORDER BY seq DESC LIMIT ?)", (num_rows,))
 
     def replay(self, per_domain: int, before_seq: int, seed: int = 0) -> list[QueryRow]:
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
 
-        The rows with the smallest hashes of seed and id are taken: the same seed gives the same rows, and new rows
-        only displace some of them. Members of regression sets are not among them, since they are never trained on, nor
-        rows of windows that were set aside: what no run got through once would stop each later one.
+        The rows with the smallest hashes of seed and id are taken, so new rows only displace some of them. Members of
+        regression sets are not among them, nor rows of windows that were set aside: what no run got through once would
+        stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
-        query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
-        query += " AND seq NOT IN (SELECT seq FROM regression_sets)"
-        query += " AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"
+        query = """SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?
+            AND seq NOT IN (SELECT seq FROM regression_sets)
+            AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"""
         for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
             key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
             hashed.setdefault(domain, []).append((key, seq))
@@ -157,9 +137,7 @@ class QueryLog(LogFile):
         return counts
 
     def last_seq(self) -> int:
-        """Return the number of the newest row, 0 without one."""
-        (seq,) = self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()
-        return int(seq)
+        return int(self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()[0])
 
     def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
         """Return the hashed API keys of the first rows that wait and may be trained on, and when the first came."""
@@ -170,19 +148,16 @@ class QueryLog(LogFile):
         return Counter({key: number for key, number, _ in found}), min(served, default=None)
 
     def stats(self) -> LogStats:
-        """Count what the log holds."""
         db = self.connection()
-        cursor = counter(db, "cursor")
-        depth = db.execute("SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?", (cursor,)).fetchone()[0]
+        counters = {name: counter(db, name) for name in ("cursor", "dropped", "duplicates")}
+        waiting = "SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?"
         per_domain = dict(db.execute("SELECT domain, count(*) FROM rows GROUP BY domain ORDER BY domain").fetchall())
         files = [self.path, self.path.with_name(self.path.name + "-wal")]
         return LogStats(
-            depth=depth,
+            **counters,
+            depth=db.execute(waiting, (counters["cursor"],)).fetchone()[0],
             total=sum(per_domain.values()),
             per_domain=per_domain,
-            cursor=cursor,
-            dropped=counter(db, "dropped"),
-            duplicates=counter(db, "duplicates"),
             bytes=sum(file.stat().st_size for file in files if file.exists()),
             attempt=attempt_at(db),
             set_aside=windows_set_aside(db),

@@ -1,9 +1,8 @@
 """The registry of targets and drafts, in MLflow: numbered versions, their lineage, and the alias that is served.
 
 Alias `champion` is the truth. It moves last and in one call, after the tag `previous` of the new champion names the
-former one, so a crash leaves either champion in place. A quarantined version is never promoted and never fallen back
-to. MLflow can't compare and swap, so whoever moves the alias holds a lock of the home meanwhile. MLflow holds plain
-directories with a manifest; nothing here imports a model library, pickles, or sets MLflow's process-wide address.
+former one, so a crash leaves either champion in place. MLflow can't compare and swap, so whoever moves the alias holds
+a lock of the home meanwhile. Nothing here imports a model library, pickles, or sets MLflow's process-wide address.
 """
 
 import shutil
@@ -18,16 +17,7 @@ from infra.locks import lock_file
 from infra.manifest import check_manifest
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
-from infra.versions import (
-    OWN_TAGS,
-    ForeignVersion,
-    Kind,
-    Version,
-    as_version,
-    cached,
-    is_quarantined,
-    is_usable,
-)
+from infra.versions import OWN_TAGS, ForeignVersion, Kind, Version, as_version, cached, is_quarantined, is_usable
 
 CHAMPION = "champion"
 
@@ -37,14 +27,7 @@ class Outdated(ValueError):
 
 
 class Registry:
-    """The versions in one MLflow store, which is reached at first use.
-
-    Attributes:
-        store: the connection, and the runs in it.
-    """
-
     def __init__(self, uri: str, artifact_root: Path) -> None:
-        """Remember the addresses; see `Store`."""
         self.store = Store(uri, artifact_root)
         self._threads = threading.RLock()
         self._depth = 0
@@ -53,12 +36,9 @@ class Registry:
     def alone(self) -> Iterator[None]:
         """Wait until nobody else of this home moves an alias or quarantines, and keep them from it in the block.
 
-        Everything here that does either holds it by itself; hold it around a decision and the move that follows from
-        it. One registry may take it again inside.
-
-        It is a lock on a file beside the artifact root, which ends with the process. So it can't cover who does not
-        share that folder: homes on several machines that share an MLflow server, a file system without flock, and
-        whoever moves the alias in MLflow by hand. Between these the last one wins.
+        Hold it around a decision and the move that follows from it; it may be taken again inside. It is a lock on a
+        file beside the artifact root, so it can't cover homes on several machines that share an MLflow server, a file
+        system without flock, or whoever moves the alias in MLflow by hand: between these the last one wins.
         """
         root = self.store.artifact_root
         with self._threads, ExitStack() as held:
@@ -82,13 +62,8 @@ class Registry:
     ) -> Version:
         """Store a checked directory as the next version of its kind; it is not served yet.
 
-        Args:
-            kind: "target" or "draft".
-            directory: with a manifest that fits.
-            tags: of the target or, for a draft, of its lineage, see `infra.lineage`.
-            metrics: finite numbers, shown with the version.
-            files: reports, kept in the version's run before the version is listed; `attached` reads them.
-            description: what MLflow shows first of the version; where the files lie is added.
+        A draft's tags are those of its lineage. `files` are reports, kept in the version's run before the version is
+        listed, which `attached` reads. MLflow shows `description` first, with where the files lie.
 
         Raises:
             ValueError: the manifest does not fit, a tag of a draft is missing or wrong, a tag is one of OWN_TAGS, or a
@@ -120,11 +95,7 @@ class Registry:
         return as_version(version)
 
     def champion(self, kind: Kind) -> Version | None:
-        """Return the version that is to be served, None if there is none yet.
-
-        Raises:
-            ForeignVersion: the alias was set to a version that was made by hand.
-        """
+        """Return the version that is to be served, None before the first; ForeignVersion if it was made by hand."""
         try:
             with translated(f"looking up the champion of {kind}"):
                 return as_version(self.store.client.get_model_version_by_alias(kind, CHAMPION))
@@ -132,7 +103,7 @@ class Registry:
             return None
 
     def get(self, kind: Kind, number: int) -> Version:
-        """Return one version; NotFound, a ValueError, if there is no such number."""
+        """Return one version; NotFound if there is no such number."""
         try:
             with translated(f"looking up {kind} {number}"):
                 return as_version(self.store.client.get_model_version(kind, str(number)))
@@ -165,8 +136,8 @@ class Registry:
     def promote(self, kind: Kind, number: int, forced: str = "", expected_champion: int | None = None) -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
-        Promoting the champion changes nothing. `forced`, why it is promoted against its gate, is kept as a tag. The
-        `expected_champion`, which it was found better than, must still be the champion, and good; None replaces any.
+        `forced`, why it is promoted against its gate, is kept as a tag. The `expected_champion`, which it was found
+        better than, must still be the champion, and good; None replaces any.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
@@ -205,13 +176,7 @@ class Registry:
             raise Outdated(f"{gated}, which is quarantined: {champion.quarantined}")
 
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
-        """Quarantine a version and, if it is still the champion, go back to the last good one before it.
-
-        Returns the champion afterwards; None if no good version was left, and the alias is gone.
-
-        Raises:
-            ValueError: there is no such version, or the reason is empty.
-        """
+        """Quarantine a version, go back to the last good one before it if it serves, and return the champion then."""
         with self.alone():
             self.quarantine(kind, number, reason)
             champion = self.champion(kind)
@@ -226,12 +191,9 @@ class Registry:
             return target
 
     def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
-        """Make the last good champion before this one the champion again, and return it.
+        """Make the last good champion before this one the champion again, and return it; NotFound without one.
 
         With a reason for its quarantine, the version left may never be promoted again.
-
-        Raises:
-            NotFound: there is no champion, or no good one before it.
         """
         with self.alone():
             champion = self.champion(kind)
@@ -262,19 +224,31 @@ class Registry:
                     self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path) -> Path:
-        """Return a local directory with the version's files, checked against its digest.
+        """Return a local directory with the version's files, checked against its digest; ValueError if they differ.
 
-        A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that
-        want the same version fetch it once.
-
-        Raises:
-            ValueError: what the store holds is not what was registered.
-            StoreUnavailable: the store failed and there is no good copy.
+        A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that want
+        the same version fetch it once.
         """
         final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".{final.name}.lock"):
-            _download(self.store, version, final)
+            if final.exists():
+                with suppress(ValueError):
+                    _require_digest(final, version)
+                    return final
+                shutil.rmtree(final)
+            with renamed_when_complete(final) as staging:
+                (inner := staging / ".fetched").mkdir()
+                with translated(f"fetching {version.kind} {version.number}"):
+                    from mlflow.artifacts import download_artifacts
+
+                    uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
+                    # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
+                    fetched = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
+                for path in Path(fetched).iterdir():
+                    path.rename(staging / path.name)
+                shutil.rmtree(inner)
+                _require_digest(staging, version)
         return final
 
     def previous_good(self, version: Version) -> Version | None:
@@ -289,7 +263,6 @@ class Registry:
 
 
 def open_registry(settings: Settings | None = None) -> Registry:
-    """Return the registry that lies where the settings say, by default those of this process."""
     settings = settings or load_settings()
     return Registry(settings.mlflow_uri, settings.mlflow_files)
 
@@ -305,9 +278,9 @@ def _create_registered_model(store: Store, kind: Kind) -> None:
 
 
 def _replaced_by(version: Version) -> int | None:
-    """Return the champion that a version replaced, None if there was none.
+    """Return the champion that a version replaced.
 
-    No tag says so where somebody moved the alias in MLflow: then it is the one that the version was gated against.
+    Where somebody moved the alias in MLflow no tag says so: then it is the one that the version was gated against.
     """
     if version.was_champion or version.kind != "draft":
         return version.previous
@@ -316,30 +289,7 @@ def _replaced_by(version: Version) -> int | None:
     return None
 
 
-def _download(store: Store, version: Version, final: Path) -> None:
-    """Keep a good copy of a version's files, and fetch them where there is none."""
-    if final.exists():
-        with suppress(ValueError):
-            _require_digest(final, version)
-            return
-        shutil.rmtree(final)
-    with renamed_when_complete(final) as staging:
-        (inner := staging / ".fetched").mkdir()
-        with translated(f"fetching {version.kind} {version.number}"):
-            from mlflow.artifacts import download_artifacts
-
-            uri = store.client.get_model_version_download_uri(version.kind, str(version.number))
-            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
-            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=store.uri))
-        for path in fetched.iterdir():
-            path.rename(staging / path.name)
-        shutil.rmtree(inner)
-        _require_digest(staging, version)
-
-
 def _require_digest(directory: Path, version: Version) -> None:
-    sha256 = check_manifest(directory)
-    if sha256 != version.sha256:
-        raise ValueError(
-            f"{directory} has digest {sha256}, {version.kind} {version.number} was registered with {version.sha256}"
-        )
+    if (sha256 := check_manifest(directory)) != version.sha256:
+        registered = f"{version.kind} {version.number} was registered with {version.sha256}"
+        raise ValueError(f"{directory} has digest {sha256}, {registered}")

@@ -66,7 +66,6 @@ class Sketches:
             db.executemany(query, ((seq, _name_of(secret), turn, grams) for seq, turn, grams in made))
 
     def read(self, secret: bytes) -> list[SketchedRow]:
-        """Return all that have one, by seq."""
         query = """SELECT seq, domain, group_hash, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
             JOIN rows USING (seq) WHERE secret = ? ORDER BY seq"""
         return [SketchedRow(*columns) for columns in self._file.connection().execute(query, (_name_of(secret),))]
@@ -84,8 +83,6 @@ class Conversation(NamedTuple):
 
 
 class RegressionSet(NamedTuple):
-    """How many conversations a set has, and when the last of them was served, in Unix time."""
-
     size: int
     newest_ms: int
 
@@ -98,17 +95,13 @@ class Change(NamedTuple):
 
 
 class RegressionSets:
-    """The regression sets of a log."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
     def members(self) -> list[int]:
-        """Return the members of all sets, by seq."""
         return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM regression_sets ORDER BY seq")]
 
     def by_domain(self) -> dict[str, RegressionSet]:
-        """Return domain to its set; one without members has none."""
         query = """SELECT domain, count(*), max(time_ms) FROM regression_sets JOIN rows USING (seq)
             GROUP BY domain ORDER BY domain"""
         return {domain: RegressionSet(*found) for domain, *found in self._file.connection().execute(query)}
@@ -140,13 +133,9 @@ def plan(
 ) -> Change:
     """Decide what a window reserves and releases. Once it has reserved something it does nothing more.
 
-    Args:
-        rows: the log's, up to the window's last one, by seq.
-        members: of the sets so far.
-        first_seq: of the window.
-        usable: seqs of the window's rows that could be scored.
-        trained: clusters that something was trained on outside of the log.
-        draw: cluster to a keyed hash, whose order is that of the draw.
+    `rows` are the log's, up to the window's last one, by seq; `usable` are seqs of the window's rows that could be
+    scored, `trained` clusters that something was trained on outside of the log; `draw` gives a cluster's keyed hash,
+    whose order is that of the draw.
     """
     inside = [row for row in rows if row.seq in members]
     released = _silent(rows, inside) | _outgrown(rows, inside)
@@ -172,11 +161,9 @@ def plan(
     reserved: list[int] = []
     for name, candidates in sorted(free.items()):
         own = [row for row in kept if name_of(row.domain) == name]
-        wanted = SIZE - len(own) or RENEWED
-        drawn = _draw(candidates, own, wanted, int(SHARE * of_window[name]), cost, draw)
+        drawn = _draw(candidates, own, SIZE - len(own) or RENEWED, int(SHARE * of_window[name]), cost, draw)
         reserved += drawn
-        leaving = max(0, len(own) + len(drawn) - SIZE)
-        released |= _longest_served(own, leaving)
+        released |= _longest_served(own, max(0, len(own) + len(drawn) - SIZE))
     return Change(sorted(reserved), sorted(released))
 
 

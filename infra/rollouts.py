@@ -14,14 +14,7 @@ FOLDER, PREFIX = "attached", "rollout-"
 
 
 class AttachedServer(Frozen):
-    """Where a server stands.
-
-    Attributes:
-        version: label of the draft that it serves, "" before that is known.
-        wave: 0 of the server that tries new drafts, 1 of the rest.
-        server: its URL.
-        state: "serving" while it tries another draft, too.
-    """
+    """Where a server stands; of wave 0 is the one that tries new drafts. `version` is "" before it is known."""
 
     version: str = ""
     wave: int
@@ -30,12 +23,7 @@ class AttachedServer(Frozen):
 
 
 class RolloutState(Frozen):
-    """Where all servers of a process stand; services/rollout.py says what follows from it.
-
-    Attributes:
-        rows: in the order in which the servers are tried.
-        proven: labels of the drafts that passed a probation on one of them, the last first.
-    """
+    """Where all servers of a process stand, in the order in which they are tried; `proven` drafts, the last first."""
 
     rows: tuple[AttachedServer, ...]
     proven: tuple[str, ...] = ()
@@ -50,7 +38,6 @@ class RolloutRecord(Frozen):
 
 
 def write_rollout(path: Path, rollout: RolloutState) -> None:
-    """Write where the servers of this process stand."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pid = os.getpid()
     identity = process_identity(pid)

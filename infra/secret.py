@@ -7,18 +7,15 @@ nowhere, so that a group's rows from before and after are two groups then.
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
-NAME = "split.key"
-NUM_BYTES = 32
+NAME, NUM_BYTES = "split.key", 32
 
 
 def home_secret(home: Path, name: str = NAME) -> bytes:
-    """Return a secret of the home, made now if there is none; processes that come at the same time get the same one.
-
-    Raises:
-        ValueError: the file does not hold one, or others may read it.
-    """
+    """Return a secret of the home, made now if there is none; ValueError if it is torn, or others may read it."""
     file = home / name
     if not file.exists():
         _make(file)
@@ -32,14 +29,8 @@ def home_secret(home: Path, name: str = NAME) -> bytes:
 
 def _make(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(secrets.token_bytes(NUM_BYTES))
-            stream.flush()
-            os.fsync(stream.fileno())
-        file.hardlink_to(temporary)  # unlike a rename it replaces nothing: the first one stays
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink(missing_ok=True)
+    with NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.") as stream, suppress(FileExistsError):
+        stream.write(secrets.token_bytes(NUM_BYTES))
+        stream.flush()
+        os.fsync(stream.fileno())
+        file.hardlink_to(stream.name)  # unlike a rename it replaces nothing: the first one stays

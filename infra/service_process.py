@@ -28,8 +28,7 @@ from models.types import Frozen
 START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
-ASK_TIMEOUT_S = 2.0
-TELL_S = 1.0
+ASK_TIMEOUT_S, TELL_S = 2.0, 1.0
 ATTACH, RECORD = "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
@@ -38,14 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class Attached(Frozen):
-    """Somebody else's servers, in the place of a service of ours.
+    """Somebody else's servers, by their URLs without `/v1`, in the place of a service of ours.
 
     Attributes:
-        servers: their URLs, without `/v1`.
-        resolve, server_cache, weights_url: as of `redraft attach`.
         recorded: URL of what clients' requests go on to: one of them, or a router before them.
         models: names by which it knows the target; without one nothing is recorded here.
-        port: where the recorder before it listens.
         ca: file of the certificates that sign what is recorded, "" for the system's.
     """
 
@@ -62,8 +58,7 @@ class Attached(Frozen):
 def require_startable(settings: Settings, port: int) -> None:
     """Refuse what can't be served, by the name of what to change, before anything is started.
 
-    Raises:
-        ValueError: the home is served already, the address can't be bound, or its clients would need a key.
+    ValueError if the home is served already, the address can't be bound, or its clients would need a key.
     """
     home = settings.home
     if (state := read_state(home)) is not None and (url := state.url("service")):
@@ -102,12 +97,10 @@ def starting(config: Mapping[str, Any], settings: Settings) -> str:
 
 
 def service_argv(settings: Settings) -> list[str]:
-    """Return the program that serves what was written."""
     return [sys.executable, "-m", "services.main", "--config", str(config_path(settings))]
 
 
 def health_url(url: str) -> str:
-    """Return what a service answers as soon as it is ready."""
     return f"{url}/healthz"
 
 
@@ -116,11 +109,7 @@ def start_service(
 ) -> tuple[Child, str]:
     """Start the service, wait until it answers, and return it with its URL; see `write_config`.
 
-    Once a second `tell` gets how far the start is, in words.
-
-    Raises:
-        ValueError: see `require_startable`.
-        RuntimeError: the service ended by itself.
+    Once a second `tell` gets how far the start is, in words. RuntimeError if the service ended by itself.
     """
     url = write_config(config, settings)
     said, compiling = starting(config, settings), Compiling(compiled_folder(settings.cache))
@@ -134,23 +123,13 @@ def start_service(
         return answers(health_url(url))
 
     child = Child.start(service_argv(settings), openmp_preload(), settings.home / "logs" / "service.log", "the service")
-    try:
-        wait_until(ready, START_TIMEOUT_S, child, health_url(url))
-    except BaseException:
-        child.stop()
-        raise
-    return child, url
+    return _once(ready, START_TIMEOUT_S, child, health_url(url)), url
 
 
 def attach_program(config: Mapping[str, Any], settings: Settings) -> Program:
-    """Return what keeps somebody else's servers at the champion (services/attach.py), its settings in the home.
+    """Return what keeps somebody else's servers at the champion (services/attach.py), by a config as a service's.
 
-    Args:
-        config: as a service's, with what else its AttachConfig holds.
-        settings: where everything lies.
-
-    Raises:
-        ValueError: an address is no URL, or a server's comes twice, or drafts are both read and fetched.
+    ValueError if an address is no URL, or a server's comes twice, or drafts are both read and fetched.
     """
     servers, weights_url = config["servers"], config.get("weights_url", "")
     address, *_ = map(_address, [*servers, *([weights_url] if weights_url else [])])
@@ -163,14 +142,9 @@ def attach_program(config: Mapping[str, Any], settings: Settings) -> Program:
 
 
 def record_program(config: Mapping[str, Any], settings: Settings) -> Program:
-    """Return what records the requests to somebody else's server (services/record.py), its settings in the home.
+    """Return what records the requests to somebody else's server (services/record.py), by its config.
 
-    Args:
-        config: what its RecordConfig holds, without `host` and `settings`.
-        settings: where everything lies.
-
-    Raises:
-        ValueError: the server's address is no URL, it knows no model of a name, or the port can't be bound.
+    ValueError if the server's address is no URL, it knows no model of a name, or the port can't be bound.
     """
     address, url = _address(config["server"]), f"http://{settings.host}:{config['port']}"
     require_port_free(settings.host, config["port"])
@@ -199,15 +173,14 @@ def _require_models(server: str, models: Sequence[str], ca: str) -> None:
 
 
 def start_program(program: Program, settings: Settings) -> Child:
-    """Start one program by itself, and wait until it answers where it answers anybody.
-
-    Raises:
-        RuntimeError: it ended by itself before that.
-        TimeoutError: it did not answer in time.
-    """
+    """Start one program by itself, and wait until it answers where it answers anybody; errors as `wait_until`."""
     child = Child.start(program.argv, program.env, settings.home / "logs" / f"{program.name}.log", program.name)
+    return _once(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
+
+
+def _once(ready: Callable[[], bool], timeout_s: float, child: Child, what: str) -> Child:
     try:
-        wait_until(lambda: not program.health or answers(program.health), program.start_timeout_s, child, program.url)
+        wait_until(ready, timeout_s, child, what)
     except BaseException:
         child.stop()
         raise
@@ -222,7 +195,6 @@ def _address(url: str) -> SplitResult:
 
 
 def _argv(module: str, config: Mapping[str, Any], folder: str, address: SplitResult, settings: Settings) -> list[str]:
-    """Return the program that works on somebody else's server, with its settings in a file of the home."""
     path = _write_told(settings.home / folder / f"{address.netloc.replace(':', '-')}.json", config, settings)
     return [sys.executable, "-m", module, "--config", str(path)]
 
@@ -244,22 +216,14 @@ def last_url(settings: Settings) -> str:
 
 
 def client_of(settings: Settings, url: str = "") -> Client:
-    """Return the client of the service that was started last, which it operates, or of another one, as any client.
-
-    Raises:
-        ValueError: no service was ever started here.
-    """
+    """Return the client of the service that was started last, which it operates, or of another one, as any client."""
     if url and (not config_path(settings).is_file() or url.rstrip("/") != last_url(settings)):
         return Client(url, settings.api_key, operates=False)  # the home's key is nobody else's to see
     return Client(last_url(settings), operator_key(settings.home))
 
 
 def last_status(settings: Settings) -> RunningService | None:
-    """Return what the last service says of itself; None if none runs or it is not ready yet.
-
-    Raises:
-        ValueError: it answers something else, such as that the key is wrong.
-    """
+    """Return what the last service says of itself; None if none is ready; ValueError if it answers something else."""
     if not config_path(settings).is_file():
         return None
     url = last_url(settings)

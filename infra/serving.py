@@ -16,8 +16,7 @@ SERVED_NAME = "target"
 # What a recorder answers to anybody; of the server behind it, it says nothing.
 RECORDER_HEALTH = "/redraft/healthz"
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
-MAX_RAY_DIR = 40
-MAX_FRONT_DIR = 80
+MAX_RAY_DIR, MAX_FRONT_DIR = 40, 80
 # Held by the service that runs, with its address in it.
 LOCK = ".service.lock"
 # Who only looks whether the home is served holds the lock for a moment.
@@ -31,11 +30,7 @@ def config_path(settings: Settings) -> Path:
 
 @contextmanager
 def serving(home: Path, url: str) -> Iterator[None]:
-    """Hold a home for as long as the block serves it at an address; kill -9 releases it too.
-
-    Raises:
-        ValueError: it is served already, at the address that the message names.
-    """
+    """Hold a home for as long as the block serves it at an address; ValueError if it is served already."""
     with lock_file(home / LOCK, wait_s=LET_GO_S) as is_held:
         if not is_held:
             raise ValueError(served_by(home))
@@ -44,7 +39,6 @@ def serving(home: Path, url: str) -> Iterator[None]:
 
 
 def is_served(home: Path) -> bool:
-    """Return whether a service runs on a home."""
     if not (home / LOCK).exists():
         return False
     with lock_file(home / LOCK, shared=True, wait_s=0) as is_held:
@@ -52,7 +46,6 @@ def is_served(home: Path) -> bool:
 
 
 def served_by(home: Path) -> str:
-    """Return that a home is served already, and where, for whom it is refused."""
     return f"this home is served already, at {(home / LOCK).read_text() or 'an address that is not known yet'}"
 
 
@@ -62,11 +55,7 @@ def compiled_folder(cache: Path) -> Path:
 
 
 def ray_folder(home: Path) -> Path:
-    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts.
-
-    Raises:
-        ValueError: the home's path is too long, and the folder that stands in for it is somebody else's.
-    """
+    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts."""
     return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
 
 

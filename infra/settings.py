@@ -85,12 +85,10 @@ class Settings(Frozen):
 
     @property
     def costs(self) -> Path:
-        """Where engines keep what their steps take."""
         return self.cache / "costs"
 
     @property
     def mlflow_files(self) -> Path:
-        """Where MLflow keeps files."""
         return self.artifacts / "mlflow"
 
     def prepare_environment(self) -> None:
@@ -103,8 +101,6 @@ class Settings(Frozen):
         os.environ.pop(f"{PREFIX}API_KEYS", None)
 
     def process_variables(self) -> dict[str, str]:
-        """Return the variables that this process and its children need."""
-        offline = {} if self.hub else {"HF_HUB_OFFLINE": "1"}
         return {
             "PREFECT_HOME": str(self.home / "prefect"),
             # Neither is implied by PREFECT_HOME; the default serializer is pickle.
@@ -123,16 +119,14 @@ class Settings(Frozen):
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            **offline,
+            **({} if self.hub else {"HF_HUB_OFFLINE": "1"}),
         }
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from REDRAFT_* variables, by default the process's own.
 
-    Raises:
-        ValueError: a REDRAFT_ variable is not a setting (the message names it and the nearest one), or its value is
-            not one that the setting takes.
+    ValueError if one is not a setting, with the nearest one, or its value is not one that the setting takes.
     """
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}

@@ -119,11 +119,9 @@ class ServiceStatus(Frozen):
     uptime_s: float = Field(description="seconds since the start")
 
     def drafts_with(self, number: int) -> bool:
-        """Whether it drafts with a version."""
         return self.draft_version == number
 
     def has_proven(self, number: int) -> bool:
-        """Whether it drafts with a version that has passed its probation."""
         return self.speculating and self.proof is not None and self.drafts_with(number)
 
     @property
@@ -139,11 +137,7 @@ class RunningService(ServiceStatus):
 
 
 def parse_status(content: bytes, url: str) -> RunningService:
-    """Read what the service at a URL, which is without /v1, answered to /redraft/status.
-
-    Raises:
-        ValueError: it is no status that this version of redraft knows.
-    """
+    """Read what the service at a URL, without /v1, answered; ValueError if this version of redraft does not know it."""
     try:
         return RunningService.model_validate({**json.loads(content), "url": url})
     except (ValueError, TypeError) as error:

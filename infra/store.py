@@ -29,10 +29,9 @@ class NotFound(ValueError):
 
 
 class Store:
-    """One MLflow store and our experiment in it. Connects at first use, so it can be made while the store is down."""
+    """One MLflow store, `sqlite:///…` or `http://…`, and our experiment in it. Connects at first use."""
 
     def __init__(self, uri: str, artifact_root: Path) -> None:
-        """Remember MLflow's address, `sqlite:///…` or `http://…`, and where files of a new experiment go."""
         self.uri = uri
         self.artifact_root = artifact_root
         for name, value in QUIET_MLFLOW.items():  # MLflow reads them when it is imported, at first use
@@ -41,12 +40,7 @@ class Store:
     def record_run(
         self, name: str, params: Mapping[str, object], metrics: Mapping[str, float], files: Sequence[Path]
     ) -> str:
-        """Record a finished run in the experiment "redraft", and return MLflow's id of it.
-
-        Raises:
-            ValueError: a metric is not finite.
-            StoreUnavailable: the store failed.
-        """
+        """Record a finished run, and return MLflow's id of it; ValueError if a metric is not finite."""
         for metric, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {metric} is {value}, wanted a finite number")
@@ -66,7 +60,6 @@ class Store:
         return run_id
 
     def recorded(self, name: str) -> list[dict[str, float]]:
-        """Return the metrics of the runs recorded as `name`, newest first."""
         with translated(f"look up runs named {name}"):
             runs = self.client.search_runs(
                 [self.experiment_id], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"]
@@ -74,7 +67,6 @@ class Store:
         return [dict(run.data.metrics) for run in runs]
 
     def read_text(self, run_id: str, name: str) -> str | None:
-        """Return a text file of a run, None if it has none of that name."""
         if name not in [file.path for file in self.client.list_artifacts(run_id)]:
             return None
         with tempfile.TemporaryDirectory() as folder:

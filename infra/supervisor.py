@@ -1,9 +1,8 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
 Each program starts as soon as those answer that it comes after; they end in reverse order. One that ends by itself is
-started again once its port is free, after a pause that doubles while it keeps failing. What fails meanwhile, such as
-writing the state to a full disk, is said once and tried again. All of them die with the supervisor, however it ends
-(infra/processes.py).
+started again once its port is free, after a pause that doubles while it keeps failing. All of them die with the
+supervisor, however it ends (infra/processes.py).
 """
 
 import json
@@ -23,8 +22,7 @@ from infra.processes import Child, answers, port_is_free
 from models.types import Frozen
 
 STATE = "up.json"
-POLL_S = 0.5
-LONGEST_PAUSE_S = 30.0
+POLL_S, LONGEST_PAUSE_S = 0.5, 30.0
 STEADY_S = 60.0  # a program that ran this long did not fail at its start
 HELD_S = 60.0  # how long what is left of a killed program may hold its port before the next one is to fail on it
 
@@ -36,13 +34,8 @@ class Program:
     """What is to run.
 
     Attributes:
-        name: also of its log file.
-        env: variables added to the supervisor's own.
         url: where it is found, "" if nowhere.
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
-        start_timeout_s: how long it may take until then.
-        grace_s: what it gets to end.
-        first_pause_s: before it is started again the first time.
         after: names of those before it that must answer when it first starts.
     """
 
@@ -67,6 +60,10 @@ class ProcessRecord(Frozen):
     ready: bool
     log: str
 
+    @property
+    def state(self) -> str:
+        return "running" if self.ready else "starting" if self.pid else "down"
+
 
 class UpState(Frozen):
     """The state file's content; `identity` tells the supervisor from a later process of the same number."""
@@ -79,11 +76,9 @@ class UpState(Frozen):
 
     @property
     def ready(self) -> bool:
-        """Whether every program answers."""
         return all(program.ready for program in self.programs)
 
     def url(self, name: str) -> str:
-        """Return where a program is found, "" if it is not one of these."""
         return next((program.url for program in self.programs if program.name == name), "")
 
 
@@ -97,8 +92,6 @@ def read_state(home: Path) -> UpState | None:
 
 
 class Supervisor:
-    """Made by the process that is to supervise; `run` returns when a signal came."""
-
     def __init__(self, programs: Sequence[Program], home: Path, recipe: str) -> None:
         self._programs, self._home, self._recipe = programs, home, recipe
         self._children: dict[str, Child] = {}
@@ -186,8 +179,7 @@ class Supervisor:
 
     def _start(self, program: Program) -> None:
         self._started_s[program.name] = time.monotonic()
-        log_path = self._home / "logs" / f"{program.name}.log"
-        self._children[program.name] = Child.start(program.argv, program.env, log_path, program.name)
+        self._children[program.name] = Child.start(program.argv, program.env, self._log(program), program.name)
         if not program.health:
             self._ready.add(program.name)
 
@@ -203,24 +195,26 @@ class Supervisor:
             self._untold = False
 
     def _write(self) -> None:
-        running = []
-        for program in self._programs:
-            child = self._children.get(program.name)
-            running.append(
-                ProcessRecord(
-                    name=program.name,
-                    url=program.url,
-                    pid=child.pid if child is not None and child.poll() is None else None,
-                    restarts=self._restarts[program.name],
-                    ready=program.name in self._ready,
-                    log=str(self._home / "logs" / f"{program.name}.log"),
-                )
+        alive = {name: child.pid for name, child in self._children.items() if child.poll() is None}
+        running = tuple(
+            ProcessRecord(
+                name=program.name,
+                url=program.url,
+                pid=alive.get(program.name),
+                restarts=self._restarts[program.name],
+                ready=program.name in self._ready,
+                log=str(self._log(program)),
             )
+            for program in self._programs
+        )
         pid = os.getpid()
         identity = process_identity(pid)
         assert identity is not None
-        state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=tuple(running), failure=self._failure)
+        state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=running, failure=self._failure)
         write_atomic(self._home / STATE, json.dumps(state.model_dump(), indent=1) + "\n")
+
+    def _log(self, program: Program) -> Path:
+        return self._home / "logs" / f"{program.name}.log"
 
 
 def _port_held(program: Program) -> bool:

@@ -18,8 +18,7 @@ from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen
 
-LOOK_S = 2.0  # whoever looks holds the lock for milliseconds
-NOTE_S = 15.0
+LOOK_S, NOTE_S = 2.0, 15.0  # whoever looks holds the lock for milliseconds
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
 WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
 SCHEMA_VERSION = 2
@@ -34,12 +33,7 @@ Fact = TypeVar("Fact", bound=Frozen)
 
 
 class LastRun(Frozen):
-    """The newest refresh that was started on this log.
-
-    Attributes:
-        outcome: what came of it, in the flow's words; "" while it runs.
-        retry: the waits that its recipe wants, for the case that it dies.
-    """
+    """The newest refresh; `retry` has the waits that its recipe wants if it dies, `outcome` is "" while it runs."""
 
     started_ms: int
     ended_ms: int | None = None
@@ -57,16 +51,13 @@ class LastLook(Frozen):
     """What the process that asks for refreshes saw when it looked last.
 
     Attributes:
-        at_ms: when, in Unix time.
         min_rows: rows of all domains that a refresh wants.
         wanted: fallen or low domain to the rows of its own that a refresh wants.
         interval_s: seconds between scheduled refreshes; None if there are none.
         interval_from_ms: since when these are counted, if no run was seen.
         short_of_memory: why no refresh is asked for that is wanted; "" if there is room.
         error: why the orchestrator took no wish; "" if it did, or none was due.
-        error_since_ms: since when it has been so.
-        within_share: rows within each key's share, where a refresh waits for more of other keys; else None.
-        share_until_ms: until when it does, in Unix time.
+        within_share: rows within each key's share, where a refresh waits for more of other keys until `share_until_ms`.
     """
 
     at_ms: int
@@ -89,9 +80,8 @@ class LastLook(Frozen):
 class RunRequest(Frozen):
     """The wish that the orchestrator is asked with; it makes one run of each.
 
-    Attributes:
-        log: tells this log from others that share an orchestrator.
-        number: grows when a run acknowledged the wish, or ended without doing so.
+    `log` tells this log from others that share an orchestrator; `number` grows when a run acknowledged the wish, or
+    ended without doing so.
     """
 
     log: str
@@ -99,7 +89,6 @@ class RunRequest(Frozen):
 
     @property
     def key(self) -> str:
-        """What tells the wish from others."""
         return f"redraft-{self.log}-{self.number}"
 
 
@@ -114,17 +103,14 @@ class TriggerState(Frozen):
 
     @property
     def waits_for_memory(self) -> bool:
-        """Whether the newest run went for want of memory."""
         return not self.running and self.last_run is not None and self.last_run.outcome == WAITS_FOR_MEMORY
 
 
 def trigger_path(querylog: Path) -> Path:
-    """Return the file that belongs to a query log."""
     return querylog.with_name(f"{querylog.stem}-trigger.db")
 
 
 def now_ms() -> int:
-    """Return the wall clock's time."""
     return time.time_ns() // 1_000_000
 
 
@@ -134,7 +120,6 @@ def since(from_ms: int, at_ms: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in the largest unit that it fills."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -145,11 +130,9 @@ class TriggerFile:
     """The states in one SQLite file, made at first use. Safe to use from several threads and processes."""
 
     def __init__(self, querylog: Path, clock: Callable[[], int] = now_ms) -> None:
-        """Take the query log's file, and a clock in Unix milliseconds."""
         self.path, self.clock = trigger_path(querylog), clock
 
     def state(self) -> TriggerState:
-        """Return all that is known."""
         with self._open() as db:
             domains, last_run, look, need = _domains(db), _fact(db, LastRun), _fact(db, LastLook), _fact(db, Need)
         return TriggerState(domains=domains, running=self._is_held(), last_run=last_run, last_look=look, need=need)
@@ -157,8 +140,7 @@ class TriggerFile:
     def tell(self, events: Mapping[str, Event]) -> dict[str, State]:
         """Let something happen to domains; returns those whose state changed.
 
-        Raises:
-            sqlite3.Error: the file is locked, full or broken; then nothing has changed.
+        sqlite3.Error if the file is locked, full or broken; then nothing has changed.
         """
         with self._open() as db:
             if not _changed(db, events):
@@ -198,15 +180,13 @@ class TriggerFile:
             def end(result: Result, outcome: str) -> None:
                 with self._open() as db, writing(db):
                     last, at_ms = _fact(db, LastRun), self.clock()
-                    event = Ended(result=result, now_ms=at_ms, retry=retry)
-                    _apply(db, dict.fromkeys(_domains(db), event))
+                    _apply(db, dict.fromkeys(_domains(db), Ended(result=result, now_ms=at_ms, retry=retry)))
                     if last is not None:
                         _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": outcome}))
 
             yield end
 
     def wish(self) -> RunRequest:
-        """Return what the orchestrator is to be asked with."""
         with self._open() as db, writing(db):
             return _wish(db)
 
@@ -217,7 +197,6 @@ class TriggerFile:
                 _keep(db, _next(wish))
 
     def note(self, fact: LastLook | Need) -> None:
-        """Keep what was seen at a look, or what a run took."""
         with self._open() as db, writing(db):
             _keep(db, fact)
 

@@ -20,17 +20,12 @@ Why = Literal["fell", "low"]
 
 
 class Retry(Frozen):
-    """How long a domain waits after a run that promoted nothing: twice as long each time.
-
-    Attributes:
-        first_s: after the first such run, and after one that somebody stopped.
-    """
+    """How long a domain waits after a run that promoted nothing: at first `first_s`, twice as long each time."""
 
     first_s: float = Field(gt=0)
     most_s: float = Field(gt=0)
 
     def after(self, attempts: int) -> float:
-        """Return the seconds to wait after so many failed runs, from 1."""
         return min(self.most_s, self.first_s * 2.0 ** min(attempts - 1, 62))
 
 
@@ -38,10 +33,7 @@ class Fall(Frozen):
     """A domain whose served τ is short of what its draft was promoted for or, if it is "low", of other domains' τ.
 
     Attributes:
-        draft: the version that served.
         promised: τ at the gate; if it is "low", what is usual in the other domains.
-        served: τ when that was seen.
-        since_ms: when it was seen, in Unix time.
         attempts: runs that promoted nothing since.
         wait_from_ms, wait_s: when the present wait began, and how long it is; 0 if there is none.
     """
@@ -56,13 +48,11 @@ class Fall(Frozen):
     why: Why = "fell"
 
     def told(self, domain: str) -> str:
-        """Return in words why a refresh is wanted for a domain."""
         if self.why == "low":
             return f"{domain} has τ {self.served:.2f}, {self.promised:.2f} is usual"
         return f"{domain} fell to τ {self.served:.2f}, {self.promised:.2f} was promised"
 
     def remaining_s(self, now_ms: int) -> float:
-        """Return how much of the wait is left, at most all of it."""
         return min(self.wait_s, max(0.0, self.wait_s - (now_ms - self.wait_from_ms) / 1000))
 
 
@@ -100,8 +90,7 @@ STATE: TypeAdapter[State] = TypeAdapter(Annotated[State, Field(discriminator="st
 class Fell(Frozen):
     """A domain is below what its draft promised, or "low"; told at every look, not once.
 
-    Attributes:
-        attempts: failed ones, of other low domains: no name that a client makes up starts anew.
+    `attempts` are failed ones of other low domains: no name that a client makes up starts anew.
     """
 
     draft: int
@@ -110,6 +99,9 @@ class Fell(Frozen):
     now_ms: int
     why: Why = "fell"
     attempts: int = 0
+
+    def as_fall(self) -> Fall:
+        return Fall(since_ms=self.now_ms, **self.model_dump(exclude={"now_ms"}))
 
 
 class Recovered(Frozen):
@@ -132,10 +124,8 @@ class Started(Frozen):
 class Ended(Frozen):
     """That refresh ended.
 
-    Attributes:
-        result: "promoted"; "progress" if it learned and goes on with the next rows; "outdated" if the champion was
-            replaced meanwhile; "deferred" if it did nothing or was stopped; "failed" if it was refused or failed, or a
-            person must approve of its draft.
+    "progress" learned and goes on with the next rows; "outdated": the champion was replaced meanwhile; "deferred" did
+    nothing or was stopped; "failed" was refused or failed, or a person must approve of its draft.
     """
 
     result: Result
@@ -157,31 +147,27 @@ def step(state: State, event: Event) -> State:
     """Return what a state becomes by an event; what an event says nothing about stays."""
     match state, event:
         case Ok(), Fell():
-            return Fallen(fall=_fall(event))
+            return Fallen(fall=event.as_fall())
         case Fallen(fall=fall) | Due(fall=fall), Fell(why="low") if (fall.why, fall.draft) != ("low", event.draft):
             told = event.model_dump(include={"draft", "promised", "served", "why"})
             return state.model_copy(update={"fall": fall.model_copy(update=told)})  # what was tried did not help it
         case Fallen(fall=fall) | Due(fall=fall), Fell() if (
             fall.why == event.why == "fell" and fall.draft != event.draft
         ):
-            return Fallen(fall=_fall(event))  # what was tried was tried against another draft
+            return Fallen(fall=event.as_fall())  # what was tried was tried against another draft
         case Fallen(fall=fall) | Due(fall=fall), Recovered() if fall.why == event.why:
             return Ok()
         case Fallen(fall=fall) | Due(fall=fall), Looked():
-            fall = _with_true_clock(fall, event.now_ms)
-            due = event.enough and not fall.remaining_s(event.now_ms)
-            return Due(fall=fall) if due else Fallen(fall=fall)
+            if fall.wait_s and event.now_ms < fall.wait_from_ms:  # the clock was set back: the wait begins now
+                fall = fall.model_copy(update={"wait_from_ms": event.now_ms})
+            return Due(fall=fall) if event.enough and not fall.remaining_s(event.now_ms) else Fallen(fall=fall)
         case Fallen(fall=fall) | Due(fall=fall), Started():
             return Running(fall=fall)
         case Running(fall=fall), Ended():
             return _ended(fall, event)
         case Running(fall=fall), Lost():
-            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+            return _failed(fall, event)
     return state
-
-
-def _fall(event: Fell) -> Fall:
-    return Fall(since_ms=event.now_ms, **event.model_dump(exclude={"now_ms"}))
 
 
 def _ended(fall: Fall, event: Ended) -> State:
@@ -193,19 +179,12 @@ def _ended(fall: Fall, event: Ended) -> State:
         case "deferred":
             if fall.remaining_s(event.now_ms) >= event.retry.first_s:
                 return Fallen(fall=fall)
-            wait = {"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}
-            return Fallen(fall=fall.model_copy(update=wait))
+            return Fallen(fall=fall.model_copy(update={"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}))
         case "failed" | "promoted":  # a low domain is low no more once the new draft's promise says so
-            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+            return _failed(fall, event)
 
 
-def _waiting(fall: Fall, attempts: int, now_ms: int, retry: Retry) -> Fall:
-    wait = {"attempts": attempts, "wait_from_ms": now_ms, "wait_s": retry.after(attempts)}
-    return fall.model_copy(update=wait)
-
-
-def _with_true_clock(fall: Fall, now_ms: int) -> Fall:
-    """Let a wait that would begin in the future begin now: the clock was set back."""
-    if fall.wait_s and now_ms < fall.wait_from_ms:
-        return fall.model_copy(update={"wait_from_ms": now_ms})
-    return fall
+def _failed(fall: Fall, event: Ended | Lost) -> Fallen:
+    wait_s = event.retry.after(fall.attempts + 1)
+    changed = {"attempts": fall.attempts + 1, "wait_from_ms": event.now_ms, "wait_s": wait_s}
+    return Fallen(fall=fall.model_copy(update=changed))

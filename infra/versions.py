@@ -30,8 +30,7 @@ class ForeignVersion(ValueError):
 class Version(Frozen):
     """One registered directory; `sha256` is the digest of its manifest.
 
-    What the tags say is parsed when it is asked for, so that a version that somebody damaged by hand can still be
-    quarantined; ForeignVersion names the version and the tag.
+    Tags are parsed when they are asked for, so that a version that somebody damaged by hand can still be quarantined.
     """
 
     kind: Kind
@@ -48,13 +47,11 @@ class Version(Frozen):
 
     @cached_property
     def lineage(self) -> Lineage:
-        """Where the draft came from."""
         with self._read():
             return Lineage.from_tags(self.tags)
 
     @property
     def previous(self) -> int | None:
-        """The champion that this one replaced."""
         number = self.tags.get("previous", "")
         if not number.isdecimal() and number:
             raise ForeignVersion(f"{self.kind} {self.number}: tag previous is {number!r}, wanted a version's number")
@@ -62,7 +59,6 @@ class Version(Frozen):
 
     @property
     def was_champion(self) -> bool:
-        """Whether it was ever promoted."""
         return "previous" in self.tags
 
     @property
@@ -89,8 +85,6 @@ class Version(Frozen):
 
 
 class Pair(Frozen):
-    """A target and the draft that is served with it: registry entries and checked local files."""
-
     target: Version
     draft: Version
     target_files: Artifact
@@ -114,17 +108,14 @@ def as_version(version: "ModelVersion") -> Version:
 
 
 def cached(version: Version, cache: Path) -> Path:
-    """Return where a version's files lie once they were downloaded."""
     return cache / version.kind / f"{version.number}-{version.sha256[:12]}"
 
 
 def is_quarantined(version: Version) -> bool:
-    """Return whether the version was found bad and must never be served."""
     return "quarantined" in version.tags
 
 
 def is_usable(version: Version) -> bool:
-    """Return whether the version may be served and its files are there."""
     return not is_quarantined(version) and not version.cleaned
 
 

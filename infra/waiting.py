@@ -19,31 +19,18 @@ STALE_S = 60.0
 
 
 class Waiting(Frozen):
-    """What the loop waits for.
-
-    Attributes:
-        what: in a word; "refresh" is one that is at work.
-        words: the same for people.
-        since_ms: since when, in Unix time.
-    """
+    """What the loop waits for, in a word and in words for people, and since when; "refresh" is one at work."""
 
     what: What
     words: str
     since_ms: int
 
     def line(self, at_ms: int) -> str:
-        """Return words and duration."""
         return f"{self.words}; for {since(self.since_ms, at_ms)}"
 
 
 class Queue(Frozen):
-    """The rows that wait for a refresh.
-
-    Attributes:
-        rows: domain to their number, by consent.
-        first_ms: when the first of them was served; None if none waits.
-        unlogged: requests that the running service answered lately, and that may not be logged at all.
-    """
+    """The rows that wait for a refresh; `unlogged` are requests of late that may not be logged at all."""
 
     rows: Mapping[str, Counter[Consent]]
     first_ms: int | None = None
@@ -54,7 +41,6 @@ class Queue(Frozen):
         return sum(counts["full"] for counts in self._of(domain))
 
     def kept_back(self, domain: str = OTHER_DOMAINS) -> int:
-        """Return how many may not."""
         logged = sum(counts.total() - counts["full"] for counts in self._of(domain))
         return logged + self.unlogged if domain == OTHER_DOMAINS else logged
 
@@ -70,10 +56,7 @@ def waiting_for(
     made_ms: int,
     at_ms: int | None = None,
 ) -> Waiting:
-    """Return what the loop waits for.
-
-    The home was made at `made_ms`; the present, both in Unix time, is by default the clock's. Drafts are newest first.
-    """
+    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first."""
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:
         return Waiting(what="build", words="a first draft: redraft build", since_ms=made_ms)
@@ -85,7 +68,7 @@ def waiting_for(
         return Waiting(what="refresh", words=words, since_ms=since_ms)
     if (candidate := wants_approval(champion, drafts)) is not None:
         number, returns = candidate.number, candidate.lineage.returns
-        which = f"which passed its gate ({returns})" if returns else "which passed its gate"
+        which = f"which passed its gate{f' ({returns})' if returns else ''}"
         words = f"approval of draft {number}, {which}: redraft promote {number}"
         return Waiting(what="approval", words=words, since_ms=candidate.created_ms)
     look = trigger.last_look
@@ -103,12 +86,9 @@ def waiting_for(
 
 def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | None:
     """Return the newest draft that passed its gate against the champion and was never promoted."""
-    for draft in drafts:
-        lineage = draft.lineage
-        passed_here = lineage.gate == "passed" and (lineage.gated_against or lineage.parent) == champion.number
-        if passed_here and not draft.was_champion and is_usable(draft):
-            return draft
-    return None
+    seen = ((draft, draft.lineage) for draft in drafts)
+    passed = (draft for draft, one in seen if one.gate == "passed" and one.gate_champion == champion.number)
+    return next((draft for draft in passed if not draft.was_champion and is_usable(draft)), None)
 
 
 def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, at_ms: int) -> Waiting:
@@ -116,10 +96,9 @@ def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, a
     if isinstance(state, Due):
         if look.short_of_memory:
             return _because("memory", f"memory to train in: {look.short_of_memory}", domain, fall)
-        if look.error:
-            words = f"the orchestrator, which takes no refresh ({look.error})"
-            return _because("orchestrator", words, domain, fall, look.error_since_ms)
-        return _because("orchestrator", "the orchestrator, which was asked for a refresh", domain, fall)
+        which = f"takes no refresh ({look.error})" if look.error else "was asked for a refresh"
+        since_ms = look.error_since_ms if look.error else None
+        return _because("orchestrator", f"the orchestrator, which {which}", domain, fall, since_ms)
     total, of_domain = queue.full(), queue.full(domain)
     for num, wanted, of in ((total, look.min_rows, OTHER_DOMAINS), (of_domain, look.wanted.get(domain, 1), domain)):
         if num < wanted:
@@ -148,8 +127,9 @@ def _of_schedule(queue: Queue, look: LastLook, trigger: TriggerState, at_ms: int
         return Waiting(what="time", words="acceptance to fall; no refresh is scheduled", since_ms=look.interval_from_ms)
     from_ms = max(look.interval_from_ms, 0 if run is None else run.started_ms)
     left_s = min(look.interval_s, max(0.0, look.interval_s - (at_ms - from_ms) / 1000))
-    words = f"time: the next scheduled refresh in {duration(left_s)} at most"
-    return Waiting(what="time", words=words, since_ms=from_ms)
+    return Waiting(
+        what="time", words=f"time: the next scheduled refresh in {duration(left_s)} at most", since_ms=from_ms
+    )
 
 
 def _of_others(within: int, look: LastLook, at_ms: int) -> str:

@@ -66,7 +66,6 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
-        """Watch for as long as the block lasts."""
         thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         thread.start()
         try:

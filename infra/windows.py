@@ -3,13 +3,12 @@
 A cursor says how far training has come; it only moves when a claimed window is committed or set aside. A claim belongs
 to an owner: name it after one run, since the same name gets the same window back.
 
-A window is tried three times. Each claim of it counts as an attempt when it is made, so that kill -9 counts too; when
-the third has failed it is set aside with its error, the cursor moves past it, and later windows train. Its rows stay in
-the log and are used no more, neither by `replay` nor in regression sets, since any of them may be what stopped it.
+Each claim counts as an attempt when it is made, so that kill -9 counts too; when the third has failed the window is set
+aside with its error. Its rows stay in the log and are used no more, since any of them may be what stopped it.
 
 A claim ends with its process, which is seen at once where process ids can tell. They can't for another container of
 the same machine, nor for a process that stands still: there the lease decides. It runs on the monotonic clock, and a
-thread of the owner renews it (`hold`), so that no run is too long for it.
+thread of the owner renews it (`hold`).
 """
 
 import hashlib
@@ -24,10 +23,8 @@ from infra.identity import process_identity, process_place
 from infra.logfile import LogFile, counter
 from models.types import Frozen
 
-LEASE_S = 600.0
-RENEWALS_PER_LEASE = 10
-MAX_ATTEMPTS = 3
-MAX_ERROR_CHARS = 500
+LEASE_S, RENEWALS_PER_LEASE = 600.0, 10
+MAX_ATTEMPTS, MAX_ERROR_CHARS = 3, 500
 
 
 class WindowBusy(ValueError):
@@ -50,13 +47,7 @@ class Window(Frozen):
 
 
 class Attempt(Frozen):
-    """The attempt at the open window, and what became of the one before.
-
-    Attributes:
-        number: from 1.
-        running: whether its owner still holds the window.
-        error: why the last attempt that ended failed; "" while the first one runs.
-    """
+    """The attempt at the open window, from 1, and why the last one that ended failed."""
 
     first_seq: int
     last_seq: int
@@ -66,12 +57,7 @@ class Attempt(Frozen):
 
 
 class SetAside(Frozen):
-    """A window that no attempt got through.
-
-    Attributes:
-        num_rows: how many it had when it was claimed last.
-        time_ms: when it was set aside, in Unix time.
-    """
+    """A window that no attempt got through."""
 
     first_seq: int
     last_seq: int
@@ -82,8 +68,6 @@ class SetAside(Frozen):
 
 
 class Windows:
-    """The windows of a log; one is open at most."""
-
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
@@ -91,10 +75,7 @@ class Windows:
         """Claim up to `max_rows` rows with full consent after the cursor, and count an attempt at them.
 
         An open claim is handed out again with the same range: to the same owner always, to another one when it failed,
-        its process is gone or its lease is over. A window that had its attempts is set aside instead.
-
-        Returns:
-            The window, or None if fewer than `min_rows` rows wait.
+        its process is gone or its lease is over. None if fewer than `min_rows` rows wait.
 
         Raises:
             WindowBusy: another owner's claim is in force.
@@ -134,12 +115,14 @@ class Windows:
     def hold(self, window: Window, lease_s: float = LEASE_S) -> Iterator[None]:
         """Renew the lease of a claimed window from a thread for as long as the context lasts, or the claim does."""
         done = threading.Event()
+        query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
 
         def renew() -> None:
             try:
                 while not done.wait(lease_s / RENEWALS_PER_LEASE):
-                    with suppress(sqlite3.OperationalError):  # locked or full: the next one comes before the lease ends
-                        if not self._renew(window, lease_s):
+                    # Locked or full: the next one comes before the lease ends.
+                    with suppress(sqlite3.OperationalError), self._file.transaction() as db:
+                        if not db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount:
                             return
             finally:
                 self._file.close()
@@ -153,12 +136,7 @@ class Windows:
             thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
-        """Record why an attempt failed, and release the window: the next run gets it, or the rows after it.
-
-        Of the line only the first 500 characters are kept. It goes when rows of the window are erased, since it may
-        quote them. Of a window that is no longer this owner's nothing is recorded. Returns whether this was its last
-        attempt, and it was set aside.
-        """
+        """Record why it failed and release the window if it is this owner's; return whether it was set aside."""
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is None or opened.claimed != window.claimed:
@@ -175,10 +153,7 @@ class Windows:
             return False
 
     def withdraw(self, window: Window) -> None:
-        """Release a window without counting the attempt: the next run gets it.
-
-        Nothing is done about a window that is no longer this owner's.
-        """
+        """Release a window, if it is still this owner's, without counting the attempt."""
         with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is not None and opened.claimed == window.claimed:
@@ -189,8 +164,7 @@ class Windows:
     def commit(self, window: Window) -> None:
         """Close the claim and move the cursor past the window; committing the same window again changes nothing.
 
-        Raises:
-            ValueError: the window is neither the open claim nor committed by this owner before.
+        ValueError if the window is neither the open claim nor committed by this owner before.
         """
         with self._file.transaction() as db:
             again = "SELECT 1 FROM committed WHERE first_seq = ? AND last_seq = ? AND owner = ?"
@@ -202,11 +176,7 @@ class Windows:
             _close_claim(db, cursor=window.last_seq)
 
     def release(self, window: Window) -> None:
-        """Close the claim and leave the cursor, so that the rows can be claimed anew, their attempts counted from one.
-
-        Raises:
-            ValueError: the window is not the open claim.
-        """
+        """Close the claim, and leave the rows as if never claimed; ValueError if the window is not the open claim."""
         with self._file.transaction() as db:
             _require_open(db, window)
             _forget_attempts(db, window)
@@ -217,14 +187,7 @@ class Windows:
         return counter(self._file.connection(), "cursor")
 
     def last(self) -> Window | None:
-        """Return the window that was committed last, None before the first."""
         return _read_window(self._file.connection(), "SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1")
-
-    def _renew(self, window: Window, lease_s: float) -> bool:
-        """Put the end of the lease off; False if the window is no longer this owner's."""
-        query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
-        with self._file.transaction() as db:
-            return db.execute(query, (time.monotonic() + lease_s, *window.claimed)).rowcount == 1
 
 
 def _window(db: sqlite3.Connection, first_seq: int, last_seq: int, owner: str) -> Window:
@@ -254,8 +217,7 @@ def _require_open(db: sqlite3.Connection, window: Window) -> None:
 
 def _num_attempts(db: sqlite3.Connection, window: Window) -> int:
     query = "SELECT count(*) FROM attempts WHERE first_seq = ? AND last_seq = ?"
-    number: int = db.execute(query, (window.first_seq, window.last_seq)).fetchone()[0]
-    return number
+    return int(db.execute(query, (window.first_seq, window.last_seq)).fetchone()[0])
 
 
 def _forget_attempts(db: sqlite3.Connection, window: Window) -> None:
@@ -291,7 +253,6 @@ def attempt_at(db: sqlite3.Connection) -> Attempt | None:
 
 
 def windows_set_aside(db: sqlite3.Connection) -> tuple[SetAside, ...]:
-    """Return the windows that no attempt got through, oldest first."""
     # Beside max(), SQLite takes the other columns from the row that has the maximum.
     query = """SELECT first_seq, last_seq, num_rows, max(number), time_ms, error
         FROM set_aside JOIN attempts USING (first_seq, last_seq) GROUP BY first_seq, last_seq ORDER BY first_seq"""

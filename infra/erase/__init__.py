@@ -26,8 +26,7 @@ from infra.keys import keys_path, read_keys
 from infra.querylog import QueryLog
 from infra.settings import Settings
 
-FOLDER = "erasures"
-WAIT_S = 3600.0
+FOLDER, WAIT_S = "erasures", 3600.0
 HASHED = re.compile(r"[0-9a-f]{64}")
 
 # Whatever keeps text of rows, or what was computed from it, in files of its own registers here. A store takes the job,
@@ -45,36 +44,22 @@ STORES: Mapping[str, Callable[[Job], None]] = {
 
 
 def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> Certificate:
-    """Erase what a person asked and was answered.
+    """Erase what a person asked and was answered, named by the hash in the log or by a name that a client gave.
 
-    Args:
-        subject: the hash in the log, or the name that a client gave as `user` or `safety_identifier` or that a row was
-            imported with, which is hashed under each API key.
-        wait_s: how long to wait for a refresh, an adoption or a post-promotion test that is reading rows.
-
-    Returns:
-        The certificate; where no row was found its `rows` is 0, and no file is written. If an erasure of the same
-        person was completed with it, which was killed or had to wait before, that one's.
-
-    Raises:
-        TimeoutError: somebody still reads rows. The rows are out of the log; the next erasure or start goes on.
+    In the certificate `rows` is 0 where no row was found, and then no file is written; it is that of an earlier erasure
+    of the same person if one was completed with it, which was killed or had to wait before. TimeoutError if somebody
+    still reads rows: they are out of the log, and the next erasure or start goes on.
     """
     return _erase(settings, wait_s, QueryLog(settings.querylog).erasures.begin(subjects_of(settings, subject)))
 
 
 def erase_older_than(settings: Settings, days: float, wait_s: float = WAIT_S) -> Certificate:
-    """Erase what was served more than so many days ago; see `erase_subject`."""
     older_than_ms = int((time.time() - days * 24 * 3600) * 1000)
     return _erase(settings, wait_s, QueryLog(settings.querylog).erasures.begin(older_than_ms=older_than_ms))
 
 
 def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate]:
-    """Complete the erasures that were killed or had to wait, and return their certificates.
-
-    Raises:
-        TimeoutError: somebody reads rows, or keeps a database locked.
-        StoreUnavailable: the registry can't be asked which drafts saw the rows.
-    """
+    """Complete the erasures that were killed or had to wait; TimeoutError while rows are read, or StoreUnavailable."""
     log = QueryLog(settings.querylog)
     if not settings.querylog.is_file() or not log.erasures.unfinished():
         return []
@@ -94,7 +79,6 @@ def subjects_of(settings: Settings, subject: str) -> tuple[str, ...]:
 
 
 def certificate_file(settings: Settings, number: int) -> Path:
-    """Return where an erasure's certificate is kept."""
     return settings.home / FOLDER / f"{number}.json"
 
 

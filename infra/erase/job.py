@@ -10,8 +10,6 @@ from infra.settings import Settings
 
 
 class Job:
-    """What a store is given; the certificate holds what was done so far."""
-
     def __init__(self, settings: Settings, log: QueryLog, step: int, certificate: Certificate) -> None:
         self.settings, self.log, self.certificate = settings, log, certificate
         self._step = step
@@ -27,11 +25,9 @@ class Job:
         return frozenset(row.id for row in self.rows)
 
     def keep(self, **found: Any) -> None:
-        """Change fields of the certificate, and write it to the journal."""
         self.certificate = self.certificate.with_(**found)
         self.log.erasures.enter(self.certificate, self._step)
 
     def done(self, next_step: int) -> None:
-        """Write to the journal that the step before this one is complete."""
         self._step = next_step
         self.log.erasures.enter(self.certificate, next_step)

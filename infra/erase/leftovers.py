@@ -15,17 +15,13 @@ UNLOGGED_S = 60.0  # a row is logged within a second of its states
 
 
 def remove_scores(job: Job) -> None:
-    """Remove cached scores that name the rows."""
     for file in sorted(_swept(job.settings.artifacts / "scores").glob("[!.]*/scores.json")):
         if any(score["id"] in job.ids for score in json.loads(file.read_bytes())):
             _remove(job, file.parent)
 
 
 def remove_work(job: Job) -> None:
-    """Remove work folders of runs that died, where they name the rows or hold hidden states.
-
-    What a build that runs now works in stays: builds read no rows, and whoever does is waited for.
-    """
+    """Remove work folders of dead runs that name the rows or hold hidden states; a live build reads no rows."""
     names = [name.encode() for name in job.ids]
     for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
         with lock_folder(folder, wait_s=0) as is_free:
@@ -41,7 +37,6 @@ def remove_captured(job: Job) -> None:
 
 
 def sweep_post_promotion(job: Job) -> None:
-    """Remove what a killed post-promotion test left."""
     PostPromotionTests(job.settings).sweep()
 
 

@@ -31,7 +31,6 @@ BUSY_S, POLL_S = 30.0, 0.2
 
 
 def redact_residue(job: Job) -> None:
-    """Overwrite the rows' text in every other file."""
     home = job.settings.home
     for start in range(0, len(job.rows), BATCH_ROWS):
         search = _search(job, start)
@@ -46,11 +45,7 @@ def redact_residue(job: Job) -> None:
 
 
 def forget_text(job: Job) -> None:
-    """Delete the rows' text from the log's file, its free pages and its write-ahead log.
-
-    Raises:
-        TimeoutError: a reader keeps the write-ahead log from being emptied.
-    """
+    """Delete the rows' text from the log, its free pages and its write-ahead log; TimeoutError if somebody reads it."""
     search = None
     if job.rows:  # else the text is gone, and nobody can look for it
         search = _search(job, 0)
@@ -88,7 +83,6 @@ def _files(job: Job) -> Iterator[Path]:
 
 
 def _redact(file: Path, search: Search, job: Job) -> int:
-    """Overwrite the text in a file, and return in how many places it was."""
     if file == job.log.path:
         return _redact_database(file, search, ("attempts",))
     if file.name.endswith(("-wal", "-shm")):
@@ -138,7 +132,6 @@ def _repack(file: Path, search: Search, module: ModuleType) -> int:
 
 
 def _is_at(opened: IO[bytes], file: Path) -> bool:
-    """Return whether a path still names the file that was opened."""
     return os.path.samestat(os.fstat(opened.fileno()), file.stat())
 
 
@@ -149,11 +142,7 @@ def _holds(file: Path, search: Search) -> bool:
 
 
 def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -> int:
-    """Overwrite the text in all columns of a database, or of some tables of the log.
-
-    Raises:
-        TimeoutError: others keep using it, so that the text can't be removed from its file.
-    """
+    """Overwrite the text in all columns of a database, or of some tables; TimeoutError if others keep using it."""
     num_places = 0
     until_s = time.monotonic() + BUSY_S
 

@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 
 from infra.consent import QueryRow
 
-WIDTH = 24
-CHUNK_BYTES = 1 << 22
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
-MIX = np.uint64(0xD6E8FEB86659FD93)
-TABLE_BITS = 24
-BATCH_FORMS = 4000
+WIDTH, CHUNK_BYTES, BATCH_FORMS = 24, 1 << 22, 4000
+FACTOR, MIX, TABLE_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), 24
 MARK = re.compile(r"<\|[^|<>]{1,32}\|>|</?s>|\[/?INST\]")  # a template's, between what people wrote
 IDS = re.compile(rb"[\d, ]+")
 
@@ -31,10 +27,9 @@ Hashes = NDArray[np.uint64]
 
 
 class Search:
-    """Finds stretches of some rows' text."""
+    """Finds stretches of some rows' text that is not others' too."""
 
     def __init__(self, rows: Iterable[QueryRow], others: Iterable[QueryRow] = ()) -> None:
-        """Take the rows, and rows of others whose text is not theirs alone."""
         wanted = _hashed(form for row in rows for form in forms(row))
         if len(wanted):
             wanted = np.setdiff1d(wanted, _hashed(form for row in others for form in forms(row)), assume_unique=True)
@@ -43,7 +38,6 @@ class Search:
         self._table[_places(wanted)] = True
 
     def stands_in(self, file: Path) -> bool:
-        """Return whether a file of any size has the text."""
         if not file.stat().st_size:
             return False
         with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
@@ -68,7 +62,6 @@ class Search:
 
 
 def forms(row: QueryRow) -> Iterator[bytes]:
-    """Yield what a row's text may look like in a file."""
     for text in (row.prompt, row.completion):
         for piece in MARK.split(text or ""):
             escaped = json.dumps(piece)[1:-1]
@@ -113,7 +106,6 @@ def _whole(content: bytes, start: int, end: int) -> Span:
 
 
 def _windows(content: bytes) -> Hashes:
-    """Return the hash of each stretch of WIDTH bytes."""
     data = np.frombuffer(content, dtype=np.uint8).astype(np.uint64)
     number = max(0, len(data) - WIDTH + 1)
     hashes = np.zeros(number, dtype=np.uint64)
@@ -124,7 +116,6 @@ def _windows(content: bytes) -> Hashes:
 
 
 def _hashed(contents: Iterable[bytes]) -> Hashes:
-    """Return the hashes of all stretches, ascending and each once; the forms of a text have most of them in common."""
     hashes, left = np.zeros(0, dtype=np.uint64), iter(contents)
     while batch := [_windows(content) for content in islice(left, BATCH_FORMS)]:
         hashes = np.union1d(hashes, np.concatenate(batch))

@@ -21,7 +21,8 @@ from infra.store import translated
 from infra.versions import Version
 
 PARTS = ("train", "held_out", "regression")
-TAGS = {"window_uri": "window_sha256", "gate_data": "", "samples_uri": "samples_sha256"}
+# Tag of an address, and that of the digest of its directory; a window's digest is that of its rows.
+TAGS = {"window_uri": "", "gate_data": "", "samples_uri": "samples_sha256"}
 KIND = "samples"
 
 
@@ -40,26 +41,23 @@ def rewrite_snapshots(job: Job) -> None:
 
 def name_drafts(job: Job) -> None:
     """Name the drafts that saw the rows, as was recorded when the rows were read, and those trained on from them."""
-    registry, seqs = open_registry(job.settings), [row.seq for row in job.rows if row.seq is not None]
-    if job.rows:
-        of_snapshot = job.log.erasures.reads_of(seqs)
-        drafts: dict[int, Counter[str]] = {}
-        versions = registry.versions("draft")
-        for version in versions:
-            seen = Counter[str]()
-            for uri in {version.lineage.gate_data, version.lineage.window.uri if version.lineage.window else ""} - {""}:
-                # The name under which its reads were recorded, whatever was taken out of it since.
-                seen += of_snapshot.get(Path(uri).name.partition(".")[0], Counter())
-            if seen:
-                drafts[version.number] = seen
-        named = {number: dict(sorted(seen.items())) for number, seen in sorted(drafts.items())}
-        job.keep(drafts=named, descendants=tuple(_descendants(versions, named)))
+    if not job.rows:
+        return
+    of_snapshot = job.log.erasures.reads_of(row.seq for row in job.rows if row.seq is not None)
+    named: dict[int, dict[str, int]] = {}
+    versions = open_registry(job.settings).versions("draft")[::-1]
+    for version in versions:
+        lineage, seen = version.lineage, Counter[str]()
+        for uri in {lineage.gate_data, lineage.window.uri if lineage.window else ""} - {""}:
+            # The name under which its reads were recorded, whatever was taken out of it since.
+            seen += of_snapshot.get(Path(uri).name.partition(".")[0], Counter())
+        if seen:
+            named[version.number] = dict(sorted(seen.items()))
+    job.keep(drafts=named, descendants=tuple(_descendants(versions, named)))
 
 
 def _stages(artifacts: Path) -> list[Path]:
-    return [
-        folder for folder in sorted(artifacts.glob("*")) if folder.is_dir() and folder.name not in ("mlflow", "work")
-    ]
+    return sorted(one for one in artifacts.glob("*") if one.is_dir() and one.name not in ("mlflow", "work"))
 
 
 def _snapshots(artifacts: Path) -> Iterator[Path]:
@@ -105,23 +103,21 @@ def _rewritten(job: Job, directory: Path, num_rows: int) -> Rewritten:
 
 
 def _point(job: Job, rewritten: Rewritten) -> None:
-    """Have the versions that name a snapshot name what is left of it."""
     registry = open_registry(job.settings)
     with translated(f"naming what is left of {rewritten.snapshot}"):
         for version in registry.versions("draft"):
             for uri, sha256 in TAGS.items():
                 if version.tags.get(uri) == rewritten.snapshot:
-                    changed = {uri: rewritten.became}
-                    if sha256 == "samples_sha256":  # the digest of the directory; a window's is that of its rows
-                        changed[sha256] = rewritten.became_sha256
+                    changed = {uri: rewritten.became, **({sha256: rewritten.became_sha256} if sha256 else {})}
                     for name, value in changed.items():
                         registry.store.client.set_model_version_tag("draft", str(version.number), name, value)
 
 
 def _descendants(versions: Sequence[Version], drafts: dict[int, dict[str, int]]) -> list[int]:
+    """Return the versions, oldest first, that were trained on from drafts that were trained on the rows."""
     saw = {number for number, roles in drafts.items() if roles.keys() - {"regression", "held_out"}}
     found: list[int] = []
-    for version in sorted(versions, key=lambda one: one.number):
+    for version in versions:
         if {version.lineage.parent, version.lineage.continues} & saw and version.number not in saw:
             found.append(version.number)
             saw.add(version.number)

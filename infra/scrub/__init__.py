@@ -24,10 +24,7 @@ MAX_PASSES = 4  # a replacement may set free what stood beside it; one that keep
 
 
 def scrub(text: str) -> str:
-    """Return `text` with e-mail addresses, phone and card numbers, IBANs, IP addresses, keys and passwords replaced.
-
-    Each is replaced by its kind in brackets, one of KINDS. Nothing else changes, and placeholders stay as they are.
-    """
+    """Return `text` with each thing that must go replaced by its kind in brackets; placeholders stay as they are."""
     for _ in range(MAX_PASSES):
         found = find(text)
         if not found:
@@ -42,18 +39,13 @@ def scrub(text: str) -> str:
 
 def find(text: str) -> list[Found]:
     """Return what must go, from left to right, without overlaps."""
-    found: list[Found] = []
-    for view in views(text):
-        found += [view.original(one) for finder in (keys.find, numbers.find) for one in finder(view.text)]
-    if not found:
-        return []
-    placeholders = [match.span() for match in PLACEHOLDER.finditer(text)]
-    kept = [one for one in found if not any(a < one.end and one.start < b for a, b in placeholders)]
-    return _merged(kept)
+    finders = (keys.find, numbers.find)
+    found = [view.original(one) for view in views(text) for finder in finders for one in finder(view.text)]
+    placeholders = [match.span() for match in PLACEHOLDER.finditer(text)] if found else []
+    return _merged([one for one in found if not any(a < one.end and one.start < b for a, b in placeholders)])
 
 
 def _merged(found: list[Found]) -> list[Found]:
-    """Join what overlaps; it gets the kind of its longest part."""
     merged: list[list[Found]] = []
     end = -1
     for one in sorted(found):

@@ -51,18 +51,8 @@ _CURL_USER = re.compile(rf"(?<!\S)(?:-u|--user)[ =][\"']?[^\s:\"']{{1,64}}:(?P<v
 
 _CODE = re.compile(r"[$<{%*/~\\]|\.{1,3}$|(?:self|os|settings|config|env|process|request|args)\.")
 _EXAMPLES = {
-    "password",
-    "passwort",
-    "secret",
-    "string",
-    "none",
-    "null",
-    "true",
-    "false",
-    "changeme",
-    "xxxx",
-    "redacted",
-}
+    "password", "passwort", "secret", "string", "none", "null", "true", "false", "changeme", "xxxx", "redacted",
+}  # fmt: skip
 
 
 def find(text: str) -> Iterator[Found]:
@@ -107,31 +97,34 @@ def _detected(text: str, start: int, end: int) -> Iterator[Found]:
 @cache
 def _detectors() -> tuple[re.Pattern[str], ...]:
     """Return the formats of detect-secrets; importing its detectors takes a while."""
-    from detect_secrets.plugins.aws import AWSKeyDetector
-    from detect_secrets.plugins.azure_storage_key import AzureStorageKeyDetector
-    from detect_secrets.plugins.discord import DiscordBotTokenDetector
-    from detect_secrets.plugins.github_token import GitHubTokenDetector
-    from detect_secrets.plugins.gitlab_token import GitLabTokenDetector
-    from detect_secrets.plugins.mailchimp import MailchimpDetector
-    from detect_secrets.plugins.openai import OpenAIDetector
-    from detect_secrets.plugins.pypi_token import PypiTokenDetector
-    from detect_secrets.plugins.sendgrid import SendGridDetector
-    from detect_secrets.plugins.slack import SlackDetector
-    from detect_secrets.plugins.square_oauth import SquareOAuthDetector
-    from detect_secrets.plugins.stripe import StripeDetector
-    from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
-    from detect_secrets.plugins.twilio import TwilioKeyDetector
+    from detect_secrets.plugins import (
+        aws,
+        azure_storage_key,
+        discord,
+        github_token,
+        gitlab_token,
+        mailchimp,
+        openai,
+        pypi_token,
+        sendgrid,
+        slack,
+        square_oauth,
+        stripe,
+        telegram_token,
+        twilio,
+    )
 
     known = (
-        AWSKeyDetector, AzureStorageKeyDetector, DiscordBotTokenDetector, GitHubTokenDetector, GitLabTokenDetector,
-        MailchimpDetector, OpenAIDetector, PypiTokenDetector, SendGridDetector, SlackDetector, SquareOAuthDetector,
-        StripeDetector, TelegramBotTokenDetector, TwilioKeyDetector,
+        aws.AWSKeyDetector, azure_storage_key.AzureStorageKeyDetector, discord.DiscordBotTokenDetector,
+        github_token.GitHubTokenDetector, gitlab_token.GitLabTokenDetector, mailchimp.MailchimpDetector,
+        openai.OpenAIDetector, pypi_token.PypiTokenDetector, sendgrid.SendGridDetector, slack.SlackDetector,
+        square_oauth.SquareOAuthDetector, stripe.StripeDetector, telegram_token.TelegramBotTokenDetector,
+        twilio.TwilioKeyDetector,
     )  # fmt: skip
     return tuple(pattern for detector in known for pattern in detector.denylist)
 
 
 def _is_secret(match: re.Match[str], following: str) -> bool:
-    """Return whether the value that a name was given is a secret, and not a word of code or prose."""
     value, quote = match["value"].rstrip(".:?"), match["quote"]
     is_call = following in ("(", "[", "{")
     if len(value) < 4 or is_call or _CODE.match(value) or value.lower() in _EXAMPLES:
@@ -146,7 +139,6 @@ def _is_secret(match: re.Match[str], following: str) -> bool:
 
 
 def _is_userinfo(text: str) -> bool:
-    """Return whether a text is Base64 of a name and a password with a colon between them."""
     try:
         return b":" in base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except binascii.Error:

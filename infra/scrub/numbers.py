@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 
 import phonenumbers
@@ -72,9 +73,8 @@ MAX_CHECKED = 64  # numbers of a text that are held against regions; what comes 
 def find(text: str) -> Iterator[Found]:
     """Yield addresses and numbers; stretches may overlap."""
     for match in _EMAIL.finditer(text):
-        before = text[max(0, match.start() - _NEAR) : match.start()]
         # The user part of a repository's address is nobody; a password in a URL is no name, and found as such.
-        if not match[0].startswith("git@") and not _IN_USERINFO.search(before):
+        if not match[0].startswith("git@") and not _IN_USERINFO.search(_before(text, match)):
             yield Found(*match.span(), "EMAIL")
     for pattern in (_SPELT_EMAIL, _SAID_EMAIL):
         yield from (Found(*match.span(), "EMAIL") for match in pattern.finditer(text))
@@ -86,7 +86,7 @@ def find(text: str) -> Iterator[Found]:
         if any(character.isdigit() for character in address) and _is_remote(address):
             yield Found(match.start(), match.start() + len(address), "IP")
     for match in _IPV4.finditer(text):
-        if _is_remote(match[0]) and not _VERSIONED.search(text[max(0, match.start() - _NEAR) : match.start()]):
+        if _is_remote(match[0]) and not _VERSIONED.search(_before(text, match)):
             yield Found(*match.span(), "IP")
     yield from (Found(*span, "PHONE") for span in _phones(text))
 
@@ -108,9 +108,8 @@ def _accounts(match: re.Match[str], is_account: Callable[[str], bool]) -> Iterat
 def _is_iban(text: str) -> bool:
     if not 15 <= len(text) <= 34 or not text[:2].isalpha() or not text[2:4].isdigit():
         return False
-    return int("".join(str(int(character, 36)) for character in text[4:] + text[:4])) % 97 == 1 and bool(
-        iban.is_valid(text, check_country=False)
-    )
+    checked = int("".join(str(int(character, 36)) for character in text[4:] + text[:4])) % 97 == 1
+    return checked and bool(iban.is_valid(text, check_country=False))
 
 
 def _is_card(text: str) -> bool:
@@ -141,20 +140,16 @@ def _is_remote(text: str) -> bool:
 
 
 def _phones(text: str) -> Iterator[tuple[int, int]]:
-    for match in _PHONE.finditer(text):
-        if _has_length_of_phone(match[0]):
+    yield from (match.span() for match in _PHONE.finditer(text) if _has_length_of_phone(match[0]))
+    unsure = [(match, regions) for pattern, regions in _SHAPES for match in pattern.finditer(text)]
+    unsure += [(match, REGIONS) for match in _ANY_PHONE.finditer(text) if _CALLED.search(_before(text, match))]
+    for number, (match, regions) in enumerate(unsure):
+        if number >= MAX_CHECKED or _is_valid(match[0], regions):
             yield match.span()
-    num_checked = 0
-    for pattern, regions in _SHAPES:
-        for match in pattern.finditer(text):
-            num_checked += 1
-            if num_checked > MAX_CHECKED or _is_valid(match[0], regions):
-                yield match.span()
-    for match in _ANY_PHONE.finditer(text):
-        if _CALLED.search(text[max(0, match.start() - _NEAR) : match.start()]):
-            num_checked += 1
-            if num_checked > MAX_CHECKED or _is_valid(match[0], REGIONS):
-                yield match.span()
+
+
+def _before(text: str, match: re.Match[str]) -> str:
+    return text[max(0, match.start() - _NEAR) : match.start()]
 
 
 def _has_length_of_phone(text: str) -> bool:
@@ -166,9 +161,7 @@ def _has_length_of_phone(text: str) -> bool:
 
 def _is_valid(text: str, regions: tuple[str, ...]) -> bool:
     for region in regions:
-        try:
+        with suppress(phonenumbers.NumberParseException):
             if phonenumbers.is_valid_number(phonenumbers.parse(text, region)):
                 return True
-        except phonenumbers.NumberParseException:
-            continue
     return False

@@ -26,10 +26,8 @@ class View(NamedTuple):
     places: Sequence[int] | None
 
     def original(self, found: Found) -> Found:
-        """Return the stretch of the text itself."""
-        if self.places is None:
-            return found
-        return Found(self.places[found.start], self.places[found.end - 1] + 1, found.kind)
+        places = self.places
+        return found if places is None else Found(places[found.start], places[found.end - 1] + 1, found.kind)
 
 
 def views(text: str) -> Iterator[View]:

@@ -1,7 +1,8 @@
-"""Views: what people are shown, of typed plain data. Charts, the report, gate reports, tables of results.
+"""What people are shown, of typed plain data: a view asks nobody and computes nothing that it does not show."""
 
-A view asks nobody and computes nothing that it does not show. What it is given is defined here, so that commands, tasks
-and services can all fill it.
-"""
-
+NONE = "–"
 MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verification steps"
+
+
+def shown(value: float | None, form: str) -> str:
+    return NONE if value is None else f"{value:{form}}"

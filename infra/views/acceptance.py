@@ -15,12 +15,7 @@ MAX_LATE = 64
 
 
 class Served(NamedTuple):
-    """One request whose answer was drafted.
-
-    Attributes:
-        number: its place among the requests, such as its row in the log.
-        per_token_ms: time between tokens, None if it was not measured.
-    """
+    """One request whose answer was drafted; `number` is its place among them, such as its row in the log."""
 
     number: int
     draft: int
@@ -31,8 +26,6 @@ class Served(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """The first request, by its number, that another draft drafted for."""
-
     number: int
     draft: int
 
@@ -49,8 +42,6 @@ class Group(Frozen):
 
 
 class Acceptance(NamedTuple):
-    """A stretch of requests in their order, and their sums by domain and draft."""
-
     served: Sequence[Served]
     groups: Sequence[Group]
 
@@ -70,10 +61,7 @@ def from_log(rows: Iterable[QueryRow]) -> list[Served]:
 
 
 def from_answers(answers: Iterable[Mapping[str, Any]]) -> list[Served]:
-    """Keep the answers that say what was accepted, numbered from 1 in their order.
-
-    An answer has domain, draft_version, drafted_per_step and accepted_per_step.
-    """
+    """Keep the answers that say what was accepted, numbered from 1 in their order."""
     return [
         Served(
             number=number,
@@ -127,7 +115,6 @@ def curves(served: Sequence[Served], window: int) -> dict[str, list[list[Point]]
 
 
 def by_domain_and_draft(served: Iterable[Served]) -> dict[tuple[str, int], list[Served]]:
-    """Return domain and draft to their requests, sorted."""
     found: dict[tuple[str, int], list[Served]] = {}
     for request in served:
         found.setdefault((request.domain, request.draft), []).append(request)

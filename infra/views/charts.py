@@ -13,38 +13,29 @@ from markupsafe import Markup
 
 from models.types import Estimate
 
-WIDTH = 720
+WIDTH, NAME_WIDTH = 720, 132
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
-NAME_WIDTH = 132
-ROW_HEIGHT = 30
-BAR_HEIGHT = 14
-LEGEND_GAP = 46
-LETTER_WIDTH = 7.0
-PLOT_HEIGHT = 332
+MIDDLE = (NAME_WIDTH + WIDTH - RIGHT) / 2
+ROW_HEIGHT, BAR_HEIGHT, PLOT_HEIGHT = 30, 14, 332
+LEGEND_GAP, MIN_LABEL_GAP, LETTER_WIDTH = 46, 64, 7.0
 MAX_SERIES = 6  # as many colours as the style sheet has
 MAX_POINTS = 400
 TAU = "τ, mean accepted length"
-MIN_LABEL_GAP = 64
 
 Point = tuple[float, float]
 
 
 class Axis(NamedTuple):
-    """A range of values on a range of pixels."""
-
     low: float
     high: float
     start: float
     end: float
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value."""
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
-    def ticks(self, wanted: int = 6) -> list[float]:
-        """Return round values in the range, about as many as wanted."""
-        rough = (self.high - self.low) / wanted
+    def ticks(self) -> list[float]:
+        rough = (self.high - self.low) / 6
         size = 10 ** math.floor(math.log10(rough))
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -60,12 +51,9 @@ def line_chart(
     labels: tuple[str, str],
     base: float,
 ) -> Markup:
-    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts.
+    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts, and `marks` upright by x.
 
-    `marks` are upright lines, by x. Where the upright axis starts, `base`, no y is below.
-
-    Raises:
-        ValueError: there is no point, or there are too many names.
+    No y is below `base`, where the upright axis starts. ValueError without a point, or with too many names.
     """
     points = [point for parts in curves.values() for part in parts for point in part]
     if not points or len(curves) > MAX_SERIES:
@@ -74,15 +62,14 @@ def line_chart(
     x_axis = Axis(min(xs), max(*xs, min(xs) + 1), LEFT, WIDTH - RIGHT)
     y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), PLOT_HEIGHT - BOTTOM, TOP + 28)
     drawn = [_legend(list(curves), "line"), _upright_grid(y_axis), _level_grid(x_axis, y_axis.start, y_axis.start)]
-    drawn += [_text((LEFT + WIDTH - RIGHT) / 2, PLOT_HEIGHT - 6, labels[0], "middle", "axis")]
-    drawn += [_text(4, TOP + 6, labels[1], "start", "axis")]
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, PLOT_HEIGHT - 6, labels[0], "middle", "axis"))
+    drawn.append(_text(4, TOP + 6, labels[1], "start", "axis"))
     labelled = -math.inf
     for x, label in marks:
         at = x_axis.at(x)
         drawn.append(_line(at, y_axis.end, at, y_axis.start, "mark"))
         if at - labelled >= MIN_LABEL_GAP:
-            fits = at + len(label) * LETTER_WIDTH <= WIDTH - RIGHT
-            drawn.append(_text(at, y_axis.end - 6, label, "start" if fits else "end", "name"))
+            drawn.append(_beside(at, y_axis.end - 6, label))
             labelled = at
     for index, parts in enumerate(curves.values()):
         drawn += [_path(part, x_axis, y_axis, index) for part in parts]
@@ -90,33 +77,25 @@ def line_chart(
 
 
 def interval_chart(
-    key: str,
-    title: str,
-    description: str,
-    rows: Mapping[str, Estimate],
-    lines: Sequence[tuple[float, str]],
-    label: str,
+    key: str, title: str, description: str, rows: Mapping[str, Estimate], lines: Sequence[tuple[float, str]], label: str
 ) -> Markup:
-    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError if there is no row."""
+    """Draw one interval a row, against vertical lines, plain ones without a label; ValueError without a row."""
     if not rows:
         raise ValueError("wanted at least one row, got none")
     values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
     room = 0.06 * max(max(values) - min(values), 1e-6)
     x_axis = Axis(min(values) - room, max(values) + room, NAME_WIDTH, WIDTH - RIGHT)
     bottom = TOP + ROW_HEIGHT * len(rows)
-    drawn = [_level_grid(x_axis, TOP, bottom)]
-    drawn += [_text((NAME_WIDTH + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, label, "middle", "axis")]
+    drawn = [_level_grid(x_axis, TOP, bottom), _text(MIDDLE, bottom + BOTTOM - 6, label, "middle", "axis")]
     for value, name in lines:
         at = x_axis.at(value)
         drawn.append(_line(at, TOP, at, bottom, "limit" if name else "zero"))
-        fits = at + len(name) * LETTER_WIDTH <= WIDTH - RIGHT
-        drawn.append(_text(at, TOP - 8, name, "start" if fits else "end", "name"))
+        drawn.append(_beside(at, TOP - 8, name))
     for number, (name, one) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (number + 0.5)
         drawn.append(_text(NAME_WIDTH - 10, y + 4, _shortened(name, NAME_WIDTH - 10), "end", "name"))
         low, high = x_axis.at(one.low), x_axis.at(one.high)
-        drawn += [_line(low, y, high, y, "s0 bar")]
-        drawn += [_line(end, y - 5, end, y + 5, "s0 bar") for end in (low, high)]
+        drawn += [_line(low, y, high, y, "s0 bar"), *(_line(end, y - 5, end, y + 5, "s0 bar") for end in (low, high))]
         drawn.append(Markup('<circle class="s0 dot" cx="{}" cy="{}" r="4.5"/>').format(x_axis.at(one.value), y))
     return _figure(key, title, description, bottom + BOTTOM, drawn)
 
@@ -131,7 +110,7 @@ def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping
     row_height = len(series) * (BAR_HEIGHT + 3) + 12
     bottom = TOP + row_height * len(rows)
     drawn = [_legend(series, "box"), _level_grid(x_axis, TOP, bottom)]
-    drawn += [_text((NAME_WIDTH + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, label, "middle", "axis")]
+    drawn.append(_text(MIDDLE, bottom + BOTTOM - 6, label, "middle", "axis"))
     for number, (name, bars) in enumerate(rows.items()):
         top = TOP + row_height * number + 7
         middle = top + len(series) * (BAR_HEIGHT + 3) / 2 + 3
@@ -174,7 +153,6 @@ def write_charts(charts: Sequence[Markup], file: Path) -> Path:
 
 
 def _draw_curves(curves: Mapping[str, Sequence[Point]], labels: tuple[str, str], base: float, file: Path) -> Path:
-    """Draw as many charts as it takes."""
     title = f"{labels[1]} by {labels[0]}"
     charts = []
     for start in range(0, len(curves), MAX_SERIES):
@@ -194,19 +172,16 @@ def _figure(key: str, title: str, description: str, height: float, drawn: Sequen
 
 
 def _upright_grid(axis: Axis) -> Markup:
-    drawn = []
-    for value in axis.ticks():
-        y = axis.at(value)
-        drawn += [_line(LEFT, y, WIDTH - RIGHT, y, "grid"), _text(LEFT - 8, y + 4, f"{value:g}", "end", "tick")]
+    ticks = [(axis.at(value), f"{value:g}") for value in axis.ticks()]
+    drawn = (
+        _line(LEFT, y, WIDTH - RIGHT, y, "grid") + _text(LEFT - 8, y + 4, tick, "end", "tick") for y, tick in ticks
+    )
     return Markup("").join(drawn)
 
 
 def _level_grid(axis: Axis, top: float, bottom: float) -> Markup:
-    drawn = []
-    for value in axis.ticks():
-        x = axis.at(value)
-        drawn += [_line(x, top, x, bottom + 4, "grid")]
-        drawn += [_text(x, bottom + 19, f"{round(value, 9):g}", "middle", "tick")]
+    ticks = [(axis.at(value), f"{round(value, 9):g}") for value in axis.ticks()]
+    drawn = (_line(x, top, x, bottom + 4, "grid") + _text(x, bottom + 19, tick, "middle", "tick") for x, tick in ticks)
     return Markup("").join(drawn)
 
 
@@ -243,6 +218,11 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str) -> Markup:
     return Markup('<text class="{}" x="{:g}" y="{:g}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
+
+
+def _beside(x: float, y: float, text: str) -> Markup:
+    fits = x + len(text) * LETTER_WIDTH <= WIDTH - RIGHT
+    return _text(x, y, text, "start" if fits else "end", "name")
 
 
 def _shortened(name: str, width: float) -> str:

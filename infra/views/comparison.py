@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from infra.views import NONE, shown
 from infra.views.figures import SIZE_INCHES, new_figure, saved
 from infra.views.results import Grid, Report
 from models.types import Estimate, Frozen
@@ -18,12 +19,10 @@ MARKS = "osD^v<>PXp*hHd8.1234+"
 
 
 class MethodFigure(Frozen):
-    """One metric of one row.
+    """One metric of one row, the mean over seeds; None where the metric makes no sense for the row.
 
-    Attributes:
-        value: mean over seeds; None where the metric makes no sense for the row.
-        interval: None where neither seeds nor documents tell.
-        gain: the row's difference from the baseline, paired by seed and document; None for the baseline, and as above.
+    `gain` is the row's difference from the baseline, paired by seed and document; None for the baseline. Neither it nor
+    `interval` is there where neither seeds nor documents tell.
     """
 
     value: float | None
@@ -32,7 +31,6 @@ class MethodFigure(Frozen):
 
     @property
     def differs(self) -> bool:
-        """Whether the interval of the difference from the baseline leaves out 0."""
         return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
 
 
@@ -40,12 +38,9 @@ class Comparison(Frozen):
     """A comparison of methods that is at its end.
 
     Attributes:
-        headings: metric to what its column is called.
-        figures: row to metric to figure.
         seconds: row to what it took, all seeds together.
         num_seeds: of each row; those that stayed undecided under a margin have more.
         verdicts: row to what a margin made of it.
-        margin: what the margin is, in words.
     """
 
     question: str
@@ -59,17 +54,13 @@ class Comparison(Frozen):
 
 
 def comparison_report(found: Comparison, picture: Path) -> Report:
-    """Return the tables of a comparison, and draw it."""
     figures, headings, num_seeds = found.figures, found.headings, found.num_seeds
     values = [
         [row, *(_spread(of_row[metric]) for metric in headings), f"{found.seconds[row]:.0f}"]
         for row, of_row in figures.items()
     ]
-    gains = [
-        [row, *(_gain(of_row[metric]) for metric in headings)]
-        for row, of_row in figures.items()
-        if row != found.baseline
-    ]
+    others = {row: of_row for row, of_row in figures.items() if row != found.baseline}
+    gains = [[row, *(_gain(of_row[metric]) for metric in headings)] for row, of_row in others.items()]
     mean = f"mean over {num_seeds} {'seed' if num_seeds == 1 else 'seeds'}"
     grids = [Grid(mean, ["", *headings.values(), "seconds, all seeds"], values)]
     notes = []
@@ -107,12 +98,8 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
 
 
 def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Mapping[str, str], file: Path) -> Path:
-    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
-
-    Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
-    """
-    names, (width, _) = list(rows), SIZE_INCHES
-    num_across = min(3, len(headings))
+    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one."""
+    names, (width, _), num_across = list(rows), SIZE_INCHES, min(3, len(headings))
     num_down = -(-len(headings) // num_across)
     figure = new_figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))))
     panels = figure.subplots(num_down, num_across, sharey=True, squeeze=False)
@@ -144,9 +131,8 @@ def draw_tradeoffs(
 ) -> Path:
     """Draw a panel a metric with a point a row: the mean of the metric across, that of `quality` upwards.
 
-    Each row has a colour and a mark of its own, which one legend beside the panels names; a row without a figure for
-    either is left out of that panel. Qualities of which the largest is more than `WIDE` times the smallest are drawn on
-    a logarithmic axis, with what is 0 at its foot.
+    A row without a figure for either is left out of that panel. Qualities of which the largest is more than `WIDE`
+    times the smallest are drawn on a logarithmic axis, with what is 0 at its foot.
     """
     width, height = SIZE_INCHES
     figure = new_figure((0.75 * width * len(metrics) + 2.6, 1.25 * height))
@@ -187,26 +173,20 @@ def row_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def number(value: float | None) -> str:
     """Return a figure in four digits, "–" for none."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return shown(value, ".4g" if value is None or abs(value) < 10_000 else ",.0f")
 
 
 def _counted(interval: Estimate) -> bool:
-    """Whether an interval has no width, as that of something that is the same under every seed."""
     return isclose(interval.low, interval.high, rel_tol=1e-9)
 
 
 def _spread(figure: MethodFigure) -> str:
-    if figure.interval is None or _counted(figure.interval):
-        return number(figure.value)
-    return f"{number(figure.value)} ± {number(figure.interval.high - figure.interval.value)}"
+    mean, interval = number(figure.value), figure.interval
+    return mean if interval is None or _counted(interval) else f"{mean} ± {number(interval.high - interval.value)}"
 
 
 def _gain(figure: MethodFigure) -> str:
-    if figure.gain is None:
-        return "–"
-    if _counted(figure.gain):
-        return number(figure.gain.value)
-    low, high = number(figure.gain.low), number(figure.gain.high)
-    return f"{number(figure.gain.value)} ({low} to {high}){'*' if figure.differs else ''}"
+    if (gain := figure.gain) is None:
+        return NONE
+    ends = f" ({number(gain.low)} to {number(gain.high)}){'*' if figure.differs else ''}"
+    return number(gain.value) + ("" if _counted(gain) else ends)

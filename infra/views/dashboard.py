@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from infra.status import ServiceStatus
-from infra.views import MEANING
+from infra.views import MEANING, shown
 from infra.views.charts import bar_chart
 from infra.views.page import Card, Figure, Table, render
 
-TEMPLATE = "dashboard.html"
-RELOAD_S = 5
+TEMPLATE, RELOAD_S = "dashboard.html", 5
 
 
 def dashboard(status: ServiceStatus, now: datetime) -> str:
@@ -23,10 +22,10 @@ def dashboard(status: ServiceStatus, now: datetime) -> str:
         seen=now.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"),
         meaning=MEANING,
         shown_cards=_cards(status),
-        serving=Table("What serves, and why", ("what", "now"), frozenset(), told_of(status)),
+        serving=Table("What serves, and why", ("what", "now"), told_of(status)),
         speed=_speed(status),
         acceptance=_acceptance(status),
-        counts=Table("Counts", ("what", "since the start"), frozenset(), _counts(status)),
+        counts=Table("Counts", ("what", "since the start"), _counts(status)),
     )
 
 
@@ -34,7 +33,7 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
     """Return in words what a replica drafts with, what it does not, and why: rows of a table."""
     return [
         ("draft in the engine", f"version {status.draft_version}" if status.draft_version else "none"),
-        ("speculation", _speculation(status)),
+        ("speculation", "on" if status.speculating else f"off: {_why_off(status)}"),
         ("requests answered", _listed(status.requests, "with status") or "none yet"),
         *((f"speed, {domain}", speed.told()) for domain, speed in status.speed.items()),
         ("swaps of the draft", f"{status.swaps} since its start"),
@@ -61,77 +60,49 @@ def _draft(status: ServiceStatus) -> str:
     return "none" if status.draft_version is None else str(status.draft_version)
 
 
-def _speculation(status: ServiceStatus) -> str:
-    return "on" if status.speculating else f"off: {_why_off(status)}"
-
-
 def _why_off(status: ServiceStatus) -> str:
     return status.fallback or "switched off by an operator"
 
 
 def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
-    """Return a chart of the domains' speeds, and the same in figures; None before there are any."""
     if not status.speed:
         return None
-    chart = bar_chart(
-        "speed",
-        "Speed of one request, by domain",
-        "Tokens a second of one request without a draft and as it is drafted, for each domain. The table has the same.",
-        {
-            domain: {"without a draft": speed.plain_tokens_per_s, "as drafted": speed.tokens_per_s}
-            for domain, speed in status.speed.items()
-        },
-        "tokens a second",
+    speeds = status.speed.items()
+    told = (
+        "Tokens a second of one request without a draft and as it is drafted, for each domain. The table has the same."
     )
-    table = Table(
-        "Speed of one request, tokens a second",
-        ("domain", "without a draft", "as drafted", "gain"),
-        frozenset({1, 2, 3}),
-        [
-            (
-                domain,
-                f"{speed.plain_tokens_per_s:.1f}",
-                f"{speed.tokens_per_s:.1f}",
-                speed.gain,
-            )
-            for domain, speed in status.speed.items()
-        ],
-    )
+    bars = {
+        domain: {"without a draft": speed.plain_tokens_per_s, "as drafted": speed.tokens_per_s}
+        for domain, speed in speeds
+    }
+    chart = bar_chart("speed", "Speed of one request, by domain", told, bars, "tokens a second")
+    rows = [
+        (domain, f"{speed.plain_tokens_per_s:.1f}", f"{speed.tokens_per_s:.1f}", speed.gain) for domain, speed in speeds
+    ]
+    columns = ("domain", "without a draft", "as drafted", "gain")
     caption = "From the times of steps; without a draft, from what plain steps take. Gains have a 95% interval."
-    return Figure(chart, caption), table
+    return Figure(chart, caption), Table("Speed of one request, tokens a second", columns, rows, {1, 2, 3})
 
 
 def _acceptance(status: ServiceStatus) -> Table:
-    return Table(
-        "The last requests that the present draft drafted alone, by domain",
-        ("domain", "requests", "τ", "acceptance rate"),
-        frozenset({1, 2, 3}),
-        [
-            (
-                domain,
-                f"{figures.requests:,}",
-                f"{figures.mean_accepted_length:.2f}",
-                "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.1%}",
-            )
-            for domain, figures in status.acceptance.items()
-        ],
-    )
+    rows = [
+        (domain, f"{one.requests:,}", f"{one.mean_accepted_length:.2f}", shown(one.acceptance_rate, ".1%"))
+        for domain, one in status.acceptance.items()
+    ]
+    columns = ("domain", "requests", "τ", "acceptance rate")
+    return Table("The last requests that the present draft drafted alone, by domain", columns, rows, {1, 2, 3})
 
 
 def _counts(status: ServiceStatus) -> list[tuple[str, str]]:
-    log, events = status.log, status.events
+    rows, events = (f": {one.last_error}" if one.last_error is not None else "" for one in (status.log, status.events))
     return [
         ("tokens served", f"{status.tokens:,}"),
         ("last swap of the draft", "none yet" if status.swap_ms is None else f"{status.swap_ms:.0f} ms"),
-        ("rows of the query log", f"{log.written:,} written, {log.dropped:,} lost{_because(log.last_error)}"),
-        ("events for the orchestrator", f"{events.sent:,} sent, {events.dropped:,} lost{_because(events.last_error)}"),
+        ("rows of the query log", f"{status.log.written:,} written, {status.log.dropped:,} lost{rows}"),
+        ("events for the orchestrator", f"{status.events.sent:,} sent, {status.events.dropped:,} lost{events}"),
         ("requests whose states were kept", _listed(status.captured) or "none"),
         ("the loop that follows the registry", _listed(status.reconciler) or "nothing yet"),
     ]
-
-
-def _because(error: str | None) -> str:
-    return "" if error is None else f": {error}"
 
 
 def _listed(numbers: Mapping[str, int], joint: str = "") -> str:

@@ -1,6 +1,6 @@
 """The outcome of the demonstration on a terminal; the report shows the same figures as a page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +12,11 @@ Compared = Mapping[str, Any]
 
 
 def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
-    """Print what the demonstration found, as it stands in its `result.json`."""
     domains: dict[str, Compared] = result["domains"]
     table = Table("", *domains, title=f"held-out prompts, K = {result['num_draft_tokens']}, greedy")
-    for name, cell in ROWS.items():
-        table.add_row(name, *(cell(compared) for compared in domains.values()))
+    told = [_rows(compared) for compared in domains.values()]
+    for name in told[0]:
+        table.add_row(name, *(of_domain[name] for of_domain in told))
     for name in ("on", "off"):
         table.add_row(f"tokens/s, speculation {name}", *(str(result["tokens_per_s"][name][d]) for d in domains))
     if (stock := result.get("stock")) is not None:  # of what an earlier release left there is none
@@ -38,27 +38,23 @@ def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
     out.print(f"requests: {result['requests']}, swaps: {result['swaps']}, seconds: {result['seconds']}")
 
 
-def _interval(found: Mapping[str, float] | None, form: str = ".2f") -> str:
-    return "none" if found is None else Estimate(**found).text(form)
+def _rows(compared: Compared) -> dict[str, str]:
+    before, after = compared["before"], compared["after"]
 
+    def interval(found: Mapping[str, float] | None, form: str = ".2f") -> str:
+        return "none" if found is None else Estimate(**found).text(form)
 
-def _of(side: str, figure: str) -> Callable[[Compared], str]:
-    return lambda compared: _interval(compared[side][figure])
-
-
-ROWS: Mapping[str, Callable[[Compared], str]] = {
-    "prompts": lambda compared: f"{compared['after']['num_sequences']}",
-    "τ before": _of("before", "tau"),
-    "τ after": _of("after", "tau"),
-    "τ gain": lambda compared: _interval(compared["gain"], "+.2f"),
-    "τ gain, relative": lambda compared: _interval(compared["relative_gain"], "+.1%"),
-    "acceptance rate before": _of("before", "rate"),
-    "acceptance rate after": _of("after", "rate"),
-    "looping outputs, before and after": lambda compared: (
-        f"{compared['before']['num_looping']} and {compared['after']['num_looping']}"
-    ),
-    "τ before, without loops": _of("before", "tau_without_loops"),
-    "τ after, without loops": _of("after", "tau_without_loops"),
-    "acceptance rate before, without loops": _of("before", "rate_without_loops"),
-    "acceptance rate after, without loops": _of("after", "rate_without_loops"),
-}
+    return {
+        "prompts": f"{after['num_sequences']}",
+        "τ before": interval(before["tau"]),
+        "τ after": interval(after["tau"]),
+        "τ gain": interval(compared["gain"], "+.2f"),
+        "τ gain, relative": interval(compared["relative_gain"], "+.1%"),
+        "acceptance rate before": interval(before["rate"]),
+        "acceptance rate after": interval(after["rate"]),
+        "looping outputs, before and after": f"{before['num_looping']} and {after['num_looping']}",
+        "τ before, without loops": interval(before["tau_without_loops"]),
+        "τ after, without loops": interval(after["tau_without_loops"]),
+        "acceptance rate before, without loops": interval(before["rate_without_loops"]),
+        "acceptance rate after, without loops": interval(after["rate_without_loops"]),
+    }

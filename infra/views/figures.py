@@ -14,14 +14,12 @@ SIZE_INCHES = (6.4, 3.6)
 
 
 def new_figure(size_inches: tuple[float, float] = SIZE_INCHES) -> "Figure":
-    """Return an empty figure."""
     from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
 
     return Figure(size_inches, layout="constrained")
 
 
 def saved(figure: "Figure", file: Path) -> Path:
-    """Write a figure into a PNG and return `file`."""
     figure.savefig(file, dpi=150)
     return file
 
@@ -40,10 +38,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
 
 
 def draw_acceptance(answers: Sequence[Mapping[str, Any]], window: int, file: Path) -> Path:
-    """Draw τ over the requests that a service answered, a running mean a domain and draft, with each swap marked.
-
-    Answers are in the order they ended.
-    """
+    """Draw τ over the requests that ended, a running mean a domain and draft, with each swap marked."""
     figure, served = new_figure(), from_answers(answers)
     axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
     for domain, parts in sorted(curves(served, window).items()):
@@ -104,7 +99,6 @@ def draw_ratios(
 
 
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
-    """Draw inter-token latencies, (place on the x axis, milliseconds), as dots, a colour a kind."""
     figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
     for name, of_kind in points.items():

@@ -1,6 +1,6 @@
 """The state of a home folder as lines and a table on a terminal, for `redraft status`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -16,15 +16,10 @@ from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:
-    """Print drafts with lineage and verdict, the query log, the service, and what runs where."""
-    if seen.drafts:
-        out.print(_drafts(seen))
-    else:
-        out.print("no drafts yet; run: redraft build")
+    out.print(_drafts(seen) if seen.drafts else "no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
         told = "; ".join(filter(None, (last.returns, last.reasons)))
-        why = f": {told}" if told else ""
-        out.print(f"last refresh: draft {last.version}, {last.verdict}{why}", markup=False)
+        out.print(f"last refresh: draft {last.version}, {last.verdict}{f': {told}' if told else ''}", markup=False)
     for draft in seen.drafts:
         if draft.verdict == QUARANTINED:
             out.print(f"draft {draft.version} is quarantined: {draft.reasons}", markup=False)
@@ -35,13 +30,13 @@ def show_overview(seen: Overview, out: Console) -> None:
         f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "
         f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
     )
-    _show_windows(seen.log, out)
-    at_ms = now_ms()
-    if small := {domain: found for domain, found in seen.regression_sets.items() if found.size < SIZE}:
-        sets = ", ".join(
-            f"{domain}: {found.size} for {since(found.newest_ms, at_ms)}" for domain, found in small.items()
-        )
-        told = f"regression sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {sets}"
+    for line in _windows(seen.log):
+        out.print(line, markup=False)
+    at_ms, sets = now_ms(), seen.regression_sets.items()
+    if small := ", ".join(
+        f"{name}: {one.size} for {since(one.newest_ms, at_ms)}" for name, one in sets if one.size < SIZE
+    ):
+        told = f"regression sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {small}"
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
@@ -50,42 +45,34 @@ def show_overview(seen: Overview, out: Console) -> None:
         out.print(told, soft_wrap=True, markup=False)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
-        how = "running" if program.ready else "starting" if program.pid else "down, restarts soon"
-        out.print(f"{program.name}: {how}{restarts} {program.url}".rstrip(), soft_wrap=True)
+        state = "down, restarts soon" if program.state == "down" else program.state
+        out.print(f"{program.name}: {state}{restarts} {program.url}".rstrip(), soft_wrap=True)
 
 
 def _drafts(seen: Overview) -> Table:
     table = Table("draft", "", "parent", "rows", "gate", "τ", title="drafts, newest first")
-    for draft in seen.drafts:
-        mark = "champion" if draft.champion else ""
-        rows = draft.rows or draft.returns
-        table.add_row(str(draft.version), mark, draft.parent, rows, draft.verdict, taus_in_words(draft.tau))
+    for one in seen.drafts:
+        mark, taus = "champion" if one.champion else "", taus_in_words(one.tau)
+        table.add_row(str(one.version), mark, one.parent, one.rows or one.returns, one.verdict, taus)
     return table
 
 
-def _show_windows(log: LogStats, out: Console) -> None:
+def _windows(log: LogStats) -> Iterator[str]:
     if (tried := log.attempt) is not None:
-        state = "running" if tried.running else "failed"
         before = ", the one before failed" if tried.running and tried.error else ""
-        error = f": {tried.error}" if tried.error else ""
-        place = f"  rows {tried.first_seq}–{tried.last_seq}"
-        out.print(f"{place}: attempt {tried.number} of {MAX_ATTEMPTS} {state}{before}{error}", markup=False)
+        state = f"{'running' if tried.running else 'failed'}{before}{f': {tried.error}' if tried.error else ''}"
+        yield f"  rows {tried.first_seq}–{tried.last_seq}: attempt {tried.number} of {MAX_ATTEMPTS} {state}"
     for window in log.set_aside:
-        when = datetime.fromtimestamp(window.time_ms / 1000, UTC)
-        out.print(
-            f"  rows {window.first_seq}–{window.last_seq} are set aside since {when:%Y-%m-%d %H:%M} UTC, "
-            f"{window.num_attempts} attempts failed: {window.error}",
-            markup=False,
-        )
+        since_when = f"{datetime.fromtimestamp(window.time_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
+        rows = f"  rows {window.first_seq}–{window.last_seq} are set aside since {since_when}"
+        yield f"{rows}, {window.num_attempts} attempts failed: {window.error}"
 
 
 def taus_in_words(taus: Mapping[str, float]) -> str:
-    """Return domains with their τ, one after the other."""
     return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items())
 
 
 def counts(numbers: Mapping[str, int]) -> str:
-    """Return names with their numbers, one after the other."""
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
 
 
@@ -113,16 +100,16 @@ def _show_service(service: RunningService | None, out: Console) -> None:
         out.print(f"  {domain}: {speed.told()}", markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
-    for name, why in service.failed_tasks.items():
-        out.print(f"  failed: background task {name} ({why}); restart the service", markup=False)
-    if service.fault is not None:
-        out.print(f"  broken: {service.fault}", markup=False)
-    if service.replacement is not None:
-        out.print(f"  another replica must take over: {service.replacement}", markup=False)
-    for name, why in service.refused.items():
-        out.print(f"  draft {name} is refused: {why}", markup=False)
-    for name, why in service.postponed.items():
-        out.print(f"  draft {name} will be retried: {why}", markup=False)
+    tasks = service.failed_tasks.items()
+    faults = (
+        *(f"failed: background task {name} ({why}); restart the service" for name, why in tasks),
+        service.fault and f"broken: {service.fault}",
+        service.replacement and f"another replica must take over: {service.replacement}",
+        *(f"draft {name} is refused: {why}" for name, why in service.refused.items()),
+        *(f"draft {name} will be retried: {why}" for name, why in service.postponed.items()),
+    )
+    for fault in filter(None, faults):
+        out.print(f"  {fault}", markup=False)
     for domain, figures in service.acceptance.items():
         seen = f"over the last {figures.requests} requests that it drafted alone"
         out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} {seen}")

@@ -1,10 +1,9 @@
 """What pages are made of: cards, tables, figures, and the template that shows them.
 
-A page loads nothing and runs no script. All text in it is escaped by its template; charts are made of numbers and
-escaped labels.
+A page loads nothing and runs no script. All text in it is escaped by its template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ from markupsafe import Markup
 
 
 class Card(NamedTuple):
-    """A figure at the head of a page, with its name and what belongs to it."""
-
     name: str
     value: str
     note: str
@@ -23,18 +20,14 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, the columns, which of them hold figures, and rows of text."""
-
     caption: str
     columns: Sequence[str]
-    numeric: frozenset[int]
     rows: Sequence[Sequence[str]]
+    numeric: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart and the sentence below it."""
-
     chart: Markup
     caption: str
 
@@ -49,5 +42,4 @@ TEMPLATES = Environment(
 
 
 def render(template: str, **shown: Any) -> str:
-    """Return a page as HTML, of a template beside this file and what it names."""
     return TEMPLATES.get_template(template).render(**shown)

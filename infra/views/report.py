@@ -1,7 +1,4 @@
-"""One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why.
-
-What is not there is said.
-"""
+"""One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +10,7 @@ from infra.overview import Overview
 from infra.querylog import LogStats
 from infra.supervisor import ProcessRecord
 from infra.versions import Version
-from infra.views import MEANING
+from infra.views import MEANING, NONE, shown
 from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
@@ -23,9 +20,7 @@ from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
 TEMPLATE = "report.html"
-WINDOW = 20
-MAX_GATES = 20
-NONE = "–"
+WINDOW, MAX_GATES = 20, 20
 LINEAGE_LABELS = {
     "target_name": "target",
     "target_version": "target version",
@@ -58,11 +53,7 @@ LINEAGE_LABELS = {
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A run of `redraft demo`.
-
-    Attributes:
-        result: what it printed at its end; None if it has not come there.
-    """
+    """A run of `redraft demo`; `result` is what it printed at its end, None if it has not come there."""
 
     name: str
     result: Mapping[str, Any] | None
@@ -74,14 +65,8 @@ class Findings:
     """What the page tells.
 
     Attributes:
-        state: what `redraft status` shows.
-        target: the champion target, None before the first build.
-        drafts: all versions, newest first.
         gates: number of a draft to its gate report; those without one are not in it.
-        acceptance: of the log's last requests that tell it.
-        num_rows: how many of the log's last rows were looked through for them.
-        demonstrations: by name.
-        commit: revision of the code that writes, "" if unknown.
+        acceptance: of the log's last requests that tell it, of `num_rows` that were looked through.
     """
 
     state: Overview
@@ -96,7 +81,6 @@ class Findings:
 
 
 def page(found: Findings) -> str:
-    """Return the page as HTML."""
     return render(
         TEMPLATE,
         written=_when(found.written),
@@ -124,13 +108,13 @@ def _cards(found: Findings) -> list[Card]:
     number, note = "none", "nothing built yet"
     if champion is not None:
         number, note = str(champion.version), f"τ {taus_in_words(champion.tau) or NONE}"
+    serves, speculates = "not running", ""
+    if service is not None:
+        serves = f"draft {service.draft_version or 'none'}"
+        speculates = "speculating" if service.speculating else "speculation is off"
     return [
         Card("Champion draft", number, note),
-        Card(
-            "Service",
-            "not running" if service is None else f"draft {service.draft_version or 'none'}",
-            "" if service is None else "speculating" if service.speculating else "speculation is off",
-        ),
+        Card("Service", serves, speculates),
         Card("Rows waiting", f"{log.depth:,}", f"of {log.total:,} in the query log"),
         Card("Rows dropped", f"{log.dropped:,}", f"{log.duplicates:,} were duplicates"),
     ]
@@ -148,26 +132,15 @@ def _serving(found: Findings) -> Table:
         rows.append(("service", "not running; start it with redraft serve or redraft up"))
     else:
         rows += [("service", f"answers on {service.url}/v1"), *told_of(service)]
-    return Table("What should serve, and what does", ("what", "now"), frozenset(), rows)
+    return Table("What should serve, and what does", ("what", "now"), rows)
 
 
 def _programs(programs: Sequence[ProcessRecord]) -> Table | None:
-    if not programs:
-        return None
-    rows = [
-        (
-            program.name,
-            "running" if program.ready else "starting" if program.pid else "down",
-            str(program.restarts),
-            program.url or NONE,
-        )
-        for program in programs
-    ]
-    return Table("Programs of redraft up", ("program", "state", "restarts", "address"), frozenset({2}), rows)
+    rows = [(one.name, one.state, str(one.restarts), one.url or NONE) for one in programs]
+    return Table("Programs of redraft up", ("program", "state", "restarts", "address"), rows, {2}) if rows else None
 
 
 def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None:
-    """Return the chart of a stretch of requests and its sums; None if there is no request."""
     served, groups = acceptance
     if not served:
         return None
@@ -175,8 +148,7 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
     for group in groups:
         sizes[group.domain] += group.num_requests
     largest = sorted(domain for domain, _ in sizes.most_common(MAX_SERIES))
-    drawn = {domain: parts for domain, parts in curves(served, WINDOW).items() if domain in largest}
-    takeovers = swaps(served)
+    drawn, takeovers = curves(served, WINDOW), swaps(served)
     chart = line_chart(
         f"acceptance-{key}",
         "τ over the served requests",
@@ -193,137 +165,101 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
     )
     if len(sizes) > MAX_SERIES:
         caption += f" Shows the {MAX_SERIES} largest of {len(sizes)} domains."
-    table = Table(
-        "Acceptance by domain and draft, with 95% intervals",
-        ("domain", "draft", "requests", "τ", "acceptance rate", "ms a token"),
-        frozenset({1, 2, 3, 4, 5}),
-        [
-            (
-                group.domain,
-                str(group.draft),
-                f"{group.num_requests:,}",
-                group.tau.text(".2f"),
-                _interval(group.rate, ".1%"),
-                NONE if group.per_token_ms is None else f"{group.per_token_ms:.1f}",
-            )
-            for group in groups
-        ],
-    )
+    rows = [
+        (
+            *(one.domain, str(one.draft), f"{one.num_requests:,}", one.tau.text(".2f")),
+            *(NONE if one.rate is None else one.rate.text(".1%"), shown(one.per_token_ms, ".1f")),
+        )
+        for one in groups
+    ]
+    columns = ("domain", "draft", "requests", "τ", "acceptance rate", "ms a token")
+    table = Table("Acceptance by domain and draft, with 95% intervals", columns, rows, {1, 2, 3, 4, 5})
     return Figure(chart, caption), table
 
 
 def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
-    """Return what the template shows of a demonstration."""
-    acceptance = _acceptance(f"demo-{index}", demo.acceptance)
-    shown: dict[str, Any] = {"name": demo.name, "acceptance": acceptance, "result": None}
-    if demo.result is None:
-        return shown
-    result = demo.result
-    on, off = result["tokens_per_s"]["on"], result["tokens_per_s"]["off"]
-    bars = {domain: {"speculation on": on[domain], "speculation off": off[domain]} for domain in result["domains"]}
+    told = {"name": demo.name, "acceptance": _acceptance(f"demo-{index}", demo.acceptance), "result": demo.result}
+    if (result := demo.result) is None:
+        return told
+    on, off, domains = result["tokens_per_s"]["on"], result["tokens_per_s"]["off"], result["domains"]
+    bars = {domain: {"speculation on": on[domain], "speculation off": off[domain]} for domain in domains}
+    speeds = (f"{one}: {on[one]:.1f} tokens a second with speculation, {off[one]:.1f} without" for one in domains)
+    axis = "tokens a second, one stream, first token excluded"
+    chart = bar_chart(f"speed-{index}", "Speed with speculation on and off", "; ".join(speeds), bars, axis)
     rows = [
         (
-            domain,
-            str(compared["after"]["num_sequences"]),
-            _parsed(compared["before"]["tau"], ".2f"),
-            _parsed(compared["after"]["tau"], ".2f"),
+            *(domain, str(compared["after"]["num_sequences"])),
+            *(_parsed(compared[side]["tau"], ".2f") for side in ("before", "after")),
             _parsed(compared["gain"], "+.2f"),
         )
-        for domain, compared in result["domains"].items()
+        for domain, compared in domains.items()
     ]
     columns = ("domain", "prompts", "τ before", "τ after", "gain")
-    times = [
-        (domain, f"{on[domain]:.1f}", f"{off[domain]:.1f}", f"{on[domain] / off[domain]:.2f}×")
-        for domain in result["domains"]
-    ]
+    times = [(one, f"{on[one]:.1f}", f"{off[one]:.1f}", f"{on[one] / off[one]:.2f}×") for one in domains]
+    sides = ("domain", "speculation on", "off", "on / off")
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in result["outputs"]["verdicts"].items())
-    return shown | {
-        "result": result,
+    return told | {
         "verdicts": f"{result['outputs']['num_compared']} outputs compared with those without speculation: {verdicts}",
         "requests": ", ".join(f"{number} {status}" for status, number in result["requests"].items()),
-        "table": Table(
-            "Held-out prompts before and after the swap, 95% intervals", columns, frozenset({1, 2, 3, 4}), rows
-        ),
-        "times": Table(
-            "Tokens a second of one stream",
-            ("domain", "speculation on", "off", "on / off"),
-            frozenset({1, 2, 3}),
-            times,
-        ),
-        "speed": Figure(
-            bar_chart(
-                f"speed-{index}",
-                "Speed with speculation on and off",
-                "; ".join(
-                    f"{domain}: {on[domain]:.1f} tokens a second with speculation, {off[domain]:.1f} without"
-                    for domain in bars
-                ),
-                bars,
-                "tokens a second, one stream, first token excluded",
-            ),
-            "The same prompts, each once with and once without speculation, in turn.",
-        ),
+        "table": Table("Held-out prompts before and after the swap, 95% intervals", columns, rows, {1, 2, 3, 4}),
+        "times": Table("Tokens a second of one stream", sides, times, {1, 2, 3}),
+        "speed": Figure(chart, "The same prompts, each once with and once without speculation, in turn."),
     }
 
 
 def _versions(found: Findings) -> Table:
-    shown = {draft.version: draft for draft in found.state.drafts}
+    seen = {draft.version: draft for draft in found.state.drafts}
     rows = [
         (
             str(version.number),
-            _status(version, shown[version.number].champion),
+            _status(version, draft.champion),
             _when(datetime.fromtimestamp(version.created_ms / 1000, UTC)),
-            NONE if version.lineage.parent is None else str(version.lineage.parent),
-            shown[version.number].rows or shown[version.number].returns or NONE,
+            draft.parent or NONE,
+            draft.rows or draft.returns or NONE,
             version.lineage.gate or "none",
-            taus_in_words(shown[version.number].tau) or NONE,
+            taus_in_words(draft.tau) or NONE,
         )
-        for version in found.drafts
+        for version, draft in ((version, seen[version.number]) for version in found.drafts)
     ]
     columns = ("draft", "status", "registered (UTC)", "parent", "rows", "gate", "τ, held out")
-    return Table("Drafts in the registry, newest first", columns, frozenset({0, 3, 4}), rows)
+    return Table("Drafts in the registry, newest first", columns, rows, {0, 3, 4})
 
 
 def _status(version: Version, champion: bool) -> str:
-    if version.quarantined:
-        return "quarantined"
-    if champion:
-        return "champion"
-    return "was champion" if version.was_champion else "never promoted"
+    before = "was champion" if version.was_champion else "never promoted"
+    return "quarantined" if version.quarantined else "champion" if champion else before
 
 
 def _lineage(version: Version) -> Table:
     since = {"forced": version.forced, "quarantined": version.quarantined}
     told = {**version.lineage.to_tags(), "sha256": version.sha256, **{name: why for name, why in since.items() if why}}
     if version.was_champion:
-        told["previous"] = "" if version.previous is None else str(version.previous)
+        told["previous"] = str(version.previous or "")
     rows = [(label, told[name] or "does not apply") for name, label in LINEAGE_LABELS.items() if name in told]
-    return Table(f"Lineage of draft {version.number}", ("what", "value"), frozenset(), rows)
+    return Table(f"Lineage of draft {version.number}", ("what", "value"), rows)
 
 
 def _gate(version: Version, report: GateReport | None) -> dict[str, Any]:
-    """Return what the template shows of a draft's gate."""
-    shown: dict[str, Any] = {
+    told: dict[str, Any] = {
         "number": version.number,
         "verdict": version.lineage.gate or "none",
         "quarantined": version.quarantined,
         "forced": version.forced,
         "reasons": version.lineage.gate_reasons,
-        "report": None,
+        "report": report,
     }
     if report is None:
-        return shown
+        return told
     columns, rows = evidence_table(report)
-    numeric = frozenset(range(1, len(columns))) - {columns.index("verdict") if "verdict" in columns else 0}
+    numeric = {number for number, column in enumerate(columns) if number and column != "verdict"}
     figure = None
     title = f"Change of τ by domain, draft {version.number} against the best before it"
     if report.test is not None and (chart := change_chart(f"gate-{version.number}", title, report)) is not None:
         caption = f"Each end of a line is a one-sided bound at {report.test.params.confidence:.0%}. "
         figure = Figure(chart, f"{caption}The lower end must not lie below the floor.")
-    return shown | {
-        "report": report,
+    return told | {
         "why": explain(report),
-        "table": Table(f"Evidence on draft {version.number} by domain", columns, numeric, rows),
+        "table": Table(f"Evidence on draft {version.number} by domain", columns, rows, numeric),
         "figure": figure,
         "thresholds": {} if report.test is None else thresholds(report.test),
     }
@@ -339,15 +275,11 @@ def _log(log: LogStats) -> Table:
         ("duplicate rows, not kept", f"{log.duplicates:,}"),
         ("size on disk", f"{log.bytes / 2**20:,.1f} MiB"),
     ]
-    return Table("Query log", ("what", "count"), frozenset({1}), rows)
-
-
-def _interval(found: Estimate | None, form: str) -> str:
-    return NONE if found is None else found.text(form)
+    return Table("Query log", ("what", "count"), rows, {1})
 
 
 def _parsed(dumped: Mapping[str, float] | None, form: str) -> str:
-    return _interval(None if dumped is None else Estimate(**dumped), form)
+    return NONE if dumped is None else Estimate(**dumped).text(form)
 
 
 def _when(moment: datetime) -> str:

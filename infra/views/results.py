@@ -18,28 +18,18 @@ out = Console()
 
 
 def counting(*more: ProgressColumn, console: Console = out) -> Progress:
-    """Return a display of how many are done of how many, with further columns before the time that it took so far."""
     counted = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*counted, *more, TimeElapsedColumn(), console=console)
 
 
 class Grid(NamedTuple):
-    """A table of text; the first column names the row."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class Report(Frozen):
-    """What was found.
-
-    Attributes:
-        grids: the numbers that a reader needs.
-        notes: sentences that belong under the tables: what was left out, what a column means.
-        failures: what makes the command fail after it has reported.
-        picture: a PNG, or None.
-    """
+    """What was found; `failures` make the command fail after it has reported, `notes` belong under the tables."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -67,16 +57,13 @@ def publish(
         out.print(table)
     for line in report.notes:
         out.print(line, markup=False, highlight=False)
-    for name in (RESULT, BLOCK):
-        out.print(f"{folder / name}", soft_wrap=True)
-    if report.picture is not None:
-        out.print(f"{report.picture}", soft_wrap=True)
+    for file in filter(None, (folder / RESULT, folder / BLOCK, report.picture)):
+        out.print(f"{file}", soft_wrap=True)
     print(json.dumps(result, allow_nan=False))
     return result
 
 
 def markdown(report: Report, title: str, question: str, command: str, setup: Mapping[str, Any]) -> str:
-    """Return the block for report.md."""
     device = setup["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
     gpu = f"{device['gpu']}, " if "gpu" in device else ""

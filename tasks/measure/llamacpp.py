@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.baselines import INTERPRETER
+from infra.installed import INTERPRETER
 from infra.client import Answer
 from models import catalog
 from models.recipe import Recipe

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.baselines import SUFFIX_PACKAGE, suffix_version
+from infra.installed import SUFFIX_PACKAGE, suffix_version
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds

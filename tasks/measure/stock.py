@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from infra.baselines import SUFFIX_TREES, suffix_version
+from infra.installed import SUFFIX_TREES, suffix_version
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.baselines import suffix_version
+from infra.installed import suffix_version
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.versions import OWN_TAGS

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.busy import BUSY_FILE
-from infra.environment import environment_of, settings_of
+from infra.environment import environment_of
 from infra.files import files_under
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.settings import Settings
+from infra.settings import Settings, load_settings
 from infra.views.results import interval
 from models.core.evaluation.latency import (
     Decoded,
@@ -113,7 +113,7 @@ def _training_home(run: Run, home: Path) -> Settings:
     """Make a home with the same drafts and the same rows, as if nothing had been refreshed yet."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    settings = settings_of(home)
+    settings = load_settings(environment_of(home))
     copy_served(run.settings, settings)
     (home / BUSY_FILE).symlink_to(run.settings.home / BUSY_FILE)  # the service is that of the other home
     rows, copy = QueryLog(run.settings.querylog), QueryLog(settings.querylog)

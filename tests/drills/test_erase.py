@@ -20,7 +20,7 @@ KILLS = """
 import json, os, shutil, signal, sys, traceback
 from itertools import count
 from pathlib import Path
-from infra.environment import settings_of
+from infra.environment import environment_of
 from infra.erase import erase_subject
 from infra.erasures import Erasures
 from infra.registry import open_registry
@@ -55,11 +55,11 @@ def killed(when, nth):
                 enter(*args)
                 hit()
             Erasures.enter = noisy
-        erase_subject(settings_of(home), WHO)
+        erase_subject(load_settings(environment_of(home)), WHO)
     return work
 
 def again():
-    settings = settings_of(home)
+    settings = load_settings(environment_of(home))
     erase_subject(settings, WHO)
     check_erased(settings)
 

@@ -118,11 +118,7 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
     answers: list[Answer] = []
     asyncio.run(
         Client(url_of(server)).keep_asking(
-            chats("a", "b"),
-            concurrency=2,
-            max_tokens=8,
-            stop=lambda: len(answers) >= 5,
-            on_answer=answers.append,
+            chats("a", "b"), concurrency=2, max_tokens=8, stop=lambda: len(answers) >= 5, on_answer=answers.append
         )
     )
     assert 5 <= len(answers) <= 6  # what ran when they were stopped is waited for

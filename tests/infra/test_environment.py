@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from infra.environment import enter_home, environment_of, settings_of
+from infra.environment import enter_home, environment_of
+from infra.settings import load_settings
 
 
 def test_nothing_of_a_benchmark_lies_outside_its_home(tmp_path, monkeypatch):
@@ -11,7 +12,7 @@ def test_nothing_of_a_benchmark_lies_outside_its_home(tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_QUERYLOG", str(tmp_path / "served" / "queries.db"))
     monkeypatch.setenv("REDRAFT_API_KEYS", "a-key-of-the-service")
     monkeypatch.setenv("REDRAFT_HOST", "0.0.0.0")
-    settings = settings_of(tmp_path / "own")
+    settings = load_settings(environment_of(tmp_path / "own"))
     for path in (settings.home, settings.querylog, settings.cache, settings.artifacts):
         assert path.is_relative_to(tmp_path / "own")
     assert str(tmp_path / "own") in settings.mlflow_uri

@@ -156,22 +156,17 @@ def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are
 
 
 @pytest.mark.slow
-def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the_window(log: QueryLog) -> None:
-    log.append([row(f"a{number}") for number in range(4)])
+@pytest.mark.parametrize(("num_rows", "first_seq"), [(4, 3), (2, None)])
+def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the_window(
+    log: QueryLog, num_rows: int, first_seq: int | None
+) -> None:
+    log.append([row(f"a{number}") for number in range(num_rows)])
     for _ in range(3):
         claim_and_die(log)
     assert attempt(log) == (3, False, ENDED)
-    assert claimed(log).first_seq == 3
+    window = log.windows.claim("run-1", 2)
+    assert (window and window.first_seq, log.windows.cursor()) == (first_seq, 2)
     assert [(aside.last_seq, aside.error) for aside in log.stats().set_aside] == [(2, ENDED)]
-
-
-@pytest.mark.slow
-def test_a_window_is_set_aside_even_if_too_few_rows_come_after_it(log: QueryLog) -> None:
-    log.append([row("a1"), row("a2")])
-    for _ in range(3):
-        claim_and_die(log)
-    assert log.windows.claim("run-1", 2) is None
-    assert (log.windows.cursor(), len(log.stats().set_aside)) == (2, 1)
 
 
 def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_before(log: QueryLog) -> None:

@@ -75,15 +75,6 @@ def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(s
     assert config_path(settings).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(settings: Settings) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ValueError, match="is in use"):
-            write_config({"serve": {"port": taken.getsockname()[1]}}, settings)
-    assert not config_path(settings).exists()
-
-
 @pytest.mark.slow
 def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: Settings) -> None:
     with serving(settings.home, "http://127.0.0.1:4711"):
@@ -102,7 +93,7 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ValueError, match=r"^\[serve\] port: port \d+ of 127\.0\.0\.1 is in use"):
-            require_startable(Settings(home=tmp_path), taken.getsockname()[1])
+            write_config({"serve": {"port": taken.getsockname()[1]}}, Settings(home=tmp_path))
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ValueError, match=f"^REDRAFT_HOST: {host} can't be bound"):
             require_startable(Settings(home=tmp_path, host=host), 0)

@@ -44,9 +44,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with (tmp_path / LOG).open("wb") as told:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", SCRIPT, str(tmp_path), *programs],
-                    env=environment(),
-                    stderr=told,
+                    [sys.executable, "-c", SCRIPT, str(tmp_path), *programs], env=environment(), stderr=told
                 )
             )
         return processes[-1]

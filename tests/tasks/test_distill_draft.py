@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infra.artifacts import Artifact, publish, staged
-from infra.environment import settings_of
+from infra.environment import environment_of
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
 from infra.querylog import QueryLog
@@ -131,7 +131,7 @@ def test_where_memory_runs_out_a_draft_is_trained_once_more_with_half_the_batch(
 def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, row = settings_of(tmp_path / "home"), planted_row(0)
+    settings, row = load_settings(environment_of(tmp_path / "home")), planted_row(0)
     log, work = QueryLog(settings.querylog), settings.artifacts / "work" / "killed"
     log.append([row])
     run = Rollouts(

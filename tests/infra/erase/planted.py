@@ -16,12 +16,12 @@ from pathlib import Path
 from infra.artifacts import publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow, subject_of
-from infra.environment import settings_of
+from infra.environment import environment_of
 from infra.post_promotion import POST_PROMOTION, WORK
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.regression_sets import Change
-from infra.settings import Settings
+from infra.settings import Settings, load_settings
 from tests.tags import draft_tags
 
 WHO = "zoë"
@@ -60,7 +60,7 @@ def planted_row(number: int, subject: str | None = SUBJECT, time_ms: int = 1_000
 
 def make_home(home: Path, store: Path) -> Settings:
     """Make a home of 12 rows, 4 of them the person's, with two windows, three drafts, caches, logs and databases."""
-    settings = settings_of(home)
+    settings = load_settings(environment_of(home))
     home.mkdir(exist_ok=True)
     shutil.copy(store, home / "mlflow.db")
     log = QueryLog(settings.querylog)

@@ -104,14 +104,7 @@ def test_windows_set_aside_are_told_with_their_error() -> None:
 
 
 FOUND = Finding(
-    num_requests=90,
-    tau=1.41,
-    previous_tau=1.6,
-    allowed=0.0,
-    excess=0.08,
-    excess_low=0.02,
-    alpha=0.005,
-    lost=True,
+    num_requests=90, tau=1.41, previous_tau=1.6, allowed=0.0, excess=0.08, excess_low=0.02, alpha=0.005, lost=True
 )
 TESTED = PostPromotionTest(
     draft=2, previous=1, num_wanted=500, found={"": FOUND, "code": FOUND.model_copy(update={"allowed": 0.05})}
