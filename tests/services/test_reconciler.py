@@ -43,7 +43,6 @@ from models.params import BaseParams
 from models.serving import Probation, Serve
 from models.targets import describe
 from models.verify import Verified, emit
-from services.boot import start_engine
 from services.config import ServiceConfig
 from services.drafts import (
     MAX_FAILED_STARTS,
@@ -53,7 +52,8 @@ from services.drafts import (
     Loaded,
     label,
     read_memory,
-    write_memory,
+    remember,
+    start_engine,
 )
 from services.reconciler import FIRST, LAST, Reconciler, ReplicaHooks
 from services.swap import Fetch
@@ -250,7 +250,7 @@ class World:
         assert self.loop.state.postponed
         state = self.loop.state
         due = {name: one._replace(due_s=0.0) for name, one in state.postponed.items()}
-        self.loop._state = replace(state, postponed=due)
+        self.loop.state = replace(state, postponed=due)
 
     def champion(self) -> int | None:
         champion = self.registry.champion("draft")
@@ -573,7 +573,7 @@ def test_a_boot_draft_that_can_not_be_judged_goes_on_serving_and_holds_up_no_oth
     assert (world.serving(), world.engine.speculating, world.loop.state.proof) == (1, True, None)
     waits = world.loop.state.postponed[label(boot)]
     assert waits.num_attempts == 1
-    world.loop._state = replace(world.loop.state, postponed={label(boot): waits._replace(due_s=waits.due_s + 3600)})
+    world.loop.state = replace(world.loop.state, postponed={label(boot): waits._replace(due_s=waits.due_s + 3600)})
     world.configure(probation=Probation(timeout_s=60))
     champion = world.push(fault="crashes")
     with pytest.raises(RuntimeError, match="did not answer"):
@@ -759,7 +759,7 @@ def test_a_draft_that_fails_again_after_it_was_cleared_is_quarantined_again(runn
 
 def test_a_refusal_that_the_registry_could_not_be_told_of_is_reported_after_a_restart(running: World) -> None:
     version = running.push()
-    write_memory(running.config.memory, read_memory(running.config.memory).with_refused(version, "bad"))
+    remember(running.config.memory, read_memory(running.config.memory).with_refused(version, "bad"), Counter())
     running.boot()
     running.tick()
     assert (running.serving(), running.champion(), running.is_quarantined(version)) == (1, 1, True)
@@ -1099,7 +1099,7 @@ def test_a_damaged_state_is_refused_and_a_missing_one_is_empty(tmp_path: Path, c
 
 def test_a_state_survives_writing(world: World) -> None:
     state = DraftHistory().with_good(world.push()).with_refused(world.push(), "bad")
-    write_memory(world.config.memory, state)
+    remember(world.config.memory, state, Counter())
     assert read_memory(world.config.memory) == state
     assert state.with_refused(state.good[0], "too").good == ()
     assert list(world.home.glob(".state*")) == []
