@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from infra.consent import OTHER_DOMAINS
 from models.core.drafting.draft_files import read_vocabulary
-from services.coverage import MAX_DOMAINS, ROLLING, VocabularyCoverage
+from services.recorder import MAX_DOMAINS, ROLLING, VocabularyCoverage
 
 
 def test_the_first_token_does_not_count_since_it_is_never_drafted() -> None:
