@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 class DriftWatch:
     """Tests the domains of the champion, and tells the trigger and the operator.
 
-    Attributes:
-        doubted: domains of which more requests should be tested.
-        last: number of the last request that it heard of.
+    More requests should be tested of the domains that are `doubted`; `last` is the number of the last one heard of.
     """
 
     def __init__(self, params: Params, querylog: Path, events: Emitter) -> None:

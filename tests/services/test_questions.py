@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 
 from infra.consent import OTHER_DOMAINS, subject_of
 from infra.keys import sha256_of
+from services import questions
 from services.access import Caller, RequestError
 from services.questions import MAX_DEPTH, Domains, check_limits, describe_origin, parse_body, wants_steps
 
@@ -206,8 +207,9 @@ def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
     assert refused.value.status == 400
 
 
-def test_a_keys_made_up_domains_hide_nobody_elses() -> None:
-    domains = Domains(max_per_key=2)
+def test_a_keys_made_up_domains_hide_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MAX_DOMAINS", 2)
+    domains = Domains()
     assert [domains.admit("flooder", f"junk-{number}") for number in range(64)] == ["junk-0", "junk-1"] + [
         OTHER_DOMAINS
     ] * 62
@@ -217,6 +219,7 @@ def test_a_keys_made_up_domains_hide_nobody_elses() -> None:
     assert domains.admit("flooder", "code") == OTHER_DOMAINS
 
 
-def test_a_request_that_names_none_never_counts() -> None:
-    domains = Domains(max_per_key=0)
+def test_a_request_that_names_none_never_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MAX_DOMAINS", 0)
+    domains = Domains()
     assert [domains.admit("k", name) for name in ("default", "other", "chat")] == ["default", "other", "other"]
