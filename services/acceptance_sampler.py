@@ -4,10 +4,7 @@ Where look-up takes the easy tokens and the number of drafted ones follows load 
 of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read
 those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
 while acceptance seems to have fallen and that is not told yet (models/core/evaluation/drift_detector.py). Nobody who
-asks can know which.
-
-Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
-or more where many run and none does. So fewer are drawn the more that costs with as many as run now.
+asks can know which. Where such a request costs the others tokens, fewer are drawn.
 """
 
 import random
@@ -22,8 +19,6 @@ MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clie
 
 
 class AcceptanceSampler:
-    """Draws the requests."""
-
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._random = random.SystemRandom()
@@ -31,9 +26,8 @@ class AcceptanceSampler:
     def draws(self, draft_version: str, domain: str, doubted: bool = False, lost: float = 0.0) -> bool:
         """Return whether the next request of a domain is drafted by this draft alone.
 
-        More are while acceptance seems to have fallen there (`doubted`), and fewer the larger the share of the tokens
-        is that it would cost to draft all running requests so (`lost`), of which four times `LOST` may be lost in
-        doubt.
+        `lost` is the share of the tokens that it would cost to draft all running requests so; in doubt four times
+        `LOST` may be lost.
         """
         pair = (draft_version, domain)
         if pair not in self._seen and len(self._seen) >= MAX_COUNTED:

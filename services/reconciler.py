@@ -62,14 +62,7 @@ class ReplicaHooks(NamedTuple):
 
 
 class Reconciler:
-    """Follows the registry for one engine.
-
-    Attributes:
-        state: where the replica stands now.
-        counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, called_off, late,
-            registry_unavailable, errors; canaries, and of these canaries_fell, canaries_undecided, target_differs and
-            broken_pairs.
-    """
+    """Follows the registry for one engine; `counts` says what happened how often, by the names of `swap.Count`."""
 
     def __init__(
         self,
@@ -91,7 +84,6 @@ class Reconciler:
         self._trial: asyncio.Task[Event] | None = None
 
     async def run(self) -> None:
-        """Look for ever."""
         while True:
             await self.look()
             await asyncio.sleep(self._config.serve.poll_s)

@@ -43,14 +43,7 @@ from models.types import Frozen
 from services.access import Keys, RequestError
 from services.listener import BACKLOG, made_ready
 from services.recorder import SAMPLING, Recorder
-from services.recording_middleware import (
-    UNANSWERED,
-    ClientLeft,
-    DraftVersions,
-    RawHeaders,
-    RecordingMiddleware,
-    RequestBody,
-)  # fmt: skip
+from services.recording_middleware import ClientLeft, DraftVersions, RawHeaders, RecordingMiddleware, RequestBody
 
 CONNECT_S, DRAIN_S = 10.0, 20.0
 KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
@@ -121,7 +114,7 @@ class ForwardingApp:
     async def _pass(self, scope: Scope, body: RequestBody, send: Send) -> None:
         try:
             answer = await self._ask(scope, body)
-        except UNANSWERED as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             if body.is_left:
                 return
             if not self._is_away:  # once, and not for each request

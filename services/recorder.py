@@ -5,9 +5,8 @@ request may be several generations (a list of prompts); each is a row. Probes ca
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
 Acceptance is that of requests which the draft was drawn to draft alone (services/acceptance_sampler.py), and is kept by
-the draft that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts
-for its own. A request that asks to be drafted so does not count, or a client could choose what a draft is measured by,
-nor does one whose answer a grammar constrained.
+the draft that a request began with. A request that asks to be drafted so does not count, or a client could choose what
+a draft is measured by, nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped. A server elsewhere (services/record.py) counts its steps, but does not tell what it drafted.
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestedSampling(Protocol):
-    """What a request asked for: vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
+    """vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
 
     n: int
 
@@ -121,7 +120,6 @@ class Recorder:
         tokens: completion tokens served.
         accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; of
             answers that a grammar constrained, `structured`.
-        coverage: of the answers' tokens by the served draft's vocabulary.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 MAX_BODY_BYTES = 32 << 20
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-UNANSWERED = (aiohttp.ClientError, TimeoutError)
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -155,7 +154,7 @@ class DraftVersions:
                 answer = await http.get("/redraft/draft", headers={"Authorization": f"Bearer {self._token}"})
             told = answer.json() if answer.status_code == HTTPStatus.OK else {}
             version = str(told.get("version", "")) if told.get("state") != "unknown" else ""
-        except (*UNANSWERED, ValueError, AttributeError):
+        except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError):
             return ""
         return version if version.isascii() and version.isdigit() else ""
 

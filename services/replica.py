@@ -71,10 +71,9 @@ class Replica:
 
 @contextmanager
 def serve_log_kept() -> Iterator[None]:
-    """Give Serve's log its file back at the end.
+    """Give Serve's log its file back at the end, which vLLM closes with every handler as it configures logging.
 
-    vLLM configures logging when it is imported and when an engine starts, which closes every handler of the process. A
-    controller that takes over a running replica asks it where it logs to, and replaces one that can't tell.
+    A controller that takes over a running replica asks it where it logs to, and replaces one that can't tell.
     """
     handlers = [handler for handler in logging.getLogger("ray.serve").handlers if isinstance(handler, MemoryHandler)]
     files = [handler.target for handler in handlers]

@@ -1,9 +1,8 @@
 """What stands in Serve's proxy, where HAProxy does not: before a request takes a slot of the replica, and after it.
 
-Left to itself, the proxy obeys a client's headers (a time limit that cuts streams, an id that it can't decode), keeps
-reading a body however large, lets one that trickles in hold a slot, shows its own routes to anyone, answers overload as
-plain text, tells the text of a crash, and lets the stream of a killed replica end without a word. How many connections
-there are and how long their headers take is decided before a request comes here, and nothing bounds it.
+Left to itself, the proxy obeys a client's headers (a time limit that cuts streams, an id that it can't decode), reads a
+body however large or slow, shows its own routes to anyone, answers overload as plain text, tells the text of a crash
+and lets the stream of a killed replica end without a word. Nothing bounds connections, nor how long their headers take.
 """
 
 import json

@@ -17,13 +17,11 @@ services/reconciler.py executes the actions, each of which may bring the next ev
     UNPROVEN, SERVING ──the draft was quarantined elsewhere, and there is no champion──► OFF
     started without a draft ──► EMPTY: a champion that comes needs another replica
 
-A champion that there is no memory to load beside the served draft is postponed before the engine is touched.
-
 A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be tested,
 because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
-too: it is postponed, and tried again after a wait that doubles each time. The draft that a replica booted with goes on
-serving meanwhile, and another champion is followed at once. A draft that the engine did not start with waits in the
-same way (see `services.drafts.DraftHistory.after_start`).
+too: it is postponed, and tried again after a wait that doubles each time. So is one that there is no memory to load, or
+that the engine did not start with (see `services.drafts.DraftHistory.after_start`). The draft that a replica booted
+with goes on serving meanwhile, and another champion is followed at once.
 
 A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
@@ -318,8 +316,8 @@ def undecided(state: DraftState, serve: Serve, reason: str, now_s: float) -> Ste
     if state.phase is Phase.PROVING and state.fault is not None:
         return _pass_over_serving(state, serve, reason, now_s)
     if state.phase is Phase.PROVING:
-        state, actions = _postpone(state, serve, _present(state.serving).version, reason, now_s)
-        state = replace(state, phase=Phase.UNPROVEN)
+        proven_later = replace(state, phase=Phase.UNPROVEN)
+        state, actions = _postpone(proven_later, serve, _present(state.serving).version, reason, now_s)
         return Step(state, (SetSpeculation(state.speculates), *actions))
     state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
     text = f"the canary prompts were not answered: {reason}"
@@ -342,21 +340,20 @@ def checked(state: DraftState, serve: Serve, finding: Finding, text: str, now_s:
         return _reload(state, serve, text, now_s)
     state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
     state = replace(state, fault=text if finding is Finding.TARGET else None)
-    done: tuple[Action, ...] = (SetSpeculation(state.speculates), Count("canaries"))
-    if finding is Finding.FELL:
-        done = (*done, Count("canaries_fell", text))
-    if finding is Finding.TARGET:
-        done = (*done, Count("target_differs", text), Tell(TARGET_DIFFERS, text))
-    return Step(state, done)
+    told: dict[Finding, tuple[Action, ...]] = {
+        Finding.FELL: (Count("canaries_fell", text),),
+        Finding.TARGET: (Count("target_differs", text), Tell(TARGET_DIFFERS, text)),
+    }
+    return Step(state, (SetSpeculation(state.speculates), Count("canaries"), *told.get(finding, ())))
 
 
 @_in(Phase.REVERTING)
 def restored(state: DraftState, serve: Serve, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
-    same = state.serving is not None and label(state.serving.version) == label(draft.version)
-    proof, answers = (state.proof, state.answers) if same else (None, ())
-    phase = Phase.UNPROVEN if proof is None else Phase.SERVING
-    return Step(replace(state, phase=phase, serving=draft, proof=proof, answers=answers, fallback=None))
+    if state.serving is None or label(state.serving.version) != label(draft.version):
+        state = replace(state, proof=None, answers=())
+    phase = Phase.UNPROVEN if state.proof is None else Phase.SERVING
+    return Step(replace(state, phase=phase, serving=draft, fallback=None))
 
 
 @_in(Phase.REVERTING)

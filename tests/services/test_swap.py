@@ -17,15 +17,7 @@ from models.core.evaluation.canary import Answer, Finding
 from models.core.evaluation.canary import Params as CanaryParams
 from models.serving import Probation, Serve
 from services import swap
-from services.drafts import (
-    KEPT_GOOD,
-    MAX_FAILED_STARTS,
-    MAX_WAIT_S,
-    DraftHistory,
-    DraftState,
-    Loaded,
-    label,
-)
+from services.drafts import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftHistory, DraftState, Loaded, label
 from services.swap import (
     Action,
     Ask,
