@@ -125,7 +125,7 @@ class ForwardingApp:
             return
         self._is_away = False
         try:
-            headers = backward(answer.raw_headers)
+            headers = passed(answer.raw_headers)
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             while part := await answer.content.readany():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
@@ -142,26 +142,16 @@ class ForwardingApp:
             content = None
         elif content is None:
             content = body.parts()
-        sent = onward(scope["headers"])
+        sent = [one for one in passed(scope["headers"], b"host") if not one[0].startswith(b"x-redraft-")]
         headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in sent)
         return await self._http.request(scope["method"], url, headers=headers, data=content, allow_redirects=False)
 
 
-def onward(headers: RawHeaders) -> RawHeaders:
-    """Return what of a request's headers the server gets."""
-    left_out = {*HOP_BY_HOP, b"host", *_named_by_connection(headers)}
-    return [(name, value) for name, value in headers if name not in left_out and not name.startswith(b"x-redraft-")]
-
-
-def backward(headers: RawHeaders) -> RawHeaders:
-    """Return what of an answer's headers the client gets."""
-    left_out = {*HOP_BY_HOP, *_named_by_connection(headers)}
-    return [(name, value) for name, value in headers if name.lower() not in left_out]
-
-
-def _named_by_connection(headers: RawHeaders) -> set[bytes]:
+def passed(headers: RawHeaders, *left_out: bytes) -> RawHeaders:
+    """Return what of a message's headers is not of one connection, nor named to be left out."""
     said = [value for name, value in headers if name.lower() == b"connection"]
-    return {part.strip().lower() for value in said for part in value.split(b",")}
+    own = {*HOP_BY_HOP, *left_out, *(part.strip().lower() for value in said for part in value.split(b","))}
+    return [(name, value) for name, value in headers if name.lower() not in own]
 
 
 class Recording:

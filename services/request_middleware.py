@@ -73,7 +73,7 @@ class RequestMiddleware:
             log.error("the proxy failed on a request: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
         if not answer.started:
             await answer.refusal.response()(scope, receive, send)
-        elif answer.cut_stream:
+        elif answer.is_stream and not answer.ended:
             await send({"type": "http.response.body", "body": LOST_FRAMES})
         # Any other answer that was cut stays so: the server closes the connection on it, which its length gives away.
 
@@ -82,21 +82,17 @@ class _Answer:
     """Passes a replica's answer on, and keeps back what Serve says in its own words."""
 
     def __init__(self, send: Send) -> None:
-        self.started = self._ended = self._streaming = False
+        self.started = self.ended = self.is_stream = False
         self.refusal = NO_REPLICA
         self._send = send
-
-    @property
-    def cut_stream(self) -> bool:
-        return self._streaming and not self._ended
 
     async def see(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = Headers(raw=message["headers"])
             self.started = ANSWER_MARK.decode() in headers
-            self._streaming = headers.get("content-type", "").startswith("text/event-stream")
+            self.is_stream = headers.get("content-type", "").startswith("text/event-stream")
             if message["status"] in (429, 503):
                 self.refusal = OVERLOADED
         if self.started:
-            self._ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             await self._send(message)
