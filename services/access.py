@@ -13,7 +13,6 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,8 +183,12 @@ class Admission:
         self._keys = keys
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` behind this layer."""
-        return partial(self._answer, app)
+        """Return `app` behind this layer, as a function, which uvicorn knows to be an app."""
+
+        async def admit(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._answer(app, scope, receive, send)
+
+        return admit
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
