@@ -322,20 +322,16 @@ class DraftSource:
 
     def require_swappable(self, draft: Loaded, boot: Loaded | None) -> None:
         """Raise NeedsReplacement if a draft can't be swapped in for the one that the engine was started with."""
-        name = f"draft {draft.version.number}"
+        name, own = f"draft {draft.version.number}", "needs a replica of its own"
         if boot is None:
-            raise NeedsReplacement(
-                f"{name} came, and the engine was started without one: it needs a replica of its own"
-            )
+            raise NeedsReplacement(f"{name} came, and the engine was started without one: it {own}")
         served_k, k = self.served_k(boot.version), draft.version.lineage.num_draft_tokens
         if served_k and k is not None and k != served_k:
-            raise NeedsReplacement(
-                f"{name} drafts {k} tokens a step, this replica {served_k}: needs a replica of its own"
-            )
+            raise NeedsReplacement(f"{name} drafts {k} tokens a step, this replica {served_k}: {own}")
         try:
             check_draft(draft.directory, boot.directory, self._target)
         except ValueError as error:
-            raise NeedsReplacement(f"{name} needs a replica of its own: {error}") from error
+            raise NeedsReplacement(f"{name} {own}: {error}") from error
 
 
 def require_room(draft: Loaded, min_free_gib: float) -> None:

@@ -933,20 +933,16 @@ def make_slow(world: World) -> SlowSource:
 
 
 @pytest.mark.slow
-def test_an_operator_who_switches_off_while_a_champion_is_fetched_gets_it_at_once(running: World) -> None:
-    running.push()
+@pytest.mark.parametrize("is_put_back", [False, True])
+def test_an_operator_who_switches_off_while_a_draft_is_fetched_gets_it_at_once(
+    running: World, is_put_back: bool
+) -> None:
+    running.push({"golden_tau": "3.9"} if is_put_back else None)
+    if is_put_back:
+        running.boot()
     slow = make_slow(running)
     running.runner.run(switch_off(running, slow.fetching.is_set, slow.may_go.set))
-    assert (running.serving(), running.counts["swaps"]) == (1, 0)
-
-
-@pytest.mark.slow
-def test_an_operator_who_switches_off_while_a_draft_is_put_back_gets_it_at_once(running: World) -> None:
-    running.push({"golden_tau": "3.9"})
-    running.boot()
-    slow = make_slow(running)
-    running.runner.run(switch_off(running, slow.fetching.is_set, slow.may_go.set))
-    assert (running.serving(), running.loop.state.speculates) == (1, False)
+    assert (running.serving(), running.loop.state.speculates, running.counts["swaps"]) == (1, False, 0)
 
 
 @pytest.mark.slow
