@@ -30,7 +30,7 @@ class AttachedServer(Frozen):
 
 
 class RolloutState(Frozen):
-    """Where all servers of a process stand; services/attach.py says what follows from it.
+    """Where all servers of a process stand; services/rollout.py says what follows from it.
 
     Attributes:
         rows: in the order in which the servers are tried.

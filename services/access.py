@@ -107,8 +107,7 @@ class Keys:
     def __init__(self, file: Path, loopback: bool) -> None:
         """Read the keys of a home's file, or ValueError; on loopback a client needs none until one was made."""
         self._file, self._loopback = file, loopback
-        self._seen = self._stamp()
-        self._keys = read_keys(file)
+        self._seen, self._keys = self._stamp(), read_keys(file)
 
     def identify(self, headers: Headers, path: str) -> Caller | None:
         """Return who asks, None for somebody without a key where none is needed; RequestError 401 or 403.
@@ -177,9 +176,7 @@ class Admission:
     """
 
     def __init__(self, keys: Keys) -> None:
-        self.responses: Counter[int] = Counter()
-        self.in_flight = 0
-        self.draining = False
+        self.responses, self.in_flight, self.draining = Counter[int](), 0, False
         self._keys = keys
 
     def around(self, app: ASGIApp) -> ASGIApp:

@@ -29,8 +29,7 @@ def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        caller, num_bytes = scope.get("redraft.caller"), 0
-        key = None if caller is None else caller.key
+        key, num_bytes = getattr(scope.get("redraft.caller"), "key", None), 0
 
         def came(more: int) -> None:
             nonlocal num_bytes

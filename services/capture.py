@@ -33,12 +33,10 @@ class Capture:
 
     def __init__(self, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str, width: int) -> None:
         self._engine, self._files, self._params, self._target = engine, files, params, target
-        self._loop = asyncio.get_running_loop()
-        self._random = random.SystemRandom()
+        self._loop, self._random = asyncio.get_running_loop(), random.SystemRandom()
         self._row_bytes, self._num_bytes = VALUE_BYTES * width, files.num_bytes()
-        self._by_engine: dict[str, int] = {}
-        self._own: Counter[str] = Counter()
-        self._named: OrderedDict[str, None] = OrderedDict()
+        self._by_engine, self._own = dict[str, int](), Counter[str]()
+        self._named = OrderedDict[str, None]()
 
     @classmethod
     async def start(cls, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str) -> "Capture | None":

@@ -39,7 +39,6 @@ class QueuedRequest:
         self._turns, self._key, self._cost, self._ended = turns, key, cost, False
 
     def end(self) -> None:
-        """Give back what the request took."""
         if not self._ended:
             self._ended = True
             self._turns.give_back(self._key, self._cost)
@@ -108,7 +107,6 @@ class FairQueue:
             raise
 
     def give_back(self, key: str | None, cost: Cost) -> None:
-        """See `QueuedRequest.end`."""
         self._running[key] -= cost.sequences
         if not self._running[key]:
             del self._running[key]

@@ -4,7 +4,7 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-Acceptance is that of requests which the draft was drawn to draft alone (services/acceptance_sampler.py), and is kept by
+Acceptance is that of requests which the draft was drawn to draft alone (services/drift.py), and is kept by
 the draft that a request began with. A request that asks to be drafted so does not count, or a client could choose what
 a draft is measured by, nor does one whose answer a grammar constrained.
 
@@ -134,12 +134,10 @@ class Recorder:
         self.accepted = Counter(head=0, lookup=0, structured=0)
         self.coverage = VocabularyCoverage()
         self._writer, self._rewrite, self._target_version, self._settle = writer, rewrite, target_version, settle
-        self._running: dict[str, Origin] = {}
+        self._running, self._left = dict[str, Origin](), OrderedDict[str, Origin]()
         self._finished: dict[str, list[Completion]] = {}
-        self._left: OrderedDict[str, Origin] = OrderedDict()
         self._rolling: OrderedDict[str, dict[str, deque[AcceptanceCount]]] = OrderedDict()  # by draft, then by domain
-        self._unlogged: deque[bool] = deque(maxlen=LATELY)
-        self._serial = itertools.count()
+        self._unlogged, self._serial = deque[bool](maxlen=LATELY), itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
         self._thread.start()

@@ -30,12 +30,11 @@ from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.targets import describe
-from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys
 from services.capture import Capture
 from services.config import ServiceConfig
 from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, start_engine
-from services.drift import DriftWatch
+from services.drift import AcceptanceSampler, DriftWatch
 from services.failures import BackgroundTasks
 from services.fair_queue import FairQueue
 from services.questions import Domains
@@ -69,8 +68,7 @@ class Service:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
         self.recorder, self.reasoning, self._events, self._capture = recorder, reasoning, events, capture
         self.admission = Admission(Keys(config.keys, is_loopback(config.settings.host)))
-        self.secret = home_secret(config.settings.home)
-        self.domains = Domains()
+        self.secret, self.domains, self.background = home_secret(config.settings.home), Domains(), BackgroundTasks()
         params, busy = config.engine_params(), Busy(config.settings.home)
         busy.occupy(cores() | (set() if config.settings.device == "cpu" else gpus(0, params.num_devices)))
         self.turns = FairQueue(config.serve.limits, params.max_num_seqs, params.max_model_len, busy.tell)
@@ -78,9 +76,7 @@ class Service:
         engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of
         self._alone = AcceptanceSampler()
         self._drift = DriftWatch(config.serve.drift_detector, config.settings.querylog, events)
-        self._num_seeded = 0
-        self._started_s = time.monotonic()
-        self.background = BackgroundTasks()
+        self._num_seeded, self._started_s = 0, time.monotonic()
 
     @classmethod
     async def start(cls, config: ServiceConfig) -> "Service":
@@ -240,21 +236,19 @@ class Service:
                     log.warning("the query log can't be asked whether rows were erased: %s", error)
                 could = False
             else:
-                could = True
                 if seen is not None and last > seen:
                     num_tokens = await self.engine.forget_answers()
                     log.warning("erasure %d: forgot %d tokens of recent answers", last, num_tokens)
-                seen = last
+                seen, could = last, True
             await asyncio.sleep(ERASURES_S)
 
     async def _detect_drift(self) -> None:
         """Look for as long as the service runs; of a draft that is being replaced nothing needs to be told."""
         while True:
             await asyncio.sleep(self.config.serve.drift_detector.period_s)
-            state = self.reconciler.state if self.reconciler is not None else None
-            if state is None or state.serving is None or state.serving.version.number != state.champion:
+            state = UNFOLLOWED if self.reconciler is None else self.reconciler.state
+            if state.serving is None or (version := state.serving.version).number != state.champion:
                 continue
-            version = state.serving.version
             if self._drift.follow(version):
                 vocabulary = await asyncio.to_thread(read_vocabulary, state.serving.directory)
                 self.recorder.coverage.follow(str(version.number), vocabulary)

@@ -66,5 +66,4 @@ def _with_usage(frame: str, speculation: dict[str, Any] | None) -> str:
 
 
 def event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"{DATA}{json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -186,6 +186,9 @@ def test_the_boot_draft_is_not_proven(state: DraftState, happened: Event) -> Non
     assert step(state, happened, SERVE) == Step(state, (Report(), Ask()))
 
 
+WAITING = follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1)))
+
+
 @pytest.mark.parametrize(
     ("state", "number", "now_s", "actions"),
     [
@@ -195,19 +198,9 @@ def test_the_boot_draft_is_not_proven(state: DraftState, happened: Event) -> Non
         (replace(SERVING, unfit={label(version(2)): "another target"}), 2, 100.0, ()),
         (follow(REVERTING, event(swap.restored, draft(1))), 2, 100.0, ()),
         (replace(SERVING, swapped_s=95.0), 2, 100.0, (Count("deferred"),)),
-        (follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1))), 2, 329.0, ()),
-        (
-            follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1))),
-            2,
-            330.0,
-            (Fetch(version(2)),),
-        ),
-        (
-            follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1))),
-            3,
-            40.0,
-            (Fetch(version(3)),),
-        ),
+        (WAITING, 2, 329.0, ()),
+        (WAITING, 2, 330.0, (Fetch(version(2)),)),
+        (WAITING, 3, 40.0, (Fetch(version(3)),)),
     ],
     ids=["served", "off", "replacement", "unfit", "refused", "too soon", "waits", "due", "another one"],
 )
@@ -240,11 +233,8 @@ def test_a_draft_of_another_shape_that_is_gone_back_to_after_a_quarantine_waits_
 
 
 def test_a_refusal_is_remembered_and_reported_and_ends_the_wait() -> None:
-    waiting = follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1)))
-    after = follow(
-        waiting, event(swap.named, version(2), 400.0), event(swap.failed, version(2), "fc.weight is missing", 100.0)
-    )
-    name = label(version(2))
+    failed = event(swap.failed, version(2), "fc.weight is missing", 100.0)
+    after, name = follow(WAITING, event(swap.named, version(2), 400.0), failed), label(version(2))
     assert after.refused == after.memory.refused == after.unreported == {name: "fc.weight is missing"}
     assert (after.postponed, follow(after, event(swap.reported, name)).unreported) == ({}, {})
 
@@ -308,9 +298,8 @@ def test_waits_double_up_to_the_longest() -> None:
 
 
 def test_the_wait_of_what_is_neither_served_nor_champion_is_forgotten() -> None:
-    state = follow(TRYING, event(swap.undecided, "slow", 30.0), event(swap.restored, draft(1)))
-    assert set(follow(state, event(swap.named, version(2), 31.0)).postponed) == {label(version(2))}
-    assert follow(state, event(swap.named, version(1), 31.0)).postponed == {}
+    assert set(follow(WAITING, event(swap.named, version(2), 31.0)).postponed) == {label(version(2))}
+    assert follow(WAITING, event(swap.named, version(1), 31.0)).postponed == {}
 
 
 def test_what_was_served_is_put_back_first_and_what_failed_never() -> None:
@@ -412,15 +401,8 @@ def test_a_pair_that_broke_is_switched_off_loaded_again_and_proven() -> None:
 
 def test_a_pair_that_broke_twice_gives_way_to_the_draft_before() -> None:
     broken = follow(replace(CHECKING, memory=DraftHistory(good=(version(1), version(4)))), BROKEN)
-    again = follow(
-        broken,
-        event(swap.restored, draft(1)),
-        event(swap.ticked, 620.0),
-        PASSED,
-        event(swap.ticked, 620.0),
-        event(swap.ticked, 1220.0),
-        BROKEN,
-    )
+    ticks = [event(swap.ticked, now_s) for now_s in (620.0, 620.0, 1220.0)]
+    again = follow(broken, event(swap.restored, draft(1)), ticks[0], PASSED, *ticks[1:], BROKEN)
     assert (again.phase, again.serving, again.fallbacks()) == (Phase.REVERTING, None, (version(4),))
     assert (again.refused, set(again.postponed)) == ({}, {label(version(1))})
 
