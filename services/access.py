@@ -67,18 +67,13 @@ class RequestError(Exception):
     """A request that is answered with an error; the message is meant for the client."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        challenge: str = "Bearer",
+        self, status: int, message: str, param: str | None = None, code: str | None = None, challenge: str = "Bearer"
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self._challenge = status, message, param, code, challenge
 
     def response(self) -> JSONResponse:
-        """Return the answer in OpenAI's error shape."""
+        """Return it in OpenAI's error shape."""
         headers = {
             401: {"WWW-Authenticate": self._challenge},
             408: {"Connection": "close"},  # the rest of the body may never come
@@ -95,6 +90,7 @@ class RequestError(Exception):
 
 
 INTERNAL_ERROR = RequestError(500, "the server failed to answer this request", code="internal_error")
+UNAVAILABLE = RequestError(503, "the engine is not running; it is being restarted", code="engine_unavailable")
 
 
 class Caller(NamedTuple):
@@ -111,17 +107,13 @@ class Keys:
     def __init__(self, file: Path, loopback: bool) -> None:
         """Read the keys of a home's file, or ValueError; on loopback a client needs none until one was made."""
         self._file, self._loopback = file, loopback
-        self._seen = self._stamp()
-        self._keys = read_keys(file)
+        self._seen, self._keys = self._stamp(), read_keys(file)
 
     def identify(self, headers: Headers, path: str) -> Caller | None:
-        """Return who asks, None for somebody without a key where none is needed.
+        """Return who asks, None for somebody without a key where none is needed; RequestError 401 or 403.
 
         Every key is compared, over digests of one length, so that the time tells nothing about any of them. A web page
         can have its own name lead to loopback, but can't hide that name.
-
-        Raises:
-            Refusal: 401, no key or an unknown one; 403, a key of another role, or a foreign name without a key.
         """
         self._refresh()
         scheme, _, sent = headers.get("authorization", "").partition(" ")
@@ -154,11 +146,8 @@ class Keys:
         return Caller(digest, "client", None if found is None else found.log)
 
     def _find(self, digest: str) -> Key | None:
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(key.sha256, digest) and key.accepted:
-                found = key
-        return found
+        found = [key for key in self._keys if hmac.compare_digest(key.sha256, digest) and key.accepted]
+        return found[-1] if found else None
 
     def _refresh(self) -> None:
         if (stamp := self._stamp()) == self._seen:
@@ -183,31 +172,25 @@ class Admission:
     """ASGI middleware: id, key, counts, and an answer to what nobody caught.
 
     What a route puts into the scope's "redraft.at_end" is called when its answer is sent, failed or called off.
-
-    Attributes:
-        responses: how many answers went out by status; a stream counts when it starts.
-        in_flight: requests that are being answered.
-        draining: set to refuse new requests while the running ones end.
+    `draining` is set to refuse new requests while the running ones end.
     """
 
     def __init__(self, keys: Keys) -> None:
-        self.responses: Counter[int] = Counter()
-        self.in_flight = 0
-        self.draining = False
+        self.responses, self.in_flight, self.draining = Counter[int](), 0, False
         self._keys = keys
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` behind this layer."""
+        """Return `app` behind this layer, as a function, which uvicorn knows to be an app."""
 
         async def admit(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                await app(scope, receive, send)
-                return
             await self._answer(app, scope, receive, send)
 
         return admit
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
         request_id, started, ended = uuid.uuid4().hex, False, False
 
         async def counted(message: Message) -> None:

@@ -5,8 +5,10 @@ anyone looked at the key.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,18 +18,25 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from infra.views.dashboard import dashboard
-from models.engines.vllm.openai import Answer
+from models.engines.vllm.openai import Answer, EngineStopped, Refused
+from models.engines.vllm.tap import EngineEnded
 from services import metrics
-from services.access import INTERNAL_ERROR, PAGE_PATH, RequestError
+from services.access import INTERNAL_ERROR, PAGE_PATH, UNAVAILABLE, RequestError
 from services.bodies import bounded
+from services.failures import place_of
 from services.fair_queue import QueuedRequest
-from services.handlers import answered, from_error
 from services.questions import Origin, check_limits, describe_origin, parse_body, wants_steps
 from services.reasoning import HEADER
 from services.service import Service
 from services.stream import opened
 
+NOT_IMPLEMENTED = 501
+# What reading a tool's odd parameters fails with; anything else is a failure of ours.
+ODD = (LookupError, AttributeError, RecursionError)
+
 Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
+
+log = logging.getLogger(__name__)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -44,15 +53,14 @@ def routes(service: Service) -> FastAPI:
         await service.close()
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(RequestError, _on_refusal)
-    app.add_exception_handler(Exception, _on_refusal)  # Starlette raises it again, and Admission logs it
+    for kind in (HTTPException, RequestError, Exception):  # the last one Starlette raises again, and Admission logs it
+        app.add_exception_handler(kind, _on_error)
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
         """`{"status": "ok"}`, "degraded" if a background task failed, 503 if the target can't serve. Needs no key."""
         try:
-            await service.health()
+            await service.engine.health()
         except RuntimeError:
             raise RequestError(503, "the target can't serve", code="unhealthy") from None
         return JSONResponse({"status": "degraded" if service.background.failed else "ok"})
@@ -113,8 +121,8 @@ async def _body(raw: Request) -> dict[str, Any]:
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
     body = await _body(raw)
     check_limits(body)
-    by_step = wants_steps(raw.headers, raw.scope["redraft.caller"])
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
+    usage = partial(recorder.usage, request_id, wants_steps(raw.headers, raw.scope["redraft.caller"]))
     origin, turn = await _turn(service, raw, body)
     recorder.expect(origin._replace(domain=service.domains.admit(origin.key, origin.domain)))
     try:
@@ -123,14 +131,11 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
         recorder.forget(request_id)
         raise
     if isinstance(answer, dict):
-        if (usage := recorder.usage(request_id, by_step)) is not None:
-            answer["usage"]["redraft"] = usage
+        if (told := usage()) is not None:
+            answer["usage"]["redraft"] = told
         recorder.forget(request_id)
         return JSONResponse(answer)
-    frames = await opened(
-        answer, from_error, lambda: recorder.usage(request_id, by_step), lambda: recorder.forget(request_id)
-    )
-    return _stream(frames)
+    return _stream(await opened(answer, from_error, usage, partial(recorder.forget, request_id)))
 
 
 async def _turn(service: Service, raw: Request, body: dict[str, Any]) -> tuple[Origin, QueuedRequest]:
@@ -159,11 +164,40 @@ async def _in_turn(service: Service, raw: Request) -> Response:
     return _stream(await opened(answer, from_error, lambda: None, lambda: None))
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    message = {404: "there is no such path", 405: "this path takes another method"}.get(status, "bad request")
-    return RequestError(status, message).response()
-
-
-async def _on_refusal(_: Request, error: Exception) -> Response:
+async def _on_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        told = {404: "there is no such path", 405: "this path takes another method"}
+        error = RequestError(error.status_code, told.get(error.status_code, "bad request"))
     return error.response() if isinstance(error, RequestError) else INTERNAL_ERROR.response()
+
+
+async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answer:
+    """Return a handler's answer. What reads the parameters of a body's tools fails in more ways than it names."""
+    try:
+        return await running
+    except Refused as error:
+        raise from_error(error.body) from error
+    except EngineStopped as error:
+        raise UNAVAILABLE from error
+    except ODD as error:
+        if not body.get("tools"):
+            raise
+        log.warning("a request's tools could not be used: %s", place_of(error))
+        raise RequestError(400, "tools can't be used as they are", "tools", "invalid_schema") from error
+
+
+def from_error(body: dict[str, Any]) -> RequestError:
+    """Turn the engine's error body into what a client may know; a failure inside is logged by its kind alone."""
+    error = body["error"]
+    status, param = int(error["code"]), error.get("param")
+    message = str(error["message"])[:1000]
+    if status == NOT_IMPLEMENTED:
+        return RequestError(400, message or "this is not served here", param, "unsupported")
+    if status == EngineEnded.STATUS:
+        return UNAVAILABLE
+    if status >= 500 and status != 503:
+        log.error("the engine failed on a request: %s, %d", error.get("type"), status)  # its text may quote the request
+        return INTERNAL_ERROR
+    is_long = "context length" in message or "maximum model length" in message
+    code = "context_length_exceeded" if is_long else "model_not_found" if status == 404 else None
+    return RequestError(status, message, param, code)

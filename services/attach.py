@@ -5,48 +5,59 @@
 The server has the plugin `redraft_vllm`. What follows the registry in a replica of ours follows it here: probation on
 golden prompts through the server's own API, canaries, the last good draft again when one fails. A server that comes
 back with its start-up draft gets the champion again. Its requests reach the query log by `services/record.py`.
+
+Of several servers the first that answers tries a draft, the rest get it once it was proven there. Who may take a draft
+follows from rows in a file of the home, so that a proven draft goes on to the rest after a restart too. A server whose
+turn has not come is told of no champion, and its last good draft stays.
+
+Servers that see no folder of ours fetch weights at addresses that are signed and expire. The key is the process's own,
+so an address is good for a file that this process offered, or for none. Bytes are not secret on the way unless the
+address is https, which a proxy before this process has to speak.
 """
 
 import argparse
 import asyncio
 import hashlib
+import hmac
 import logging
 import os
-import socket
+import secrets
 import sqlite3
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from socket import SOCK_STREAM, getaddrinfo
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from aiohttp import web
 from pydantic import Field
 
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.rollouts import FOLDER, PREFIX
+from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, read_rollout, write_rollout
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, Offer, file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
-from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, read_memory
+from services.drafts import DraftSource, DraftState, Loaded, label, recall
 from services.drift import DriftWatch
 from services.reconciler import Reconciler, ReplicaHooks
-from services.rollout import RolloutFile, RolloutSource
-from services.weights import SCHEMES, serving
 
 WEIGHTS = "model.safetensors"
 NUM_COUNTED = 4096  # rows that say how the champion does, at one look
 RESOLVE_S = 5.0
+LIFETIME_S = 600  # of an address of weights
+SCHEMES = {"http": 80, "https": 443}
+KEPT_PROVEN = 16
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
-
-LookUp = Callable[..., Sequence[tuple[Any, ...]]]  # as socket.getaddrinfo
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +95,7 @@ class AttachConfig(ServiceConfig):
 
 
 class ServerConfig(AttachConfig):
-    """What one reconciler follows the registry for: one of the servers, by its URL."""
+    """What one reconciler follows the registry for: one of the servers."""
 
     server: str
 
@@ -94,7 +105,65 @@ class ServerConfig(AttachConfig):
         return self.file("", self.server)
 
 
-async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.getaddrinfo) -> None:
+class Rollout(RolloutState):
+    """What follows from where all servers stand, and from what is seen of them."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether any server was ever followed."""
+        return any(row.version for row in self.rows)
+
+    def may_take(self, server: str, version: str) -> bool:
+        """Whether a server may take a draft, by its label, now."""
+        return version in self.proven or any(row.server == server and row.wave == 0 for row in self.rows)
+
+    def listed(self, servers: Sequence[str]) -> "Rollout":
+        """Return the state when these are the servers: others leave, and new ones come last, in their order."""
+        known = {row.server for row in self.rows}
+        kept = (row for row in self.rows if row.server in servers)
+        new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
+        return _in_waves((*kept, *new), self.proven)
+
+    def saw(self, server: str, state: DraftState | None) -> "Rollout":
+        """Return the state after a look at a server's reconciler; None of a server that does not answer."""
+        seen, proven = {"state": "away"}, self.proven
+        if state is not None:
+            serving = "" if state.serving is None else label(state.serving.version)
+            seen = {"state": "serving", "version": serving}
+            if serving and state.proof is not None:
+                proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
+        return _in_waves((row.model_copy(update=seen) if row.server == server else row for row in self.rows), proven)
+
+
+def _in_waves(rows: Iterable[AttachedServer], proven: tuple[str, ...]) -> Rollout:
+    """Return the state in which the first that is not known to be away tries new drafts."""
+    rows = [*rows]
+    first = next((row.server for row in rows if row.state != "away"), "")
+    return Rollout(rows=tuple(row.model_copy(update={"wave": int(row.server != first)}) for row in rows), proven=proven)
+
+
+class RolloutFile:
+    """The rollout of the servers that a process follows, on the disk after each change."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on with what an earlier process left; a file that can't be read is as none."""
+        self._path, left = path, read_rollout(path)
+        self.rollout = Rollout(rows=(), proven=() if left is None else left.rollout.proven)
+
+    def become(self, rollout: Rollout) -> None:
+        """Keep the state after an event; a full disk costs the memory of a restart."""
+        if rollout == self.rollout:
+            return
+        for row in set(rollout.rows) - set(self.rollout.rows):
+            log.info("%s, wave %d: %s, draft %s", row.server, row.wave, row.state, row.version or "unknown")
+        self.rollout = rollout
+        try:
+            write_rollout(self._path, rollout)
+        except OSError as error:
+            log.warning("where the servers stand was not written: %s", error)
+
+
+async def attach(config: AttachConfig, token: str) -> None:
     """Follow the registry for as long as the process runs; a server that is away is waited for.
 
     Raises:
@@ -107,7 +176,7 @@ async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.geta
     try:
         async with _offering(config) as offer, asyncio.TaskGroup() as group:
             group.create_task(detect_drift(config))
-            async for servers in _listed(config, look_up):
+            async for servers in _listed(config):
                 if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
                     for task in gone:
                         task.cancel()
@@ -124,14 +193,50 @@ async def attach(config: AttachConfig, token: str, look_up: LookUp = socket.geta
 @asynccontextmanager
 async def _offering(config: AttachConfig) -> AsyncIterator[Offer]:
     """Yield what tells a server where a draft's file is, which this process serves as long as the block runs."""
-    if not config.weights_url:
+    if config.weights_url:
+        async with serving(config.weights_url, config.settings.host) as offer:
+            yield offer
+    else:
         yield config.at_path
-        return
-    async with serving(config.weights_url, config.settings.host) as offer:
+
+
+@asynccontextmanager
+async def serving(url: str, host: str) -> AsyncIterator[Callable[[Path, str], dict[str, Any]]]:
+    """Serve at the port of a URL, by which servers reach this process; OSError if it can't be bound.
+
+    What is yielded offers a file with a sha256: it returns a new address of it, and its size in bytes.
+    """
+    key, files = secrets.token_bytes(32), dict[str, Path]()
+
+    def sign(path: str, expires: str) -> str:
+        return hmac.new(key, f"{path}?{expires}".encode(), "sha256").hexdigest()
+
+    def offer(file: Path, digest: str) -> dict[str, Any]:
+        path, expires = f"/drafts/{digest}/{file.name}", str(int(time.time()) + LIFETIME_S)
+        files[path] = file
+        signed = f"{url.rstrip('/')}{path}?expires={expires}&signature={sign(path, expires)}"
+        return {"url": signed, "size": file.stat().st_size}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        """Answer with a file; 403 whatever is wrong with the address."""
+        expires, signature = (request.query.get(name, "") for name in ("expires", "signature"))
+        signed = hmac.compare_digest(signature.encode(), sign(request.path, expires).encode())
+        if not signed or time.time() > int(expires):
+            raise web.HTTPForbidden
+        return web.FileResponse(files[request.path])
+
+    parts, app = urlsplit(url), web.Application()
+    app.router.add_get("/drafts/{digest}/{name}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, parts.port or SCHEMES[parts.scheme]).start()
         yield offer
+    finally:
+        await runner.cleanup()
 
 
-async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[str, ...]]:
+async def _listed(config: AttachConfig) -> AsyncIterator[tuple[str, ...]]:
     """Yield the servers: as they were named, or again and again those that their names resolve to."""
     if not config.resolve:
         yield config.servers
@@ -139,7 +244,7 @@ async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[
     servers, said = tuple[str, ...](), ""
     while True:
         try:
-            found = [await asyncio.to_thread(resolved, url, look_up) for url in config.servers]
+            found = [server for url in config.servers for server in await asyncio.to_thread(resolved, url)]
         except OSError as error:
             if not servers:
                 raise ValueError(f"{' or '.join(config.servers)} resolves to no address: {error}") from error
@@ -147,20 +252,16 @@ async def _listed(config: AttachConfig, look_up: LookUp) -> AsyncIterator[tuple[
                 log.warning("names can't be resolved now, the servers that they were stay: %s", error)
             said = str(error)
         else:
-            servers, said = tuple(dict.fromkeys(server for one in found for server in one)), ""
+            servers, said = tuple(dict.fromkeys(found)), ""
             yield servers
         await asyncio.sleep(RESOLVE_S)
 
 
-def resolved(url: str, look_up: LookUp = socket.getaddrinfo) -> list[str]:
-    """Return a URL for each address that a URL's host has, of IPv4 if it has such, so that no server comes twice.
-
-    Raises:
-        OSError: it has none, or nobody can be asked.
-    """
+def resolved(url: str) -> list[str]:
+    """Return a URL for each address of a URL's host, of IPv4 if it has such, so that no server comes twice; OSError."""
     parts = urlsplit(url)
     port = parts.port or SCHEMES[parts.scheme]
-    found = look_up(parts.hostname, port, type=socket.SOCK_STREAM)
+    found = getaddrinfo(parts.hostname, port, type=SOCK_STREAM)
     family = min(entry[0] for entry in found)
     hosts = sorted({str(entry[4][0]) for entry in found if entry[0] == family})
     return [parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl() for host in hosts]
@@ -171,31 +272,27 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
     server, was_seen, said = config.server, rollout.rollout.is_followed, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
-    source = RolloutSource(
-        open_registry(config.settings),
-        config.settings.cache,
-        target,
-        config.engine_params().num_draft_tokens,
-        may_take=lambda name: rollout.rollout.may_take(server, name),
-    )
+    registry, cache, k = open_registry(config.settings), config.settings.cache, config.engine_params().num_draft_tokens
+    source = DraftSource(registry, cache, target, k, lambda name: rollout.rollout.may_take(server, name))
 
     def tell(event: str, text: str) -> None:
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
+
+    def saw(state: DraftState | None) -> None:
+        rollout.become(rollout.rollout.saw(server, state))
 
     while True:
         engine = AttachedEngine(server, token, offer)
         try:
             boot = await _boot(engine, source)
-            memory = _read_memory(config.memory)
+            memory = recall(config.memory, counts)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
             reconciler.hooks, was_seen, said = ReplicaHooks(tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
-            await _follow(
-                reconciler,
-                engine,
-                config.serve.poll_s,
-                lambda state: rollout.become(rollout.rollout.saw(server, state)),
-            )
+            while (await engine.look())["version"] == engine.draft_version:
+                saw(reconciler.state)
+                await reconciler.look()
+                await asyncio.sleep(config.serve.poll_s)
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
             if not isinstance(error, httpx.HTTPError) and not (was_seen and rollout.rollout.is_followed):
@@ -204,7 +301,7 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
                 log.warning("%s can't be followed now: %s", server, text)
             said = text
-            rollout.become(rollout.rollout.saw(server, None))
+            saw(None)
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()
@@ -232,16 +329,6 @@ async def detect_drift(config: AttachConfig) -> None:
             log.warning("registry and query log don't tell how the champion does: %s", error)
 
 
-async def _follow(
-    reconciler: Reconciler, engine: AttachedEngine, poll_s: float, saw: Callable[[DraftState], None]
-) -> None:
-    """Return once the server has another draft than it was given; `saw` is told how it stands, before each look."""
-    while (await engine.look())["version"] == engine.draft_version:
-        saw(reconciler.state)
-        await reconciler.look()
-        await asyncio.sleep(poll_s)
-
-
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:
     """Return the version that a server drafts with, loaded again under its number so that it is verified."""
     found, at_hand = await engine.look(), ""
@@ -263,15 +350,7 @@ async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:
     )
 
 
-def _read_memory(path: Path) -> DraftHistory:
-    try:
-        return read_memory(path)
-    except ValueError as error:
-        log.warning("%s; starting without it", error)
-        return DraftHistory()
-
-
-def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run until a signal comes; return 2, with a line that says why, if the server can't be attached to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True)
@@ -279,7 +358,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = read_as(AttachConfig, parser.parse_args(argv).config)
-        if not (token := environment.get(ATTACH_TOKEN, "")):
+        if not (token := os.environ.get(ATTACH_TOKEN, "")):
             raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
         asyncio.run(attach(config, token))
     except (ValueError, RuntimeError, OSError) as error:

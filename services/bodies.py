@@ -7,7 +7,6 @@ by half of that, so that no key can keep another's out.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,11 +15,8 @@ from models.serving import Limits
 from services.access import RequestError
 
 FULL = RequestError(503, "the requests that are being answered are too large together; ask again", code="overloaded")
-FULL_OF_KEY = RequestError(
-    429,
-    "the requests of this key that are being answered are too large together; ask again",
-    code="rate_limit_exceeded",
-)
+TOO_LARGE = "the requests of this key that are being answered are too large together; ask again"
+FULL_OF_KEY = RequestError(429, TOO_LARGE, code="rate_limit_exceeded")
 
 
 def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
@@ -33,8 +29,7 @@ def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        caller, num_bytes = scope.get("redraft.caller"), 0
-        key = None if caller is None else caller.key
+        key, num_bytes = getattr(scope.get("redraft.caller"), "key", None), 0
 
         def came(more: int) -> None:
             nonlocal num_bytes
@@ -60,19 +55,15 @@ async def read_body(
 ) -> Receive:
     """Read a whole body; `came` is told of the bytes of each part, and may refuse them.
 
-    Returns:
-        What hands out the body, then whatever comes, so that a client's leaving is still seen.
-
-    Raises:
-        Refusal: 413 if it is too large, 408 if too slow, 400 if the client left or declares no number.
+    What is returned hands out the body, then whatever comes, so that a client's leaving is still seen.
     """
-    max_bytes, timeout_s = limits.max_body_bytes, limits.body_timeout_s
+    max_bytes, timeout_s, body = limits.max_body_bytes, limits.body_timeout_s, bytearray()
+    too_large = RequestError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = headers.get("content-length", "0")
     if not declared.isascii() or not declared.isdigit():
         raise RequestError(400, "Content-Length is not a number")
     if len(declared) > 18 or int(declared) > max_bytes:
-        _refuse_size(max_bytes)
-    body = bytearray()
+        raise too_large
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -81,17 +72,13 @@ async def read_body(
                     raise RequestError(400, "the client left before the body was complete")
                 part = message.get("body", b"")
                 if len(body) + len(part) > max_bytes:
-                    _refuse_size(max_bytes)
+                    raise too_large
                 came(len(part))
                 body += part
                 if not message.get("more_body", False):
                     return _replayed(bytes(body), receive)
     except TimeoutError as error:
         raise RequestError(408, f"the body took longer than {timeout_s:g} s") from error
-
-
-def _refuse_size(max_bytes: int) -> NoReturn:
-    raise RequestError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -33,13 +33,10 @@ class Capture:
 
     def __init__(self, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str, width: int) -> None:
         self._engine, self._files, self._params, self._target = engine, files, params, target
-        self._loop = asyncio.get_running_loop()
-        self._random = random.SystemRandom()
-        self._row_bytes = VALUE_BYTES * width
-        self._num_bytes = files.num_bytes()
-        self._by_engine: dict[str, int] = {}
-        self._own: Counter[str] = Counter()
-        self._named: OrderedDict[str, None] = OrderedDict()
+        self._loop, self._random = asyncio.get_running_loop(), random.SystemRandom()
+        self._row_bytes, self._num_bytes = VALUE_BYTES * width, files.num_bytes()
+        self._by_engine, self._own = dict[str, int](), Counter[str]()
+        self._named = OrderedDict[str, None]()
 
     @classmethod
     async def start(cls, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str) -> "Capture | None":
@@ -72,10 +69,7 @@ class Capture:
         return generation_id
 
     def settle(self, completion: "Completion", row_id: str | None) -> None:
-        """Have a generation's states written for a row, or dropped; any thread may call it.
-
-        There is no row where it left none that may be trained on as it was served.
-        """
+        """Have a generation's states written for a row that may be trained on, or dropped; any thread may call it."""
         asyncio.run_coroutine_threadsafe(self._settle(completion, row_id), self._loop)
 
     async def run(self) -> None:
@@ -92,12 +86,13 @@ class Capture:
         self._num_bytes = self._files.num_bytes()
 
     async def _settle(self, completion: "Completion", row_id: str | None) -> None:
-        if completion.request_id not in self._named:
+        name = completion.request_id
+        if name not in self._named:
             return
-        del self._named[completion.request_id]
-        claim = Claim(completion.request_id)
+        del self._named[name]
+        claim = Claim(name)
         if row_id is not None:
             num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
-            claim = Claim(completion.request_id, str(self._files.path_of(row_id)), num_tokens, self._target)
+            claim = Claim(name, str(self._files.path_of(row_id)), num_tokens, self._target)
             self._num_bytes += num_tokens * self._row_bytes
         self._by_engine = await self._engine.settle_states([claim])

@@ -20,16 +20,13 @@ OTHER_REQUESTS = 16  # for health, status and metrics
 
 
 class ServiceConfig(Frozen):
-    """One replica's world, written by `infra.service_process.write_config`.
+    """One replica's world, written by `infra.service_process.write_config`, without clients' keys.
 
     Attributes:
         target_dir: the target's Hugging Face directory, with its golden.json if drafts are followed.
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
         follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
         orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.
-        settings: where everything lies, without clients' keys.
-        engine: table of the engine, with its name and Params.
-        serve: how it serves; its port is known by now.
     """
 
     target_dir: AbsolutePath  # a replica is another process with another working directory
@@ -51,7 +48,6 @@ class ServiceConfig(Frozen):
 
     @property
     def keys(self) -> Path:
-        """The file of the accepted keys."""
         return keys_path(self.settings)
 
     @property
@@ -61,7 +57,6 @@ class ServiceConfig(Frozen):
 
     @property
     def url(self) -> str:
-        """Where it is asked."""
         return f"http://{self.settings.host}:{self.serve.port}"
 
     @property
@@ -82,17 +77,8 @@ class ServiceConfig(Frozen):
         return params
 
 
-def read_config(path: Path) -> ServiceConfig:
-    """Read the JSON file of a service; see `read_as`."""
-    return read_as(ServiceConfig, path)
-
-
 def read_as(kind: type[C], path: Path) -> C:
-    """Read a JSON file of settings.
-
-    Raises:
-        ValueError: it can't be read, is no JSON object, or a key is unknown, missing or wrong; names each.
-    """
+    """Read a JSON file of settings; ValueError if it is no JSON object, or names each key that is wrong or missing."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a replica knows of its drafts, what it remembers over a restart, and which drafts it may load.
+"""What a replica knows of its drafts, what it remembers over a restart, and which drafts it may load and starts with.
 
 What is known are plain values, which services/swap.py makes new ones of. A version is known by its label, number and
 digest, because a number could come again in a new registry.
@@ -9,10 +9,11 @@ want it; one of another family, K or shape than the running engine's is as good 
 own.
 """
 
+import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
 from models.core.drafting.draft_families import UnknownFamily, check_draft
 from models.core.evaluation.canary import Answer
+from models.serving import Serve
 from models.targets import TargetCard
 from models.types import Frozen
 
@@ -37,6 +39,7 @@ MAX_WAIT_S = 3600.0
 COPIES_OF_A_SWAP = 2
 WEIGHTS = "*.safetensors"
 
+E = TypeVar("E")
 V = TypeVar("V")
 
 log = logging.getLogger(__name__)
@@ -50,14 +53,13 @@ class Loaded(NamedTuple):
 
 
 class DraftHistory(Frozen):
-    """What outlives the process.
+    """What outlives the process; keys are labels of versions.
 
     Attributes:
-        good: the versions that passed probation last, newest first.
-        refused: why a version must not be tried again, by its label.
-        unreported: the labels of refusals that the registry was not told of.
-        failed_starts: at how many starts in a row the engine failed with a version and then started without it, by its
-            label.
+        good: those that passed probation last, newest first.
+        refused: why one must not be tried again.
+        unreported: the refusals that the registry was not told of.
+        failed_starts: at how many starts in a row the engine failed with one and then started without it.
     """
 
     good: tuple[Version, ...] = ()
@@ -66,16 +68,15 @@ class DraftHistory(Frozen):
     failed_starts: dict[str, int] = {}  # noqa: RUF012
 
     def with_good(self, version: Version) -> "DraftHistory":
-        """Put a version first."""
-        others = [other for other in self.good if label(other) != label(version)]
-        failed_starts = without(self.failed_starts, version)
-        return self.model_copy(update={"good": (version, *others)[:KEPT_GOOD], "failed_starts": failed_starts})
+        """Note that a version passed probation."""
+        good = (version, *self._other_good(version))[:KEPT_GOOD]
+        return self.model_copy(update={"good": good, "failed_starts": without(self.failed_starts, version)})
 
     def with_refused(self, version: Version, reason: str) -> "DraftHistory":
         """Note a refusal that the registry is to be told of; the version is no longer good."""
         return self.model_copy(
             update={
-                "good": tuple(other for other in self.good if label(other) != label(version)),
+                "good": self._other_good(version),
                 "refused": self.refused | {label(version): reason},
                 "unreported": tuple(dict.fromkeys((*self.unreported, label(version)))),
                 "failed_starts": without(self.failed_starts, version),
@@ -106,23 +107,19 @@ class DraftHistory(Frozen):
             return memory
         return memory.with_refused(failed[0], f"the engine started without it, and not with it, {num_starts} times")
 
-    def postponed(self, policy: "ReconcilerPolicy", now_s: float) -> dict[str, "Postponed"]:
+    def postponed(self, serve: Serve, now_s: float) -> dict[str, "Postponed"]:
         """Return the waits of the drafts that the engine did not start with, by label."""
         return {
-            name: Postponed.after(num_starts, "the engine did not start with it", policy, now_s)
+            name: Postponed.after(num_starts, "the engine did not start with it", serve, now_s)
             for name, num_starts in self.failed_starts.items()
         }
 
+    def _other_good(self, version: Version) -> tuple[Version, ...]:
+        return tuple(other for other in self.good if label(other) != label(version))
+
 
 class Postponed(NamedTuple):
-    """A draft that could not be tested.
-
-    Attributes:
-        num_attempts: how many failed.
-        reason: why the last one did.
-        wait_s: how long the next one waits.
-        due_s: when that is over, on the monotonic clock.
-    """
+    """A draft that could not be tested, and waits until `due_s` on the monotonic clock."""
 
     num_attempts: int
     reason: str
@@ -130,9 +127,9 @@ class Postponed(NamedTuple):
     due_s: float
 
     @classmethod
-    def after(cls, num_attempts: int, reason: str, policy: "ReconcilerPolicy", now_s: float) -> "Postponed":
-        """Return the wait after so many attempts: as long as a probation may take, doubled by each that failed."""
-        wait_s = min(policy.probation_s * 2.0 ** min(num_attempts - 1, 32), MAX_WAIT_S)
+    def after(cls, num_attempts: int, reason: str, serve: Serve, now_s: float) -> "Postponed":
+        """Return the wait after so many attempts: as long as a probation may take, doubled by each after the first."""
+        wait_s = min(serve.probation.timeout_s * 2.0 ** min(num_attempts - 1, 32), MAX_WAIT_S)
         return cls(num_attempts, reason, wait_s, now_s + wait_s)
 
     def describe(self, now_s: float) -> str:
@@ -142,46 +139,26 @@ class Postponed(NamedTuple):
         return f"attempt {self.num_attempts} failed: {self.reason}; the next {when}"
 
 
-class ReconcilerPolicy(NamedTuple):
-    """Times that the table asks for.
-
-    Attributes:
-        probation_s: how long a probation may take; a postponed draft first waits as long.
-        min_swap_interval_s: seconds that a swap is kept from the one before.
-        canary_period_s: seconds between two looks at the canary prompts.
-        canary_max_in_flight: requests above which such a look waits for another period at most.
-    """
-
-    probation_s: float
-    min_swap_interval_s: float
-    canary_period_s: float
-    canary_max_in_flight: int
-
-
 @dataclass(frozen=True)
 class DraftState:
-    """Where a replica stands.
+    """Where a replica stands; times are on the monotonic clock, and keys are labels of versions.
 
     Attributes:
-        phase: see services/swap.py.
-        boot: what the engine was started with; only its like can be swapped in. None without a draft.
-        serving: the draft in the engine that answers may rely on; None without one, or while only speculation off is
-            safe.
-        proof: what `serving` showed on probation, None before that.
-        candidate: the draft that is being tried, None in other phases.
+        boot: what the engine was started with; only its like can be swapped in.
+        serving: the draft in the engine that answers may rely on; None also while only speculation off is safe.
+        proof: what `serving` showed on probation.
+        candidate: the draft that is being tried.
         champion: the number that the registry named last.
         wanted: whether the operator wants speculation.
         fallback: why speculation is off, None while it may be on.
         fault: what the canary prompts showed of a broken draft or engine, None if nothing or if a draft passed since.
         reloaded: label of the draft that was loaded again since, because it and the engine were found broken.
         answers: what `serving` answered on probation, which the canary prompts are held against.
-        check_s: when the canary prompts are asked next, on the monotonic clock; None before that is known.
+        check_s: when the canary prompts are asked next.
         replacement: why this replica must be replaced, None while it need not.
-        memory: good and refused versions, as they are written to the disk.
-        unfit: why versions are left alone that are not this target's, or wait for the replica's next start, by label.
-        postponed: the drafts that are tried again later, by label: the champion, and the one the replica booted with.
-        swapped_s: when the last swap began, on the monotonic clock; None before the first.
-        swap_ms: how long the last swap took.
+        unfit: why versions are left alone that are not this target's, or wait for the replica's next start.
+        postponed: the drafts that are tried again later: the champion, and the one the replica booted with.
+        swapped_s: when the last swap began.
     """
 
     phase: Phase
@@ -216,21 +193,19 @@ class DraftState:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why versions are not served, by label."""
+        """Why versions are not served."""
         return self.memory.refused | self.unfit
 
     @property
     def unreported(self) -> dict[str, str]:
-        """Why versions were refused that the registry was not told of, by label."""
+        """Why versions were refused that the registry was not told of."""
         return {name: self.memory.refused[name] for name in self.memory.unreported}
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine is to speculate."""
         return self.wanted and self.fallback is None and self.phase is not Phase.REVERTING
 
     def is_due(self, version: Version, now_s: float) -> bool:
-        """Whether a version need not wait."""
         postponed = self.postponed.get(label(version))
         return postponed is None or now_s >= postponed.due_s
 
@@ -242,7 +217,7 @@ class DraftState:
 
 
 def label(version: Version) -> str:
-    """Return number and digest; the number alone could come again in a new registry."""
+    """Return number and digest."""
     return f"{version.number}-{version.sha256[:12]}"
 
 
@@ -273,16 +248,21 @@ def read_memory(path: Path) -> DraftHistory:
         raise ValueError(f"{path} is not a memory of drafts: {error.error_count()} faults") from error
 
 
-def write_memory(path: Path, memory: DraftHistory) -> None:
-    """Write it in one rename, flushed to the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(memory.model_dump(mode="json"), indent=1, sort_keys=True))
+def recall(path: Path, counts: Counter[str]) -> DraftHistory:
+    """Read the memory; a damaged one, counted in `errors`, is as none."""
+    try:
+        return read_memory(path)
+    except ValueError as error:
+        counts["errors"] += 1
+        log.warning("%s; starting without it", error)
+        return DraftHistory()
 
 
 def remember(path: Path, memory: DraftHistory, counts: Counter[str]) -> None:
     """Write the memory; a full disk costs the memory of a restart, counted in `errors`, and not the service."""
     try:
-        write_memory(path, memory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(memory.model_dump(mode="json"), indent=1, sort_keys=True))
     except OSError as error:
         counts["errors"] += 1
         log.warning("the state was not written: %s", error)
@@ -291,25 +271,24 @@ def remember(path: Path, memory: DraftHistory, counts: Counter[str]) -> None:
 class DraftSource:
     """Fetches versions and checks everything that can be said of them before loading."""
 
-    def __init__(self, registry: Registry, cache: Path, target: TargetCard, num_draft_tokens: int) -> None:
-        """Remember where drafts come from and what they must fit.
-
-        K is that of drafts that don't say theirs; 0 is an engine that can't speculate.
-        """
-        self.registry = registry
+    def __init__(
+        self,
+        registry: Registry,
+        cache: Path,
+        target: TargetCard,
+        num_draft_tokens: int,
+        may_take: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """K is that of drafts that don't say theirs, or 0; a champion whose label `may_take` denies is as none."""
+        self.registry, self._may_take = registry, may_take
         self._cache, self._target, self._num_draft_tokens = cache, target, num_draft_tokens
 
     def champion(self) -> Version | None:
-        """Return the draft that the registry wants served.
-
-        Raises:
-            StoreUnavailable: the registry can't be asked.
-            ForeignVersion: somebody pointed it at something else, or changed a tag by hand.
-        """
-        champion = self.registry.champion("draft")
-        if champion is not None:
-            _ = champion.lineage  # which is read here and not where it is loaded
-        return champion
+        """Return the draft that the registry wants served; raises StoreUnavailable, or ForeignVersion."""
+        if (champion := self.registry.champion("draft")) is None:
+            return None
+        _ = champion.lineage  # which is read here and not where it is loaded
+        return champion if self._may_take(label(champion)) else None
 
     def fetch(self, version: Version) -> Path:
         """Return a local directory of the version, checked against its digest and the served target.
@@ -343,20 +322,16 @@ class DraftSource:
 
     def require_swappable(self, draft: Loaded, boot: Loaded | None) -> None:
         """Raise NeedsReplacement if a draft can't be swapped in for the one that the engine was started with."""
-        name = f"draft {draft.version.number}"
+        name, own = f"draft {draft.version.number}", "needs a replica of its own"
         if boot is None:
-            raise NeedsReplacement(
-                f"{name} came, and the engine was started without one: it needs a replica of its own"
-            )
+            raise NeedsReplacement(f"{name} came, and the engine was started without one: it {own}")
         served_k, k = self.served_k(boot.version), draft.version.lineage.num_draft_tokens
         if served_k and k is not None and k != served_k:
-            raise NeedsReplacement(
-                f"{name} drafts {k} tokens a step, this replica {served_k}: needs a replica of its own"
-            )
+            raise NeedsReplacement(f"{name} drafts {k} tokens a step, this replica {served_k}: {own}")
         try:
             check_draft(draft.directory, boot.directory, self._target)
         except ValueError as error:
-            raise NeedsReplacement(f"{name} needs a replica of its own: {error}") from error
+            raise NeedsReplacement(f"{name} {own}: {error}") from error
 
 
 def require_room(draft: Loaded, min_free_gib: float) -> None:
@@ -370,18 +345,14 @@ def require_room(draft: Loaded, min_free_gib: float) -> None:
 def choose_boot_draft(
     source: DraftSource, memory: DraftHistory, counts: Counter[str], failed: Collection[str] = ()
 ) -> tuple[Loaded | None, DraftHistory]:
-    """Pick what a starting replica loads: the champion, or the last good version that is in the cache.
+    """Pick what a starting replica loads, if anything: the champion, or the last good version that is in the cache.
 
-    Those that this start has failed with are passed over, by label. Counts get `registry_unavailable`, `refused`,
-    `unfit` and `errors`.
-
-    Returns:
-        The draft, None if there is no usable one, and the memory with what was refused and without what was cleared.
+    Those that this start has failed with are passed over, by label. The memory comes back with what was refused and
+    without what was cleared. Counts get `registry_unavailable`, `refused`, `unfit` and `errors`.
     """
-    candidates: list[Version] = list(memory.good)
+    candidates = [*memory.good]
     try:
-        champion = source.champion()
-        if champion is not None:
+        if (champion := source.champion()) is not None:
             candidates.insert(0, champion)
             memory = memory.without_cleared(champion)
     except StoreUnavailable as error:
@@ -409,3 +380,36 @@ def choose_boot_draft(
             counts["errors"] += 1
             log.warning("draft %s can't be fetched: %s", version.number, error)
     return None, memory
+
+
+async def start_engine(
+    start: Callable[[Loaded | None], Awaitable[E]], source: DraftSource, state: Path, counts: Counter[str]
+) -> tuple[E, Loaded | None, DraftHistory]:
+    """Start with the best draft there is, or with the target alone rather than not at all.
+
+    Memory that runs short, a port that is taken and files that are torn end a start too. So a draft that the engine
+    does not start with is only passed over, and the next one is tried in the same process. When nothing starts, nothing
+    is said of any draft, and what `start` raised for the target alone is raised. `state` is the file of the memory;
+    counts get `postponed` and what `choose_boot_draft` counts.
+    """
+    memory = before = recall(state, counts)
+    failed: dict[str, Version] = {}
+    while True:
+        boot, memory = await asyncio.to_thread(choose_boot_draft, source, memory, counts, failed)
+        try:
+            engine = await start(boot)
+            break
+        except Exception:  # the next rung must be reached whatever this one did
+            if boot is None:
+                raise
+            counts["errors"] += 1
+            log.exception("the engine did not start with draft %d", boot.version.number)
+            failed[label(boot.version)] = boot.version
+    memory = memory.after_start([*failed.values()])
+    for name, version in failed.items():
+        outcome = "refused" if name in memory.refused else "postponed"
+        counts[outcome] += 1
+        log.warning("draft %d is %s: the engine started without it", version.number, outcome)
+    if memory != before:
+        await asyncio.to_thread(remember, state, memory, counts)
+    return engine, boot, memory

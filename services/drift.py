@@ -1,31 +1,63 @@
-"""Keeps for the trigger which domains fell short of what the champion was promoted for, and which did not.
+"""Keeps for the trigger which domains fell short of what the champion was promoted for, and draws what that is told by.
 
 A replica of ours counts what it serves; of somebody else's servers the rows of the query log tell.
+
+Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
+of the draft. So a few requests are drafted head-only and up to K, as the gate scored it, and the trigger, the canaries
+and the report read those alone: the first of each draft and domain, then fewer, down to a fixed share, or four times as
+many while acceptance seems to have fallen and that is not told yet (models/core/evaluation/drift_detector.py). Nobody
+who asks can know which. Where such a request costs the others tokens, fewer are drawn.
 """
 
 import asyncio
 import logging
+import random
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from infra.events import ACCEPTANCE_FELL, Emitter
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from infra.versions import Version
 from models.core.evaluation.acceptance import AcceptanceCount
-from models.core.evaluation.drift_detector import DriftDetector, Params, Standing
+from models.core.evaluation.drift_detector import DOUBTED, FIRST, SHARE, DriftDetector, Params, Standing, share_alone
 from services.drafts import label
 
+LOST = 0.005  # share of the tokens that drawn requests may cost
+MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients
+
 log = logging.getLogger(__name__)
+
+
+class AcceptanceSampler:
+    def __init__(self) -> None:
+        self._seen, self._random = Counter[tuple[str, str]](), random.SystemRandom()
+
+    def draws(self, draft_version: str, domain: str, doubted: bool = False, lost: float = 0.0) -> bool:
+        """Return whether the next request of a domain is drafted by this draft alone.
+
+        `lost` is the share of the tokens that it would cost to draft all running requests so; in doubt four times
+        `LOST` may be lost.
+        """
+        pair = (draft_version, domain)
+        if pair not in self._seen and len(self._seen) >= MAX_COUNTED:
+            self._seen.clear()
+        self._seen[pair] += 1
+        number = self._seen[pair]
+        chance = float(share_alone(np.array(number), np.array(doubted)))
+        if lost and number > FIRST:
+            chance = min(chance, LOST / lost * (DOUBTED / SHARE if doubted else 1))
+        return self._random.random() < chance
 
 
 class DriftWatch:
     """Tests the domains of the champion, and tells the trigger and the operator.
 
-    Attributes:
-        doubted: domains of which more requests should be tested.
-        last: number of the last request that it heard of.
+    More requests should be tested of the domains that are `doubted`; `last` is the number of the last one heard of.
     """
 
     def __init__(self, params: Params, querylog: Path, events: Emitter) -> None:
@@ -35,11 +67,10 @@ class DriftWatch:
 
     def follow(self, version: Version) -> bool:
         """Test what this draft serves from now on; return whether it was another one before."""
-        if self._followed == label(version):
-            return False
-        self._detector = DriftDetector(version.lineage.tau, self._params)
-        self._followed, self._draft = label(version), version.number
-        return True
+        if is_new := self._followed != label(version):
+            self._detector = DriftDetector(version.lineage.tau, self._params)
+            self._followed, self._draft = label(version), version.number
+        return is_new
 
     async def hear(self, counts: Sequence[AcceptanceCount]) -> None:
         """Take the requests since the last look, oldest first, and tell what follows from all of them.

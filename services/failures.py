@@ -24,14 +24,12 @@ class PlainFormatter(logging.Formatter):
     """Formats records as any formatter, and exceptions without their messages."""
 
     def formatException(self, ei: _ExcInfo) -> str:
-        """Return an exception's classes and frames."""
         return "" if ei[1] is None else place_of(ei[1])
 
 
 def place_of(error: BaseException) -> str:
     """Return the class and the frames of an exception and of what caused it, the last one first."""
-    lines: list[str] = []
-    seen: set[int] = set()
+    lines, seen = list[str](), set[int]()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
@@ -43,15 +41,10 @@ def place_of(error: BaseException) -> str:
 
 
 class BackgroundTasks:
-    """Starts tasks, tells which of them failed, and ends them. None of them is expected to end by itself.
-
-    Attributes:
-        failed: name of a task to the class of the exception that ended it. The log has where it was raised; its text
-            is left out, because it may quote a request.
-    """
+    """Starts tasks, tells which of them failed, and ends them. None of them is expected to end by itself."""
 
     def __init__(self) -> None:
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, str] = {}  # by a task's name the class of the exception that ended it
         self._running: list[asyncio.Task[None]] = []
 
     def start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -39,7 +39,6 @@ class QueuedRequest:
         self._turns, self._key, self._cost, self._ended = turns, key, cost, False
 
     def end(self) -> None:
-        """Give back what the request took."""
         if not self._ended:
             self._ended = True
             self._turns.give_back(self._key, self._cost)
@@ -56,21 +55,15 @@ class FairQueue:
     def __init__(
         self, limits: Limits, max_num_seqs: int, max_model_len: int, busy: Callable[[bool], None] = lambda _: None
     ) -> None:
-        """Take the bounds; `busy` is told when the first request begins to run, and when the last one has ended."""
+        """`busy` is told when the first request begins to run, and when the last one has ended."""
         self.per_key = max(1, int(limits.max_share_per_key * max_num_seqs))
-        self._limits, self._max_num_seqs, self._max_model_len = limits, max_num_seqs, max_model_len
-        self._busy = busy
-        self._running: Counter[str | None] = Counter()
+        self._limits, self._max_num_seqs, self._max_model_len, self._busy = limits, max_num_seqs, max_model_len, busy
+        self._running, self._deficits = Counter[str | None](), Counter[str | None]()
         self._waiting: dict[str | None, deque[_Waiting]] = {}
-        self._deficits: Counter[str | None] = Counter()
         self._queue: deque[str | None] = deque()  # the keys that wait, the one whose turn it is first
 
     def cost(self, key: str | None, body: Mapping[str, Any], num_bytes: int) -> Cost:
-        """Return what a request of a key may take, of its JSON after `check_limits` and the length of that.
-
-        Raises:
-            Refusal: 400, it asks for more sequences than a key may run.
-        """
+        """Return what a request may take, of its JSON after `check_limits` and the length of that; RequestError 400."""
         prompts = body.get("prompt")
         several = isinstance(prompts, list) and not isinstance(prompts[0] if prompts else 0, int)
         choices = max(_number(body, "n", 1), _number(body, "best_of", 1))
@@ -83,19 +76,17 @@ class FairQueue:
         return Cost(sequences, num_bytes // BYTES_PER_TOKEN + sequences * min(answer, self._max_model_len))
 
     async def take(self, key: str | None, cost: Cost) -> QueuedRequest:
-        """Wait until a request may run; requests without a key are one key's.
-
-        Raises:
-            Refusal: 429, too much waits for this key already; 503, too many wait in all.
-        """
+        """Wait until a request may run; requests without a key are one key's. RequestError 429 or 503 if many wait."""
         mine = self._waiting.get(key, ()) if key is not None else ()
-        waiting = sum(one.cost.tokens for one in mine)
-        if mine and waiting + cost.tokens > self._limits.max_queued_tokens_per_key:
-            message = f"requests of this key for {waiting} tokens are waiting; ask again when some were answered"
-            raise RequestError(429, message, code="rate_limit_exceeded")
+        waiting, said = sum(one.cost.tokens for one in mine), ""
         if mine and len(mine) >= self._limits.max_queued_requests // 2:
-            message = f"{len(mine)} requests of this key are waiting; ask again when some were answered"
-            raise RequestError(429, message, code="rate_limit_exceeded")
+            said = f"{len(mine)} requests of this key"
+        if mine and waiting + cost.tokens > self._limits.max_queued_tokens_per_key:
+            said = f"requests of this key for {waiting} tokens"
+        if said:
+            raise RequestError(
+                429, f"{said} are waiting; ask again when some were answered", None, "rate_limit_exceeded"
+            )
         one = _Waiting(cost, asyncio.get_running_loop().create_future())
         if key not in self._waiting:
             self._waiting[key] = deque()
@@ -116,7 +107,6 @@ class FairQueue:
             raise
 
     def give_back(self, key: str | None, cost: Cost) -> None:
-        """See `QueuedRequest.end`."""
         self._running[key] -= cost.sequences
         if not self._running[key]:
             del self._running[key]
@@ -125,7 +115,6 @@ class FairQueue:
             self._busy(False)
 
     def _let_in(self) -> None:
-        """Start what may start."""
         while (room := self._max_num_seqs - self._running.total()) > 0:
             heads = ((key, self._waiting[key][0]) for key in self._queue)  # a key is None where none is asked for
             able = (pair for pair in heads if self._running[pair[0]] + pair[1].cost.sequences <= self._most(pair[0]))
@@ -150,7 +139,6 @@ class FairQueue:
             self._forget(key, one)
 
     def _most(self, key: str | None) -> int:
-        """Return how many sequences a key may run at once."""
         return self._max_num_seqs if key is None else self.per_key
 
     def _forget(self, key: str | None, one: _Waiting) -> None:

@@ -33,19 +33,12 @@ class Added(NamedTuple):
 
 
 class AnswerReader:
-    """Reads one answer of one choice.
-
-    Attributes:
-        fault: why nothing can be learnt from it, "" if nothing speaks against it so far.
-    """
+    """Reads one answer of one choice; `fault` is why nothing can be learnt from it, "" if nothing speaks against it."""
 
     def __init__(self, added: Added) -> None:
-        self.fault = ""
-        self._added = added
-        self._began_s = time.monotonic()
-        self._first_s = self._last_s = self._began_s
-        self._prompt_ids: list[int] = []
-        self._token_ids: list[int] = []
+        self.fault, self._added = "", added
+        self._began_s = self._first_s = self._last_s = time.monotonic()
+        self._prompt_ids, self._token_ids = list[int](), list[int]()
         self._told: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._forced_usage = False
@@ -103,9 +96,7 @@ class StreamReader(AnswerReader):
 
     def __init__(self, added: Added) -> None:
         super().__init__(added)
-        self._rest = bytearray()
-        self._searched = 0
-        self._held = b""
+        self._rest, self._searched, self._held = bytearray(), 0, b""
 
     def feed(self, part: bytes) -> bytes:
         """Take what came; return what of it may go on to the client now."""
@@ -124,9 +115,8 @@ class StreamReader(AnswerReader):
 
     def rest(self) -> bytes:
         """Return what has not gone on yet: nothing more comes, or nothing that could be read."""
-        rest, self._held = self._held + bytes(self._rest), b""
-        self._rest.clear()
-        self._searched = 0
+        rest = self._held + bytes(self._rest)
+        self._rest, self._searched, self._held = bytearray(), 0, b""
         return rest
 
     def _passed(self, frame: bytes) -> bytes:

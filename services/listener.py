@@ -1,16 +1,34 @@
-"""The replica's own HTTP server, on a socket that only the proxy before it can reach (services/reverse_proxy.py).
-
-Uvicorn's server is started by its parts: its main loop would wake the process ten times a second beside the engine.
-"""
+"""The replica's own HTTP server, on a socket that only the proxy before it can reach (services/reverse_proxy.py)."""
 
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BACKLOG = 1024
+
+
+def made_ready(app: ASGIApp, drain_s: float, **settings: Any) -> uvicorn.Server:
+    """Return a server to start by its parts: its main loop would wake the process ten times a second."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="critical",  # what it tells of a failure quotes the request; whoever answers has told it
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=max(1, int(drain_s)),
+        **settings,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    return server
 
 
 class Listener:
@@ -22,25 +40,8 @@ class Listener:
 
     @classmethod
     async def start(cls, app: ASGIApp, path: Path, drain_s: float) -> "Listener":
-        """Listen at a path that only this user can reach, in the place of whoever listened there.
-
-        That one ends what it accepted. The app's lifespan is somebody else's.
-        """
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            log_level="critical",  # what it tells of a failure quotes the request; services/access.py has told it
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            forwarded_allow_ips="*",  # of whoever reaches the socket
-            timeout_graceful_shutdown=max(1, int(drain_s)),
-        )
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
+        """Listen at a path that only this user can reach, in the place of whoever listened there and ends by itself."""
+        server = made_ready(app, drain_s, forwarded_allow_ips="*")  # of whoever reaches the socket
         listened = socket.socket(socket.AF_UNIX)
         made = path.with_name(f"{path.name}.{os.getpid()}")
         made.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from infra.processes import hold_port
 from infra.secret import home_secret
 from infra.serving import serving
 from infra.settings import load_settings
-from services.config import read_config
+from services.config import ServiceConfig, read_as
 
 # Beyond the time that requests get: replica, engine and Ray end in about ten seconds.
 SHUTDOWN_GRACE_S = 60.0
@@ -37,14 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = load_settings()
             open_home(settings)
             close_to_others(settings.home)
-            config = read_config(arguments.config)
+            config = read_as(ServiceConfig, arguments.config)
             config.engine_params()
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
             require_client(config.keys, config.settings.host)
             home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
-            held.enter_context(
-                hold_port(config.settings.host, config.serve.port)
-            )  # Ray takes many before the proxy starts
+            # Ray takes many ports before the proxy starts.
+            held.enter_context(hold_port(config.settings.host, config.serve.port))
             held.enter_context(serving(settings.home, config.url))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)

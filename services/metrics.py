@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
@@ -12,8 +12,6 @@ from infra.status import ServiceStatus
 
 
 class StatusCollector(Collector):
-    """Turns one status into metrics."""
-
     def __init__(self, status: ServiceStatus) -> None:
         self._status = status
 
@@ -32,10 +30,8 @@ class StatusCollector(Collector):
         told = "Requests whose hidden states were wanted, by what became of them."
         yield _labelled(Counter("redraft_captured", told, labels=["outcome"]), status.captured)
         yield Counter("redraft_tokens", "Completion tokens served.", value=status.tokens)
-        told = (
-            "Completion tokens that were drafted, by the draft itself or looked up in earlier text; under a source of "
-            "their own where a grammar constrained the answer."
-        )
+        told = "Completion tokens that were drafted, by the draft itself or looked up in earlier text; "
+        told += "under a source of their own where a grammar constrained the answer."
         yield _labelled(Counter("redraft_accepted_tokens", told, labels=["source"]), status.accepted)
         told = "Answers to a seed and a temperature, begun without drafts."
         yield Counter("redraft_seeded_answers", told, value=status.seeded)
@@ -68,6 +64,4 @@ def _labelled(metric: Counter | Gauge, values: Mapping[str, float]) -> Metric:
 
 def render(status: ServiceStatus) -> bytes:
     """Return the text of /metrics for one status."""
-    own = CollectorRegistry(auto_describe=False)
-    own.register(StatusCollector(status))
-    return generate_latest(own) + generate_latest(REGISTRY)
+    return generate_latest(StatusCollector(status)) + generate_latest(REGISTRY)

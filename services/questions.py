@@ -29,32 +29,35 @@ MAX_BAD_WORDS = 64
 # A JSON schema needs some; what is deeper overflows the stack of whoever walks it next.
 MAX_DEPTH = 100
 MAX_DOMAINS = 16  # of one key
+# What of a request's JSON is refused by name, and with which words.
+UNSUPPORTED = {
+    "min_p": "min_p has no effect under speculative decoding; leave it out",
+    "logit_bias": "logit_bias has no effect under speculative decoding; leave it out",
+    "use_beam_search": "beam search is not served here",
+    **{
+        name: f"{name} is not accepted from clients"
+        for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority")
+    },
+}
 
 
 class Origin(NamedTuple):
-    """What is known of a request before it runs; `subject`, `key` and `group` are hashes, None if nothing was named.
-
-    `aliases` are hashes of the other names that it has for its subject. `speculation` is what the request says of it:
-    "on", "off" or "head".
-    """
+    """What is known of a request before it runs; `subject`, `key` and `group` are hashes, None if nothing was named."""
 
     request_id: str
     domain: str
     consent: Consent
     subject: str | None
     key: str | None = None
-    speculation: str = "on"
+    speculation: str = "on"  # one of SPECULATION
     group: str | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # hashes of the other names that it has for its subject
 
 
 def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
-    """Parse a JSON object strictly.
+    """Parse a JSON object strictly; RequestError 415, or 400 for NaN, 1e999, lone surrogates or what is too deep, too.
 
     A JSON content type is required because a web page can send any other to a loopback address without being asked.
-
-    Raises:
-        Refusal: 415, or 400 for what is not JSON: NaN, Infinity, 1e999, lone surrogates, too deep, no object.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(415, "Content-Type must be application/json")
@@ -74,22 +77,14 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
 
 def check_limits(body: Mapping[str, Any]) -> None:
     """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
-    if body.get("min_p") not in (None, 0):
-        raise RequestError(400, "min_p has no effect under speculative decoding; leave it out", "min_p", "unsupported")
-    if body.get("logit_bias"):
-        raise RequestError(
-            400, "logit_bias has no effect under speculative decoding; leave it out", "logit_bias", "unsupported"
-        )
-    if body.get("use_beam_search"):
-        raise RequestError(400, "beam search is not served here", "use_beam_search", "unsupported")
+    for name, message in UNSUPPORTED.items():
+        if body.get(name):
+            raise RequestError(400, message, name, "unsupported")
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") not in ROLES:
             raise RequestError(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
         _require_shallow_arguments(message)
-    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"):
-        if body.get(name):
-            raise RequestError(400, f"{name} is not accepted from clients", name, "unsupported")
     for name in ("n", "best_of"):
         number = body.get(name)  # a text would be read as a number further in
         if number is not None and not (isinstance(number, int) and 1 <= number <= MAX_CHOICES):
@@ -105,11 +100,7 @@ def check_limits(body: Mapping[str, Any]) -> None:
 def describe_origin(
     request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None, secret: bytes
 ) -> Origin:
-    """Read domain, consent, subject, group, hashed under the secret, and how it is to be drafted off a request.
-
-    Raises:
-        Refusal: 400, the domain, the subject or the group is malformed, or its speculation is none of the choices.
-    """
+    """Read off a request who asks for what, hashed under the secret; RequestError 400 for what is malformed."""
     try:
         domain = parse_domain(headers.get("x-redraft-domain"))
     except ValueError as error:
@@ -132,11 +123,7 @@ def describe_origin(
 
 
 def wants_steps(headers: Headers, caller: Caller | None) -> bool:
-    """Return whether a request asks for the figures of each step, which tell what a draft was trained on.
-
-    Raises:
-        Refusal: 400, the header has another value; 403, the caller is no operator.
-    """
+    """Return whether a request asks for the figures of each step, which tell what a draft was trained on."""
     said = headers.get("x-redraft-detail")
     if said is None:
         return False
@@ -188,15 +175,14 @@ class Domains:
     One bound for all would let one key's made-up names hide the domains of others.
     """
 
-    def __init__(self, max_per_key: int = MAX_DOMAINS) -> None:
-        self._max_per_key = max_per_key
+    def __init__(self) -> None:
         self._named: defaultdict[str | None, set[Domain]] = defaultdict(set)
 
     def admit(self, key: str | None, domain: Domain) -> Domain:
         """Return the domain that a request counts for; requests without a key are one key's."""
         named = self._named[key]
         if domain not in (DEFAULT_DOMAIN, OTHER_DOMAINS) and domain not in named:
-            if len(named) >= self._max_per_key:
+            if len(named) >= MAX_DOMAINS:
                 return OTHER_DOMAINS
             named.add(domain)
         return domain

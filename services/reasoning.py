@@ -6,8 +6,9 @@ whatever was agreed to: no draft may learn from it.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +24,12 @@ from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings
 from models.targets import describe, stop_ids
 from models.types import Frozen
-from services.access import RequestError
-from services.handlers import UNAVAILABLE
+from services.access import UNAVAILABLE, RequestError
 from services.stream import DONE, event
 
 HEADER = "X-Redraft-Reasoning"
 UNFINISHED = "\ufffd"  # stands at the end of a text whose last letter has not come whole
-# As vLLM tells of it in a stream; `services.handlers.from_error` makes of it what a client is told.
+# As vLLM tells of it in a stream; `services.app.from_error` makes of it what a client is told.
 ENDED = {"error": {"message": "", "type": "", "param": None, "code": EngineEnded.STATUS.value}}
 
 
@@ -58,51 +58,33 @@ class ChatRequest(Frozen):
 
 
 class Reasoned(Frozen):
-    """How an answer was written: `usage.redraft` of it.
+    """How an answer was written: `usage.redraft` of it."""
 
-    Attributes:
-        lossless: never; it is not what the target would have said.
-        steps_by_small: those that the small model wrote.
-        tokens_by_small: tokens of the answer that it wrote.
-        tokens_given_up: tokens that it wrote in vain.
-    """
-
-    lossless: Literal[False] = False
+    lossless: Literal[False] = False  # it is not what the target would have said
     reasoning: str
     steps: int
     steps_by_small: int
     tokens_by_small: int
-    tokens_given_up: int
+    tokens_given_up: int  # by the small model
 
 
+@dataclass
 class Reasoning:
     """Both engines, and the methods that are offered. Made by `start`, ended by `close`."""
 
+    _small: Engine
+    _target: Engine
+    _vocabulary: Vocabulary
+    _tokenizer: Any
+    _max_model_len: int
+    _served_name: str
+    _methods: Mapping[str, BaseParams]
     seeded: Literal["plain", "draft"] = "plain"
-
-    def __init__(
-        self,
-        small: Engine,
-        target: Engine,
-        vocabulary: Vocabulary,
-        tokenizer: Any,
-        max_model_len: int,
-        served_name: str,
-        methods: Mapping[str, BaseParams],
-    ) -> None:
-        self._small, self._target, self._vocabulary, self._tokenizer = small, target, vocabulary, tokenizer
-        self._max_model_len, self._served_name, self._methods = max_model_len, served_name, methods
-        self._names = count()
+    _names: Iterator[int] = field(default_factory=count)
 
     @classmethod
     async def start(
-        cls,
-        target: Engine,
-        target_dir: Path,
-        max_model_len: int,
-        served_name: str,
-        tokenizer: Any,
-        settings: Settings,
+        cls, target: Engine, target_dir: Path, max_model_len: int, served_name: str, tokenizer: Any, settings: Settings
     ) -> "Reasoning":
         """Start the small model's engine; ValueError if it can't be loaded, or does not read the target's tokens."""
         directory = Path(settings.model)
@@ -123,18 +105,13 @@ class Reasoning:
     async def answer(
         self, method: str, body: Mapping[str, Any], request_id: str, priority: int
     ) -> dict[str, Any] | AsyncGenerator[str, None]:
-        """Answer a chat, whole or as server-sent events, with a priority in the target's engine.
-
-        Raises:
-            Refusal: what it asks for is not served so.
-        """
+        """Answer a chat, whole or as server-sent events; RequestError for what is not served so."""
         if method not in self._methods:
             raise RequestError(400, f'{HEADER} is "{method[:32]}"{did_you_mean(method[:32], self._methods)}', HEADER)
         asked = _parse(body)
         if asked.model != self._served_name:
-            raise RequestError(
-                404, f"there is no such model; there is: {self._served_name}", "model", "model_not_found"
-            )
+            message = f"there is no such model; there is: {self._served_name}"
+            raise RequestError(404, message, "model", "model_not_found")
         try:
             turns = [message.model_dump() for message in asked.messages]
             prompt_ids = await asyncio.to_thread(ChatEncoder.of(self._tokenizer).encode, turns)
@@ -154,10 +131,8 @@ class Reasoning:
             priority=priority,
             drafting="off" if plain else "head",
         )
-        # A name of its own: the recorder logs what bears the request's id.
-        writers = Writers(
-            self._small, self._target, self._vocabulary, self._max_model_len, drawn, f"turns-{next(self._names)}"
-        )
+        name = f"turns-{next(self._names)}"  # of its own: the recorder logs what bears the request's id
+        writers = Writers(self._small, self._target, self._vocabulary, self._max_model_len, drawn, name)
         steps = catalog.load("reasoning", method).think(writers, prompt_ids, wanted, self._methods[method])
         told = _Told(method, asked, request_id, len(prompt_ids), self._vocabulary)
         if asked.stream:
@@ -178,11 +153,10 @@ class _Told:
         self, method: str, asked: ChatRequest, request_id: str, num_prompt_tokens: int, vocabulary: Vocabulary
     ) -> None:
         self._method, self._asked, self._vocabulary = method, asked, vocabulary
-        self._num_prompt_tokens, self._sent = num_prompt_tokens, 0
-        self._steps: list[Step] = []
+        self._num_prompt_tokens, self._sent, self._steps = num_prompt_tokens, 0, list[Step]()
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": asked.model}
-        self._head: dict[str, Any] = head
+        named: dict[str, Any] = {"id": f"chatcmpl-{request_id}", "object": kind}
+        self._head = named | {"created": int(time.time()), "model": asked.model}
 
     def add(self, step: Step) -> str:
         """Take a step, and return the text that is new and whole with it."""
@@ -190,11 +164,10 @@ class _Told:
         text = self._text()
         if text.endswith(UNFINISHED):
             return ""
-        new, self._sent = text[self._sent :], len(text)
-        return new
+        sent, self._sent = self._sent, len(text)
+        return text[sent:]
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer."""
         message = {"role": "assistant", "content": self._text()}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason()}
         return {**self._head, "choices": [choice], "usage": self._usage()}
@@ -205,7 +178,6 @@ class _Told:
         return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
 
     def rest(self) -> list[str]:
-        """Return the stream's last events."""
         left = self._text()[self._sent :]
         events = [self.chunk({"content": left})] if left else []
         events.append(self.chunk({}, ended=True))

@@ -36,7 +36,6 @@ from services.drafts import (
     Incompatible,
     Loaded,
     NeedsReplacement,
-    ReconcilerPolicy,
     ShortOfMemory,
     label,
     remember,
@@ -55,27 +54,15 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaHooks(NamedTuple):
-    """What the loop asks of the service around it.
-
-    Attributes:
-        num_in_flight: returns how many requests are being answered.
-        recent: returns the last requests that began with a draft, the oldest first.
-        tell: takes an event for the orchestrator, and a line about it.
-    """
+    """What the loop asks of the service around it."""
 
     num_in_flight: Callable[[], int] = lambda: 0
-    recent: Callable[[str], Sequence[AcceptanceCount]] = lambda draft: ()
+    recent: Callable[[str], Sequence[AcceptanceCount]] = lambda draft: ()  # the oldest first
     tell: Callable[[str, str], None] = lambda event, text: None
 
 
 class Reconciler:
-    """Follows the registry for one engine.
-
-    Attributes:
-        counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, called_off, late,
-            registry_unavailable, errors; canaries, and of these canaries_fell, canaries_undecided, target_differs and
-            broken_pairs.
-    """
+    """Follows the registry for one engine; `counts` says what happened how often, by the names of `swap.Count`."""
 
     def __init__(
         self,
@@ -92,17 +79,11 @@ class Reconciler:
         self.hooks = ReplicaHooks()
         self._engine, self._source, self._config = engine, source, config
         self._prompts = GoldenPrompts(engine, goldens, threshold)
-        postponed = memory.postponed(self._policy(), time.monotonic())
-        self._state = replace(DraftState.started(boot, memory), postponed=postponed)
+        postponed = memory.postponed(config.serve, time.monotonic())
+        self.state = replace(DraftState.started(boot, memory), postponed=postponed)
         self._trial: asyncio.Task[Event] | None = None
 
-    @property
-    def state(self) -> DraftState:
-        """Where the replica stands now."""
-        return self._state
-
     async def run(self) -> None:
-        """Look for ever."""
         while True:
             await self.look()
             await asyncio.sleep(self._config.serve.poll_s)
@@ -125,19 +106,13 @@ class Reconciler:
     async def set_speculation(self, on: bool) -> bool:
         """Do what an operator wants, at once; return whether there is speculation, never without a good draft."""
         await self._feed(partial(swap.switched, on=on))
-        return self._state.speculates
+        return self.state.speculates
 
     async def _feed(self, event: Event) -> None:
-        """Take the step that an event asks for, and all that follows from it."""
-        self._state, actions = event(self._state, self._policy())
+        """Take the step of an event, and all that follows from it."""
+        self.state, actions = event(self.state, self._config.serve)
         for action in actions:
             await self._do(action)
-
-    def _policy(self) -> ReconcilerPolicy:
-        serve = self._config.serve
-        return ReconcilerPolicy(
-            serve.probation.timeout_s, serve.min_swap_interval_s, serve.canary.period_s, serve.canary.max_in_flight
-        )
 
     async def _do(self, action: Action) -> None:
         serve = self._config.serve
@@ -180,7 +155,7 @@ class Reconciler:
                     log.warning("%s; replace its draft by hand", error)
                     self.hooks.tell(PAIR_BROKE, str(error))
             case swap.Remember():
-                await asyncio.to_thread(remember, self._config.memory, self._state.memory, self.counts)
+                await asyncio.to_thread(remember, self._config.memory, self.state.memory, self.counts)
 
     async def _fetch(self, version: Version) -> Event:
         try:
@@ -199,7 +174,7 @@ class Reconciler:
 
     def _goes_back(self, champion: Version) -> bool:
         """Return whether a newer draft than the champion was quarantined, one of those that this replica is about."""
-        state = self._state
+        state = self.state
         own = [draft.version.number for draft in (state.boot, state.serving) if draft is not None]
         newer = own or [int(name.partition("-")[0]) for name in state.memory.refused]
         return any(
@@ -209,7 +184,7 @@ class Reconciler:
     async def _ready(self, version: Version) -> Loaded:
         """Fetch a version and check that it can be swapped in; raises what `DraftSource` does."""
         draft = Loaded(version, await asyncio.to_thread(self._source.fetch, version))
-        await asyncio.to_thread(self._source.require_swappable, draft, self._state.boot)
+        await asyncio.to_thread(self._source.require_swappable, draft, self.state.boot)
         return draft
 
     async def _await(self, draft: Loaded, timeout_s: float, trial: Coroutine[Any, Any, Event]) -> None:
@@ -224,10 +199,9 @@ class Reconciler:
             ended = swap.called_off
         except ValueError as error:
             ended = partial(swap.failed, version=draft.version, reason=str(error), now_s=time.monotonic())
-        except TimeoutError:
-            ended = partial(swap.undecided, reason=f"took more than {timeout_s:g} s", now_s=time.monotonic())
-        except TargetDiffers as error:
-            ended = partial(swap.undecided, reason=str(error), now_s=time.monotonic())
+        except (TimeoutError, TargetDiffers) as error:
+            reason = str(error) if isinstance(error, TargetDiffers) else f"took more than {timeout_s:g} s"
+            ended = partial(swap.undecided, reason=reason, now_s=time.monotonic())
         except Exception as error:
             self._trial = None
             await self._feed(partial(swap.undecided, reason=type(error).__name__, now_s=time.monotonic()))
@@ -251,7 +225,7 @@ class Reconciler:
         def lost() -> float | None:
             return lost_on_traffic(version.lineage.tau, self.hooks.recent(str(version.number)), params)
 
-        finding, text = await self._prompts.look(version.number, self._state.answers, lost, params)
+        finding, text = await self._prompts.look(version.number, self.state.answers, lost, params)
         return partial(swap.checked, finding=finding, text=text, now_s=time.monotonic())
 
     async def _put_back(self) -> None:
@@ -266,7 +240,7 @@ class Reconciler:
 
     async def _load_good(self) -> Loaded | None:
         """Return the first good draft that could be loaded."""
-        for good in self._state.fallbacks():
+        for good in self.state.fallbacks():
             number = good.version.number if isinstance(good, Loaded) else good.number
             try:
                 draft = good if isinstance(good, Loaded) else await self._ready(good)
@@ -276,7 +250,7 @@ class Reconciler:
             try:
                 await self._engine.swap_draft(draft.directory, str(number))
                 await self._engine.check_draft(draft.directory)
-                await self._engine.set_speculation(self._state.wanted)
+                await self._engine.set_speculation(self.state.wanted)
             except Exception:  # the next rung must be reached whatever this one did
                 self.counts["errors"] += 1
                 log.exception("draft %s could not be put back", number)
@@ -286,7 +260,7 @@ class Reconciler:
 
     async def _report(self) -> None:
         registry = self._source.registry
-        for name, reason in self._state.unreported.items():
+        for name, reason in self.state.unreported.items():
             number = int(name.partition("-")[0])
             try:
                 # After a restart the registry may be another one, with another version of this number.
@@ -313,8 +287,6 @@ class GoldenPrompts:
 
     async def prove(self, draft: Loaded, settings: Probation) -> tuple[Proof, tuple[Answer, ...]]:
         """Check a draft that the engine just loaded, ahead of the traffic that waits; return what it showed.
-
-        Its weights arrived, the output is unchanged, it is as good as promised.
 
         Raises:
             ValueError: the draft failed; says in what.
@@ -348,23 +320,18 @@ class GoldenPrompts:
         lost_on_traffic: Callable[[], float | None],
         params: CanaryParams,
     ) -> tuple[Finding, str]:
-        """Ask the served draft the canary prompts, after all traffic; a fall is believed when a second look sees it.
+        """Ask the served draft the canary prompts, after all traffic, and say what was found, in a word and in a line.
 
-        `reference` is what it answered on probation; `lost_on_traffic` returns the share of the promised gain that is
-        missing.
-
-        Returns:
-            What was found, in a word and in a line.
+        A fall is believed when a second look sees it. `reference` is what the draft answered on probation;
+        `lost_on_traffic` returns the share of the promised gain that is missing.
         """
-        asked, name = self._goldens[: len(reference)], f"golden-{number}-canary"
-        lost = None
+        asked, name, lost = self._goldens[: len(reference)], f"golden-{number}-canary", None
         for _ in range(NUM_LOOKS):
             completions: list[Completion] = []
             for golden in asked:  # one at a time, so that a user shares the engine with one of them at most
                 completions += await self._answer([golden], f"{name}-{len(completions)}", LAST)
             if "different" in self._verdicts(asked, completions):
-                own = await self._differs_itself(asked, completions, name, LAST)
-                if own is None:
+                if (own := await self._differs_itself(asked, completions, name, LAST)) is None:
                     return Finding.TARGET, "the target alone parts from its reference on a canary prompt"
                 return Finding.PAIR, f"with draft {number} canary prompt {own} gives another output"
             lost = lost_on_canaries(reference, _answers(completions))
@@ -387,9 +354,8 @@ class GoldenPrompts:
         try:
             await self._engine.set_speculation(False)
         except NotSwitchable as error:  # a target of other arithmetic is no fault of the draft's
-            raise TargetDiffers(
-                f"golden prompt {different[0]} gave another output, of unknown cause: {error}"
-            ) from error
+            message = f"golden prompt {different[0]} gave another output, of unknown cause: {error}"
+            raise TargetDiffers(message) from error
         alone = await self._answer([asked[index] for index in different], f"{name}-alone", priority)
         pairs = zip(different, alone, strict=True)
         return next((index for index, one in pairs if _parts_first(asked[index], completions[index], one)), None)
@@ -406,9 +372,8 @@ class GoldenPrompts:
         async def ask(index: int, golden: Golden) -> Completion:
             await turns[index].wait()
             sampling = Sampling(max_tokens=len(golden.token_ids), priority=priority, piece=PIECE)
-            return await self._engine.generate(
-                list(golden.prompt_ids), sampling, f"{name}-{index}", turns[index + 1].set
-            )
+            read = turns[index + 1].set
+            return await self._engine.generate(list(golden.prompt_ids), sampling, f"{name}-{index}", read)
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -6,6 +6,9 @@ A process of its own without Ray, MLflow, torch or vLLM, so that it starts in a 
 redraft is down. What may be logged becomes a row as in a replica of ours (services/recorder.py). A row says which draft
 answered only where the server said the same version before the request began and after it ended; without the plugin's
 token it says none.
+
+What belongs to one connection is each side's own. A client that leaves is told to the server at once, by closing the
+connection; an answer that the server cuts is cut for the client too.
 """
 
 import argparse
@@ -17,16 +20,17 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvicorn
+from multidict import CIMultiDict
 from pydantic import Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
+from yarl import URL
 
 from infra.keys import keys_path
 from infra.logwriter import BackgroundWriter
@@ -36,48 +40,39 @@ from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
 from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
-from services.access import Keys
-from services.forwarding import ForwardingApp
+from services.access import Keys, RequestError
+from services.listener import BACKLOG, made_ready
 from services.recorder import SAMPLING, Recorder
-from services.recording_middleware import DraftVersions, RecordingMiddleware
+from services.recording_middleware import ClientLeft, DraftVersions, RawHeaders, RecordingMiddleware, RequestBody
 
 CONNECT_S, DRAIN_S = 10.0, 20.0
 KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
-BACKLOG = 1024
 MAX_HEADER_BYTES = 1 << 16
+# Of one connection, not of a request (RFC 9110, 7.6.1).
+HOP_BY_HOP = {
+    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+    *(b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
+}
 
 log = logging.getLogger(__name__)
 
 
 class RecordedTarget(Frozen):
-    """What is recorded of a server that records itself.
+    """What is recorded of a server that records itself; settings come without clients' keys."""
 
-    Attributes:
-        models: names by which the server knows the target; requests for others pass unlogged.
-        target_dir: the target's Hugging Face directory.
-        target_version: its number in the registry.
-        settings: where everything lies, without clients' keys.
-    """
-
-    models: tuple[str, ...] = Field(min_length=1)
+    models: tuple[str, ...] = Field(min_length=1)  # the target's names there; requests for others pass unlogged
     target_dir: AbsolutePath
     target_version: int = Field(ge=0)
     settings: Settings
 
 
 class RecordConfig(RecordedTarget):
-    """What is recorded before a server elsewhere.
+    """What is recorded before a server elsewhere."""
 
-    Attributes:
-        server: URL of the server, without `/v1`.
-        host, port: where clients ask.
-        ca: file of the certificates that sign the server's, "" for the system's.
-    """
-
-    server: str
+    server: str  # its URL, without `/v1`
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
-    ca: str = ""
+    ca: str = ""  # file of the certificates that sign the server's, "" for the system's
 
 
 def default_sampling(target_dir: Path) -> dict[str, Any]:
@@ -88,18 +83,84 @@ def default_sampling(target_dir: Path) -> dict[str, Any]:
     return {"temperature": 1.0, **numbers}
 
 
-class Recording:
-    """An app, recorded from now on, in the event loop that runs.
+class ForwardingApp:
+    """The ASGI app before one server; without an answer it answers 502."""
 
-    Attributes:
-        app: what is to be asked in its place.
-        markers: of the target's tokenizer, which is being read; ValueError if it can't be.
-    """
+    def __init__(self, http: aiohttp.ClientSession, server: str) -> None:
+        """Ask `server`, a URL without `/v1`, by `http`."""
+        self._http, self._server = http, server
+        self._is_away = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; what cut an answer that had begun is raised."""
+        body, answering = RequestBody(receive), asyncio.current_task()
+        assert answering is not None, "an app is awaited by a task"
+
+        async def leave() -> None:
+            await body.until_left()
+            answering.cancel()
+
+        leaving = asyncio.create_task(leave())
+        try:
+            await self._pass(scope, body, send)
+        except asyncio.CancelledError:
+            if not body.is_left or answering.uncancel():
+                raise
+        except ClientLeft:
+            pass
+        finally:
+            leaving.cancel()
+
+    async def _pass(self, scope: Scope, body: RequestBody, send: Send) -> None:
+        try:
+            answer = await self._ask(scope, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if body.is_left:
+                return
+            if not self._is_away:  # once, and not for each request
+                log.warning("%s does not answer (%s)", self._server, type(error).__name__)
+            self._is_away = True
+            message = f"the server behind this one does not answer ({type(error).__name__})"
+            await RequestError(502, message, code="bad_gateway").response()(scope, body.again(), send)
+            return
+        self._is_away = False
+        try:
+            headers = passed(answer.raw_headers)
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            while part := await answer.content.readany():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            answer.close()
+
+    async def _ask(self, scope: Scope, body: RequestBody) -> aiohttp.ClientResponse:
+        """Send a request on, and return the answer as soon as its headers are there."""
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        url = URL(f"{self._server}{scope['raw_path'].decode('latin-1')}{query}", encoded=True)
+        content: bytes | AsyncIterator[bytes] | None = await body.start(0)
+        if not any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
+            content = None
+        elif content is None:
+            content = body.parts()
+        sent = [one for one in passed(scope["headers"], b"host") if not one[0].startswith(b"x-redraft-")]
+        headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in sent)
+        return await self._http.request(scope["method"], url, headers=headers, data=content, allow_redirects=False)
+
+
+def passed(headers: RawHeaders, *left_out: bytes) -> RawHeaders:
+    """Return what of a message's headers is not of one connection, nor named to be left out."""
+    said = [value for name, value in headers if name.lower() == b"connection"]
+    own = {*HOP_BY_HOP, *left_out, *(part.strip().lower() for value in said for part in value.split(b","))}
+    return [(name, value) for name, value in headers if name.lower() not in own]
+
+
+class Recording:
+    """An app, recorded from now on, in the event loop that runs: `app` is to be asked in its place."""
 
     def __init__(self, server: ASGIApp, target: RecordedTarget, token: str) -> None:
         """Start it; the token is the plugin's, "" if the server has none."""
         thread = ThreadPoolExecutor(1)
-        self.markers = markers = thread.submit(Markers.read, target.target_dir)
+        self.markers = markers = thread.submit(Markers.read, target.target_dir)  # ValueError if they can't be read
         thread.shutdown(wait=False)
         self._recorder = Recorder(
             BackgroundWriter(QueryLog(target.settings.querylog)),
@@ -128,7 +189,7 @@ class Recording:
 
 
 class RecordedServer:
-    """The class that `vllm serve --middleware services.record.RecordedServer` loads: the server records itself."""
+    """What `vllm serve --middleware services.record.RecordedServer` loads: the server records itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Read what RECORD_CONFIG names; ValueError if that can't be recorded."""
@@ -150,11 +211,7 @@ class RecordedServer:
 
 
 async def record(config: RecordConfig, token: str) -> None:
-    """Pass requests on until SIGTERM or SIGINT, then let the running ones end.
-
-    Raises:
-        ValueError: the port can't be bound, or the certificates or the target's tokenizer can't be read.
-    """
+    """Pass requests on until SIGTERM or SIGINT, then let the running ones end; ValueError if that can't begin."""
     try:
         verify = ssl.create_default_context(cafile=config.ca or None)
     except OSError as error:
@@ -196,21 +253,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _serve(recording: Recording, listened: socket.socket) -> None:
     """Serve until a signal comes; ValueError if what is read meanwhile can't be."""
-    config = uvicorn.Config(
-        recording.app,
-        lifespan="off",
-        proxy_headers=False,
-        ws="none",
-        log_config=None,
-        log_level="critical",  # what it tells of a failure quotes the request
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=int(DRAIN_S),
-    )
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
+    server = made_ready(recording.app, DRAIN_S, proxy_headers=False)
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
@@ -222,7 +265,7 @@ async def _serve(recording: Recording, listened: socket.socket) -> None:
         await server.shutdown(sockets=[listened])
 
 
-def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run until a signal comes; return 2, with a line that says why, if nothing can be recorded so."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True)
@@ -231,7 +274,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
         path = parser.parse_args(argv).config
         config = validate(RecordConfig, json.loads(path.read_bytes()), str(path))
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            runner.run(record(config, environment.get(ATTACH_TOKEN, "")))
+            runner.run(record(config, os.environ.get(ATTACH_TOKEN, "")))
     except (ValueError, OSError) as error:
         print(f"services.record: {error}", file=sys.stderr, flush=True)
         return 2

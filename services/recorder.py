@@ -4,10 +4,9 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-Acceptance is that of requests which the draft was drawn to draft alone (services/acceptance_sampler.py), and is kept by
-the draft that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts
-for its own. A request that asks to be drafted so does not count, or a client could choose what a draft is measured by,
-nor does one whose answer a grammar constrained.
+Acceptance is that of requests which the draft was drawn to draft alone (services/drift.py), and is kept by
+the draft that a request began with. A request that asks to be drafted so does not count, or a client could choose what
+a draft is measured by, nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped. A server elsewhere (services/record.py) counts its steps, but does not tell what it drafted.
@@ -20,7 +19,7 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
@@ -29,7 +28,6 @@ from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.core.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen
-from services.coverage import MAX_DOMAINS, VocabularyCoverage
 from services.questions import Origin
 
 if TYPE_CHECKING:
@@ -40,7 +38,8 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-ROLLING = 64
+ROLLING = 64  # requests of a draft and a domain, or answers of a domain, that a figure is over
+MAX_DOMAINS = 128  # names come from clients; each is a series of the metrics
 LATELY = 256
 MAX_DRAFTS = 4
 MAX_LEFT = 256
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestedSampling(Protocol):
-    """What a request asked for: vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
+    """vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
 
     n: int
 
@@ -83,6 +82,33 @@ class Speculated(Frozen):
     accepted_per_step: list[int] | None = None
 
 
+class VocabularyCoverage:
+    """How much of what is served a draft's vocabulary can say, by domain; a token that it lacks is always rejected."""
+
+    def __init__(self) -> None:
+        self._draft, self._vocabulary = "", frozenset[int]()
+        self._answers: dict[str, deque[tuple[int, int]]] = {}  # tokens of an answer, and how many of them are covered
+
+    def follow(self, draft: str, vocabulary: frozenset[int] | None) -> None:
+        """Count for another draft from now on, by its version; None if its vocabulary is the target's: for none."""
+        self._draft, self._vocabulary = ("", frozenset()) if vocabulary is None else (draft, vocabulary)
+        self._answers = {}
+
+    def add(self, draft: str, domain: str, token_ids: Sequence[int]) -> None:
+        """Count an answer that began with a draft, which may be another one; the first token is never drafted."""
+        if draft == self._draft and self._draft and len(token_ids) > 1:
+            covered = sum(token in self._vocabulary for token in token_ids[1:])
+            answers = self._answers.setdefault(_bounded(domain, self._answers), deque(maxlen=ROLLING))
+            answers.append((len(token_ids) - 1, covered))
+
+    def shares(self) -> dict[str, float]:
+        """Return domain to the share of the last answers' tokens; empty for a draft that can say every token."""
+        return {
+            domain: sum(covered for _, covered in answers) / sum(tokens for tokens, _ in answers)
+            for domain, answers in sorted(self._answers.items())
+        }
+
+
 class Recorder:
     """Holds what is known of running requests and hands finished ones to the log; never makes a request wait.
 
@@ -94,7 +120,6 @@ class Recorder:
         tokens: completion tokens served.
         accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; of
             answers that a grammar constrained, `structured`.
-        coverage: of the answers' tokens by the served draft's vocabulary.
     """
 
     def __init__(
@@ -105,18 +130,14 @@ class Recorder:
         capacity: int = 1024,
         settle: Settle | None = None,
     ) -> None:
-        self.dropped = 0
-        self.tokens = 0
+        self.dropped = self.tokens = 0
         self.accepted = Counter(head=0, lookup=0, structured=0)
         self.coverage = VocabularyCoverage()
-        self._settle = settle
-        self._writer, self._rewrite, self._target_version = writer, rewrite, target_version
-        self._running: dict[str, Origin] = {}
+        self._writer, self._rewrite, self._target_version, self._settle = writer, rewrite, target_version, settle
+        self._running, self._left = dict[str, Origin](), OrderedDict[str, Origin]()
         self._finished: dict[str, list[Completion]] = {}
-        self._left: OrderedDict[str, Origin] = OrderedDict()
         self._rolling: OrderedDict[str, dict[str, deque[AcceptanceCount]]] = OrderedDict()  # by draft, then by domain
-        self._unlogged: deque[bool] = deque(maxlen=LATELY)
-        self._serial = itertools.count()
+        self._unlogged, self._serial = deque[bool](maxlen=LATELY), itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
         self._thread.start()
@@ -171,19 +192,18 @@ class Recorder:
         completions = self._finished.get(request_id)
         if not completions:
             return None
-        drafted = sum(sum(completion.drafted) for completion in completions)
-        accepted = sum(sum(completion.accepted) for completion in completions)
-        steps = sum(len(completion.drafted) for completion in completions)
+        drafted = [count for completion in completions for count in completion.drafted]
+        accepted = [count for completion in completions for count in completion.accepted]
         num_counted = sum(len(completion.trace("").drafted) for completion in completions)
         speculated = Speculated(
             draft_version=completions[-1].draft_version,
-            drafted=drafted,
-            accepted=accepted,
+            drafted=sum(drafted),
+            accepted=sum(accepted),
             looked_up=sum(map(_looked_up, completions)),
-            steps=steps,
-            mean_accepted_length=round(1 + accepted / num_counted, 4) if num_counted else None,
-            drafted_per_step=[count for completion in completions for count in completion.drafted],
-            accepted_per_step=[count for completion in completions for count in completion.accepted],
+            steps=len(drafted),
+            mean_accepted_length=round(1 + sum(accepted) / num_counted, 4) if num_counted else None,
+            drafted_per_step=drafted,
+            accepted_per_step=accepted,
         )
         return speculated.model_dump(exclude=None if by_step else {"drafted_per_step", "accepted_per_step"})
 
@@ -191,13 +211,11 @@ class Recorder:
         """Return the acceptance of each domain's last requests that began with a draft."""
         figures: dict[str, DomainAcceptance] = {}
         for domain, tallies in sorted(self._rolling.get(draft_version, {}).items()):
-            drafted, accepted, steps = (
-                sum(of) for of in zip(*((one.drafted, one.accepted, one.steps) for one in tallies), strict=True)
-            )
+            drafted, accepted = sum(one.drafted for one in tallies), sum(one.accepted for one in tallies)
             figures[domain] = DomainAcceptance(
                 requests=len(tallies),
                 acceptance_rate=accepted / drafted if drafted else None,
-                mean_accepted_length=1 + accepted / steps,
+                mean_accepted_length=1 + accepted / sum(one.steps for one in tallies),
             )
         return figures
 
@@ -233,15 +251,8 @@ class Recorder:
             self._rolling.popitem(last=False)
         windows = self._rolling.setdefault(completion.draft_version, {})
         self._rolling.move_to_end(completion.draft_version)
-        if domain not in windows and len(windows) >= MAX_DOMAINS:
-            domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
-        tally = AcceptanceCount(
-            number=next(self._serial),
-            domain=domain,
-            steps=len(drafted),
-            drafted=sum(drafted),
-            accepted=sum(accepted),
-        )
+        domain = _bounded(domain, windows)
+        tally = AcceptanceCount(next(self._serial), domain, len(drafted), sum(drafted), sum(accepted))
         windows.setdefault(domain, deque(maxlen=ROLLING)).append(tally)
 
     def _drain(self) -> None:
@@ -291,15 +302,22 @@ class Recorder:
         if origin.consent != "full" or len(completion.token_ids) < MIN_COMPLETION:
             return redact(row, min(origin.consent, "metadata", key=CONSENT_LEVELS.index))
         prompt_ids, prompt = self._rewrite(completion.prompt_ids, scrub.scrub)
-        completion_ids, text = self._rewrite(completion.token_ids, scrub.scrub)
-        same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
-        content: dict[str, Any] = {"prompt": prompt, "completion": text}
-        content |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        if same and completion.drafted_ids:
-            content["drafted_ids"] = [list(step) for step in completion.drafted_ids]
-        if not same:
+        ids, text = self._rewrite(completion.token_ids, scrub.scrub)
+        content: dict[str, Any] = {
+            "prompt": prompt,
+            "completion": text,
+            "prompt_ids": prompt_ids,
+            "completion_ids": ids,
+        }
+        if prompt_ids != list(completion.prompt_ids) or ids != list(completion.token_ids):
             content |= {"drafted": None, "accepted": None, "matches": None}
+        elif completion.drafted_ids:
+            content["drafted_ids"] = [list(step) for step in completion.drafted_ids]
         return QueryRow(**row.model_dump() | content)
+
+
+def _bounded(domain: str, known: Collection[str]) -> str:
+    return domain if domain in known or len(known) < MAX_DOMAINS else OTHER_DOMAINS
 
 
 def _looked_up(completion: "Completion") -> int:

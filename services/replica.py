@@ -61,7 +61,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raise a plain RuntimeError, so that Serve replaces the replica."""
-        await self._service.health()
+        await self._service.engine.health()
         self._service.require_no_replacement()
 
     async def drain(self) -> int:
@@ -71,10 +71,9 @@ class Replica:
 
 @contextmanager
 def serve_log_kept() -> Iterator[None]:
-    """Give Serve's log its file back at the end.
+    """Give Serve's log its file back at the end, which vLLM closes with every handler as it configures logging.
 
-    vLLM configures logging when it is imported and when an engine starts, which closes every handler of the process. A
-    controller that takes over a running replica asks it where it logs to, and replaces one that can't tell.
+    A controller that takes over a running replica asks it where it logs to, and replaces one that can't tell.
     """
     handlers = [handler for handler in logging.getLogger("ray.serve").handlers if isinstance(handler, MemoryHandler)]
     files = [handler.target for handler in handlers]
@@ -87,9 +86,8 @@ def serve_log_kept() -> Iterator[None]:
 
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
-    params = config.engine_params()
-    compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.settings.cache))}
-    environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}
+    environment = {**child_environment(config.engine_params()), **openmp_preload(), **VLLM_LOGGING}
+    environment["VLLM_CACHE_ROOT"] = str(compiled_folder(config.settings.cache))
     deployed = serve.deployment(
         name="replica",
         # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.

@@ -22,7 +22,8 @@ from infra.installed import haproxy_binary
 from infra.serving import front_folder
 from services.access import INTERNAL_ERROR, RequestError
 from services.config import ServiceConfig
-from services.request_middleware import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
+from services.fair_queue import OVERLOADED
+from services.request_middleware import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA
 
 MAX_CONNECTIONS = 4096
 # Of the connections that there may be, one address holds half at most: a proxy before us is one address too.
@@ -31,9 +32,8 @@ OTHER_FILES = 100  # beyond two of a connection
 REWRITE_BYTES = 1024  # of a buffer that holds the headers, for what is added to them
 RESTART_S = 0.5
 START_TIMEOUT_S, POLL_S = 10.0, 0.05
-MALFORMED = RequestError(
-    400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http"
-)
+NOT_HTTP = "the request is not valid HTTP, or ended before its body was complete"
+MALFORMED = RequestError(400, NOT_HTTP, code="malformed_http")
 SLOW = RequestError(504, "the answer took longer than an hour", code="timeout")
 # By the status that HAProxy would answer with: what it says instead.
 ANSWERS = {400: MALFORMED, 500: INTERNAL_ERROR, 502: LOST, 503: NO_REPLICA, 504: SLOW}
@@ -94,11 +94,7 @@ class ReverseProxy:
 
     @classmethod
     def find(cls, config: ServiceConfig, home: Path) -> "ReverseProxy | None":
-        """Return what stands before the replica; None is Serve's own proxy.
-
-        Raises:
-            ValueError: the configuration asks for HAProxy, and none runs here; or see `front_folder`.
-        """
+        """Return what stands before the replica, None for Serve's own proxy; ValueError if the wanted one can't run."""
         if config.serve.front == "ray":
             return None
         if (binary := haproxy_binary()) is not None:

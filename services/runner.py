@@ -14,7 +14,7 @@ from infra.identity import PR_SET_PDEATHSIG, children_named, process_identity
 from infra.memory import SERVICE_ENDS_AT
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME, ray_folder
-from services.config import ServiceConfig, read_config
+from services.config import ServiceConfig, read_as
 from services.request_middleware import CONFIG_VARIABLE
 from services.reverse_proxy import ReverseProxy
 
@@ -53,9 +53,6 @@ def run(config: ServiceConfig) -> int:
     """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started or Ray is gone.
 
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
-
-    Raises:
-        ValueError: see `ray_folder` and `ReverseProxy.find`.
     """
     home = config.settings.home
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
@@ -122,7 +119,7 @@ def main(path: Path) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     os.environ[CONFIG_VARIABLE] = str(path.absolute())
     try:
-        return run(read_config(path))
+        return run(read_as(ServiceConfig, path))
     except ValueError as error:
         print(f"services.runner: {error}", file=sys.stderr, flush=True)
         return 2

@@ -30,13 +30,11 @@ from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.targets import describe
-from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys
-from services.boot import start_engine
 from services.capture import Capture
 from services.config import ServiceConfig
-from services.drafts import DraftHistory, DraftSource, DraftState, Loaded
-from services.drift import DriftWatch
+from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, start_engine
+from services.drift import AcceptanceSampler, DriftWatch
 from services.failures import BackgroundTasks
 from services.fair_queue import FairQueue
 from services.questions import Domains
@@ -68,31 +66,21 @@ class Service:
         reasoning: Reasoning | None,
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
-        self.recorder, self._events, self._capture = recorder, events, capture
-        self.reasoning = reasoning
+        self.recorder, self.reasoning, self._events, self._capture = recorder, reasoning, events, capture
         self.admission = Admission(Keys(config.keys, is_loopback(config.settings.host)))
-        self.secret = home_secret(config.settings.home)
-        self.domains = Domains()
-        engine_params = config.engine_params()
-        limits, busy = config.serve.limits, Busy(config.settings.home)
-        busy.occupy(cores() | (set() if config.settings.device == "cpu" else gpus(0, engine_params.num_devices)))
-        self.turns = FairQueue(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
+        self.secret, self.domains, self.background = home_secret(config.settings.home), Domains(), BackgroundTasks()
+        params, busy = config.engine_params(), Busy(config.settings.home)
+        busy.occupy(cores() | (set() if config.settings.device == "cpu" else gpus(0, params.num_devices)))
+        self.turns = FairQueue(config.serve.limits, params.max_num_seqs, params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
         engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of
         self._alone = AcceptanceSampler()
         self._drift = DriftWatch(config.serve.drift_detector, config.settings.querylog, events)
-        self._num_seeded = 0
-        self._started_s = time.monotonic()
-        self.background = BackgroundTasks()
+        self._num_seeded, self._started_s = 0, time.monotonic()
 
     @classmethod
     async def start(cls, config: ServiceConfig) -> "Service":
-        """Load the target and, if there is one, the draft that the registry or the cache has for it.
-
-        Raises:
-            ValueError: the configuration or the target's files are wrong.
-            RuntimeError: the engine does not start, even without a draft.
-        """
+        """Load the target and, if there is one, the draft that the registry or the cache has for it."""
         counts: Counter[str] = Counter()
         if not config.follows:
             if config.follow_drafts:
@@ -120,11 +108,11 @@ class Service:
         except BaseException:
             await engine.close()
             raise
-        service.begin()
+        service._begin()
         return service
 
-    def begin(self) -> None:
-        """Start what runs beside the requests: the loop that follows the registry, and all that looks now and then."""
+    def _begin(self) -> None:
+        """Start what runs beside the requests."""
         self.background.start("drift detector", self._detect_drift())
         self.background.start("erasures", self._follow_erasures())
         if self._capture is not None:
@@ -136,13 +124,7 @@ class Service:
 
     async def set_speculation(self, on: bool) -> bool:
         """Switch speculation for an operator; returns whether the engine speculates."""
-        if self.reconciler is None:
-            return False
-        return await self.reconciler.set_speculation(on)
-
-    async def health(self) -> None:
-        """Raise RuntimeError if the target can't serve; drafts, registry and log don't matter here."""
-        await self.engine.health()
+        return self.reconciler is not None and await self.reconciler.set_speculation(on)
 
     def require_no_replacement(self) -> None:
         """Raise RuntimeError if only a new replica can serve what the registry wants."""
@@ -254,21 +236,19 @@ class Service:
                     log.warning("the query log can't be asked whether rows were erased: %s", error)
                 could = False
             else:
-                could = True
                 if seen is not None and last > seen:
                     num_tokens = await self.engine.forget_answers()
                     log.warning("erasure %d: forgot %d tokens of recent answers", last, num_tokens)
-                seen = last
+                seen, could = last, True
             await asyncio.sleep(ERASURES_S)
 
     async def _detect_drift(self) -> None:
         """Look for as long as the service runs; of a draft that is being replaced nothing needs to be told."""
         while True:
             await asyncio.sleep(self.config.serve.drift_detector.period_s)
-            state = self.reconciler.state if self.reconciler is not None else None
-            if state is None or state.serving is None or state.serving.version.number != state.champion:
+            state = UNFOLLOWED if self.reconciler is None else self.reconciler.state
+            if state.serving is None or (version := state.serving.version).number != state.champion:
                 continue
-            version = state.serving.version
             if self._drift.follow(version):
                 vocabulary = await asyncio.to_thread(read_vocabulary, state.serving.directory)
                 self.recorder.coverage.follow(str(version.number), vocabulary)
@@ -290,15 +270,11 @@ async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | Non
     params = config.engine_params()
     if draft is None:
         return await _measured(config, params)
-    version, num_draft_tokens = str(draft.version.number), source.served_k(draft.version)
-    if num_draft_tokens != params.num_draft_tokens:
-        log.warning(
-            "the engine drafts %d tokens a step, as draft %s was gated at; num_draft_tokens is %d",
-            num_draft_tokens,
-            version,
-            params.num_draft_tokens,
-        )
-    own = params.model_copy(update={"num_draft_tokens": num_draft_tokens})
+    version, k, configured = str(draft.version.number), source.served_k(draft.version), params.num_draft_tokens
+    if k != configured:
+        told = "the engine drafts %d tokens a step, as draft %s was gated at; num_draft_tokens is %d"
+        log.warning(told, k, version, configured)
+    own = params.model_copy(update={"num_draft_tokens": k})
     return await _measured(config, own, draft.directory, version)
 
 

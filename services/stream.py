@@ -26,11 +26,8 @@ async def opened(
 ) -> AsyncGenerator[str, None]:
     """Wait for the first frame, then return the stream.
 
-    `refuse` turns the body of an error frame into what the client is told; `usage` is added to the chunk that carries
-    the usage; `closed` is called once, when the stream ended or the client left.
-
-    Raises:
-        Refusal: the first frame is an error.
+    `refuse` turns the body of an error frame into what the client is told, which is raised if it is the first; `usage`
+    is added to the chunk that carries the usage; `closed` is called once, when the stream ended or the client left.
     """
     try:
         first = await anext(frames)
@@ -69,5 +66,4 @@ def _with_usage(frame: str, speculation: dict[str, Any] | None) -> str:
 
 
 def event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"{DATA}{json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"

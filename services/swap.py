@@ -17,13 +17,11 @@ services/reconciler.py executes the actions, each of which may bring the next ev
     UNPROVEN, SERVING ──the draft was quarantined elsewhere, and there is no champion──► OFF
     started without a draft ──► EMPTY: a champion that comes needs another replica
 
-A champion that there is no memory to load beside the served draft is postponed before the engine is touched.
-
 A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be tested,
 because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
-too: it is postponed, and tried again after a wait that doubles each time. The draft that a replica booted with goes on
-serving meanwhile, and another champion is followed at once. A draft that the engine did not start with waits in the
-same way (see `services.drafts.DraftHistory.after_start`).
+too: it is postponed, and tried again after a wait that doubles each time. So is one that there is no memory to load, or
+that the engine did not start with (see `services.drafts.DraftHistory.after_start`). The draft that a replica booted
+with goes on serving meanwhile, and another champion is followed at once.
 
 A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
@@ -49,120 +47,112 @@ from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version
 from models.core.evaluation.canary import Answer, Finding
-from services.drafts import DraftState, Loaded, Postponed, ReconcilerPolicy, label, without
+from models.serving import Serve
+from services.drafts import DraftState, Loaded, Postponed, label, without
 
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
-class Count:
-    """Count what happened, and say it in the log if there is something to say."""
+class Action:
+    """What is to be done."""
+
+
+@dataclass(frozen=True)
+class OfDraft(Action):
+    """What is to be done with a draft."""
+
+    draft: Loaded
+
+
+@dataclass(frozen=True)
+class Count(Action):
+    """Count what happened, and say it in the log if there is a text."""
 
     name: str
     text: str = ""
 
 
 @dataclass(frozen=True)
-class Say:
+class Say(Action):
     """Tell the log of good news."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Action):
     """Tell the orchestrator, by event."""
 
     event: str
     text: str
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Action):
     """Tell the registry of the refusals that it doesn't know; brings `reported` for each."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Action):
     """Ask the registry for its champion; brings `named`."""
 
 
 @dataclass(frozen=True)
-class Fetch:
+class Fetch(Action):
     """Get a champion's files and check them; brings `fetched`, `unfit`, `needs_replica`, `no_room` or `failed`."""
 
     version: Version
 
 
 @dataclass(frozen=True)
-class Inspect:
+class Inspect(Action):
     """Ask the registry about the served version; brings `quarantined` if it is."""
 
     version: Version
 
 
-@dataclass(frozen=True)
-class Prove:
+class Prove(OfDraft):
     """Put the served draft on probation; brings `passed`, `failed`, `undecided` or `called_off`."""
 
-    draft: Loaded
 
-
-@dataclass(frozen=True)
-class Try:
+class Try(OfDraft):
     """Swap a draft in and put it on probation; brings `swapped`, and then or instead what `Prove` brings."""
 
-    draft: Loaded
 
-
-@dataclass(frozen=True)
-class Check:
+class Check(OfDraft):
     """Ask the served draft the canary prompts; brings `checked`, `undecided` or `called_off`."""
 
-    draft: Loaded
 
-
-@dataclass(frozen=True)
-class CallOff:
+class CallOff(Action):
     """End the probation or the canary that is on its way, if there is one; brings `called_off`."""
 
 
-@dataclass(frozen=True)
-class PutBack:
+class PutBack(Action):
     """Load the first of `DraftState.fallbacks` that can be; brings `restored`, `exhausted` or `late`."""
 
 
 @dataclass(frozen=True)
-class SetSpeculation:
+class SetSpeculation(Action):
     """Switch the engine's speculation."""
 
     on: bool
 
 
-@dataclass(frozen=True)
-class Remember:
+class Remember(Action):
     """Write the memory to the disk."""
 
 
-Action = (
-    Count | Say | Tell | Report | Ask | Fetch | Inspect | Prove | Try | Check | CallOff | PutBack | SetSpeculation
-    | Remember
-)  # fmt: skip
 LOOK: tuple[Action, ...] = (Report(), Ask())
 
 
 class Step(NamedTuple):
-    """What follows from an event: the next state, and what is to be done, in its order.
-
-    What an action brings about comes before the action after it.
-    """
+    """The next state, and what is to be done, in its order: what an action brings comes before the action after it."""
 
     state: DraftState
     actions: tuple[Action, ...] = ()
 
 
-Event = Callable[[DraftState, ReconcilerPolicy], Step]
-_Rule = Callable[Concatenate[DraftState, ReconcilerPolicy, P], Step]
+Event = Callable[[DraftState, Serve], Step]
+_Rule = Callable[Concatenate[DraftState, Serve, P], Step]
 
 
 def _in(*phases: Phase) -> Callable[[_Rule[P]], _Rule[P]]:
@@ -170,10 +160,10 @@ def _in(*phases: Phase) -> Callable[[_Rule[P]], _Rule[P]]:
 
     def of(rule: _Rule[P]) -> _Rule[P]:
         @wraps(rule)
-        def checked(state: DraftState, policy: ReconcilerPolicy, /, *args: P.args, **kwargs: P.kwargs) -> Step:
+        def checked(state: DraftState, serve: Serve, /, *args: P.args, **kwargs: P.kwargs) -> Step:
             if state.phase not in phases:
                 raise RuntimeError(f"{rule.__name__} can't happen while a replica's draft is {state.phase}")
-            return rule(state, policy, *args, **kwargs)
+            return rule(state, serve, *args, **kwargs)
 
         return checked
 
@@ -186,7 +176,7 @@ TRIALS = (Phase.PROVING, Phase.CHECKING, Phase.TRYING)
 
 
 @_in(*IDLE, Phase.REVERTING)
-def ticked(state: DraftState, policy: ReconcilerPolicy, now_s: float, in_flight: int = 0) -> Step:
+def ticked(state: DraftState, serve: Serve, now_s: float, in_flight: int = 0) -> Step:
     """It is time for a look, while so many requests are being answered; times are on the monotonic clock."""
     if state.phase is Phase.REVERTING:
         return Step(state, (PutBack(), Report()))
@@ -194,16 +184,16 @@ def ticked(state: DraftState, policy: ReconcilerPolicy, now_s: float, in_flight:
     if state.phase is Phase.UNPROVEN and state.wanted and state.is_due(_present(serving).version, now_s):
         return Step(replace(state, phase=Phase.PROVING), (Prove(_present(serving)), *LOOK))
     if state.phase is Phase.SERVING and state.check_s is None:
-        return Step(_check_later(state, now_s, policy), LOOK)
+        return Step(_check_later(state, now_s, serve), LOOK)
     if state.phase is Phase.SERVING and state.check_s is not None and state.wanted and state.answers:
-        waits = in_flight > policy.canary_max_in_flight and now_s < state.check_s + policy.canary_period_s
+        waits = in_flight > serve.canary.max_in_flight and now_s < state.check_s + serve.canary.period_s
         if now_s >= state.check_s and not waits:
             return Step(replace(state, phase=Phase.CHECKING), (Check(_present(serving)), *LOOK))
     return Step(state, LOOK)
 
 
 @_in(*Phase)
-def switched(state: DraftState, policy: ReconcilerPolicy, on: bool) -> Step:
+def switched(state: DraftState, serve: Serve, on: bool) -> Step:
     """An operator wants speculation on or off.
 
     A trial is called off; switched on again, it decides itself when is drafted, and `called_off` does once it ended.
@@ -215,7 +205,7 @@ def switched(state: DraftState, policy: ReconcilerPolicy, on: bool) -> Step:
 
 
 @_in(*IDLE, Phase.REVERTING)
-def named(state: DraftState, policy: ReconcilerPolicy, champion: Version | None, now_s: float) -> Step:
+def named(state: DraftState, serve: Serve, champion: Version | None, now_s: float) -> Step:
     """The registry named its champion, or that there is none; the last good draft is put back first."""
     if state.phase is Phase.REVERTING:
         return Step(state)
@@ -236,13 +226,13 @@ def named(state: DraftState, policy: ReconcilerPolicy, champion: Version | None,
     known = label(champion) in state.refused or (serving is not None and label(champion) == label(serving))
     if known or not state.wanted or state.replacement is not None:
         return Step(state, cleared)
-    if state.swapped_s is not None and now_s - state.swapped_s < policy.min_swap_interval_s:
+    if state.swapped_s is not None and now_s - state.swapped_s < serve.min_swap_interval_s:
         return Step(state, (*cleared, Count("deferred")))
     return Step(state, (*cleared, Fetch(champion)) if state.is_due(champion, now_s) else cleared)
 
 
 @_in(*SWAPPABLE)
-def fetched(state: DraftState, policy: ReconcilerPolicy, draft: Loaded, now_s: float) -> Step:
+def fetched(state: DraftState, serve: Serve, draft: Loaded, now_s: float) -> Step:
     """A champion's files are here, good, and can be swapped in."""
     if not state.wanted:  # it was switched off meanwhile
         return Step(state)
@@ -250,20 +240,17 @@ def fetched(state: DraftState, policy: ReconcilerPolicy, draft: Loaded, now_s: f
 
 
 @_in(*IDLE)
-def unfit(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str) -> Step:
+def unfit(state: DraftState, serve: Serve, version: Version, reason: str) -> Step:
     """A champion is another target's, so another service may want it."""
     left = {**state.unfit, label(version): reason}
     return Step(replace(state, unfit=left), (Count("unfit", f"draft {version.number} does not fit: {reason}"),))
 
 
 @_in(*IDLE)
-def needs_replica(
-    state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, goes_back: bool = False
-) -> Step:
+def needs_replica(state: DraftState, serve: Serve, version: Version, reason: str, goes_back: bool = False) -> Step:
     """A champion is sound, and only an engine that was started with it can serve it.
 
-    It `goes_back` where it is champion because a newer one, which this replica has or can't start with, was
-    quarantined. Then this replica answers on, without a draft if its own is the one that was.
+    Where it `goes_back` after a quarantine, this replica answers on, without a draft if its own is what was bad.
     """
     if not goes_back:
         return Step(replace(state, replacement=reason), (Say(reason),))
@@ -273,19 +260,19 @@ def needs_replica(
 
 
 @_in(*SWAPPABLE)
-def no_room(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
+def no_room(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     """A champion is sound, and there is too little memory to load it beside the draft that serves."""
-    return _postpone(state, policy, version, reason, now_s)
+    return _postpone(state, serve, version, reason, now_s)
 
 
 @_in(Phase.TRYING)
-def swapped(state: DraftState, policy: ReconcilerPolicy, swap_ms: float) -> Step:
+def swapped(state: DraftState, serve: Serve, swap_ms: float) -> Step:
     """The engine took the candidate."""
     return Step(replace(state, swap_ms=swap_ms), (Count("swaps"),))
 
 
 @_in(Phase.PROVING, Phase.TRYING)
-def passed(state: DraftState, policy: ReconcilerPolicy, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
+def passed(state: DraftState, serve: Serve, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
     """The draft on probation showed what it had to, in these answers."""
     version = (draft := _present(state.candidate or state.serving)).version
     state = replace(
@@ -306,11 +293,11 @@ def passed(state: DraftState, policy: ReconcilerPolicy, proof: Proof, answers: t
 
 
 @_in(*IDLE, Phase.PROVING, Phase.TRYING)
-def failed(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
+def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     """A draft has a fault of its own, in its files or on probation; the registry is told now or at a later tick."""
     on_trial = state.phase in TRIALS
     if on_trial and state.fault is not None:
-        return undecided(state, policy, reason, now_s)
+        return undecided(state, serve, reason, now_s)
     memory = state.memory.with_refused(version, reason)
     state = replace(state, memory=memory, postponed=without(state.postponed, version))
     told = (Count("refused", f"draft {version.number} is refused: {reason}"), Remember(), Report())
@@ -322,23 +309,23 @@ def failed(state: DraftState, policy: ReconcilerPolicy, version: Version, reason
 
 
 @_in(*TRIALS)
-def undecided(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
+def undecided(state: DraftState, serve: Serve, reason: str, now_s: float) -> Step:
     """The draft on trial could not be tested; the trial may have ended with speculation off."""
     if state.phase is Phase.TRYING:
-        return _give_up_for_now(state, policy, reason, now_s)
+        return _give_up_for_now(state, serve, reason, now_s)
     if state.phase is Phase.PROVING and state.fault is not None:
-        return _pass_over_serving(state, policy, reason, now_s)
+        return _pass_over_serving(state, serve, reason, now_s)
     if state.phase is Phase.PROVING:
-        state, actions = _postpone(state, policy, _present(state.serving).version, reason, now_s)
-        state = replace(state, phase=Phase.UNPROVEN)
+        proven_later = replace(state, phase=Phase.UNPROVEN)
+        state, actions = _postpone(proven_later, serve, _present(state.serving).version, reason, now_s)
         return Step(state, (SetSpeculation(state.speculates), *actions))
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, policy)
+    state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
     text = f"the canary prompts were not answered: {reason}"
     return Step(state, (SetSpeculation(state.speculates), Count("canaries_undecided", text)))
 
 
 @_in(*TRIALS)
-def called_off(state: DraftState, policy: ReconcilerPolicy) -> Step:
+def called_off(state: DraftState, serve: Serve) -> Step:
     """A probation or a canary was ended, because an operator wants speculation off."""
     if state.phase is Phase.TRYING:
         return Step(replace(state, phase=Phase.REVERTING, candidate=None), (Count("called_off"), PutBack()))
@@ -347,37 +334,36 @@ def called_off(state: DraftState, policy: ReconcilerPolicy) -> Step:
 
 
 @_in(Phase.CHECKING)
-def checked(state: DraftState, policy: ReconcilerPolicy, finding: Finding, text: str, now_s: float) -> Step:
+def checked(state: DraftState, serve: Serve, finding: Finding, text: str, now_s: float) -> Step:
     """The canary prompts were answered by the draft that serves; the look may have ended with speculation off."""
     if finding is Finding.PAIR:
-        return _reload(state, policy, text, now_s)
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, policy)
+        return _reload(state, serve, text, now_s)
+    state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
     state = replace(state, fault=text if finding is Finding.TARGET else None)
-    done: tuple[Action, ...] = (SetSpeculation(state.speculates), Count("canaries"))
-    if finding is Finding.FELL:
-        done = (*done, Count("canaries_fell", text))
-    if finding is Finding.TARGET:
-        done = (*done, Count("target_differs", text), Tell(TARGET_DIFFERS, text))
-    return Step(state, done)
+    told: dict[Finding, tuple[Action, ...]] = {
+        Finding.FELL: (Count("canaries_fell", text),),
+        Finding.TARGET: (Count("target_differs", text), Tell(TARGET_DIFFERS, text)),
+    }
+    return Step(state, (SetSpeculation(state.speculates), Count("canaries"), *told.get(finding, ())))
 
 
 @_in(Phase.REVERTING)
-def restored(state: DraftState, policy: ReconcilerPolicy, draft: Loaded) -> Step:
+def restored(state: DraftState, serve: Serve, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
-    same = state.serving is not None and label(state.serving.version) == label(draft.version)
-    proof, answers = (state.proof, state.answers) if same else (None, ())
-    phase = Phase.UNPROVEN if proof is None else Phase.SERVING
-    return Step(replace(state, phase=phase, serving=draft, proof=proof, answers=answers, fallback=None))
+    if state.serving is None or label(state.serving.version) != label(draft.version):
+        state = replace(state, proof=None, answers=())
+    phase = Phase.UNPROVEN if state.proof is None else Phase.SERVING
+    return Step(replace(state, phase=phase, serving=draft, fallback=None))
 
 
 @_in(Phase.REVERTING)
-def exhausted(state: DraftState, policy: ReconcilerPolicy) -> Step:
+def exhausted(state: DraftState, serve: Serve) -> Step:
     """No good draft could be put back."""
     return Step(_off(state, "no good draft"), (SetSpeculation(False),))
 
 
 @_in(Phase.REVERTING)
-def late(state: DraftState, policy: ReconcilerPolicy) -> Step:
+def late(state: DraftState, serve: Serve) -> Step:
     """The last good draft was not put back in time."""
     text = "the last good draft is not back in time; speculation is off until it is"
     state = replace(state, fallback="the last good draft is being put back")
@@ -385,7 +371,7 @@ def late(state: DraftState, policy: ReconcilerPolicy) -> Step:
 
 
 @_in(Phase.UNPROVEN, Phase.SERVING)
-def quarantined(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str) -> Step:
+def quarantined(state: DraftState, serve: Serve, version: Version, reason: str) -> Step:
     """Somebody found the served draft bad; `version` is what the registry holds under its number now."""
     memory = state.memory.with_refused(version, reason).with_reported(label(version))
     state = replace(_off(state, f"draft {version.number} was quarantined"), memory=memory)
@@ -393,45 +379,44 @@ def quarantined(state: DraftState, policy: ReconcilerPolicy, version: Version, r
 
 
 @_in(*IDLE, Phase.REVERTING)
-def reported(state: DraftState, policy: ReconcilerPolicy, name: str) -> Step:
+def reported(state: DraftState, serve: Serve, name: str) -> Step:
     """The registry knows of a refusal, by its version's label."""
     return Step(replace(state, memory=state.memory.with_reported(name)), (Remember(),))
 
 
-def _postpone(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
-    """Note that a version could not be loaded or tested."""
+def _postpone(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     before = state.postponed.get(label(version))
     num_attempts = 1 if before is None else before.num_attempts + 1
-    postponed = Postponed.after(num_attempts, reason, policy, now_s)
+    postponed = Postponed.after(num_attempts, reason, serve, now_s)
     state = replace(state, postponed={**state.postponed, label(version): postponed})
     return Step(state, (Count("postponed", f"draft {version.number} is postponed: {postponed.describe(now_s)}"),))
 
 
-def _give_up_for_now(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
+def _give_up_for_now(state: DraftState, serve: Serve, reason: str, now_s: float) -> Step:
     version = _present(state.candidate or state.serving).version
-    state, actions = _postpone(state, policy, version, reason, now_s)
+    state, actions = _postpone(state, serve, version, reason, now_s)
     return Step(replace(state, phase=Phase.REVERTING, candidate=None), (*actions, Count("reverts"), PutBack()))
 
 
-def _pass_over_serving(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
-    state, actions = _give_up_for_now(state, policy, reason, now_s)
+def _pass_over_serving(state: DraftState, serve: Serve, reason: str, now_s: float) -> Step:
+    state, actions = _give_up_for_now(state, serve, reason, now_s)
     return Step(replace(state, serving=None, proof=None, answers=()), (SetSpeculation(False), *actions))
 
 
-def _reload(state: DraftState, policy: ReconcilerPolicy, text: str, now_s: float) -> Step:
+def _reload(state: DraftState, serve: Serve, text: str, now_s: float) -> Step:
     """Load the draft that broke again or, if it was, the last good one before it."""
     broken = _present(state.serving).version
     again = state.reloaded == label(broken)
     state = replace(state, fault=text, reloaded=label(broken), proof=None, answers=())
     said = (Count("canaries"), Count("broken_pairs", text), Tell(PAIR_BROKE, text))
     if again:
-        state, actions = _pass_over_serving(state, policy, text, now_s)
+        state, actions = _pass_over_serving(state, serve, text, now_s)
         return Step(state, (*actions, *said))
     return Step(replace(state, phase=Phase.REVERTING), (SetSpeculation(False), PutBack(), *said))
 
 
-def _check_later(state: DraftState, now_s: float, policy: ReconcilerPolicy) -> DraftState:
-    return replace(state, check_s=now_s + policy.canary_period_s)
+def _check_later(state: DraftState, now_s: float, serve: Serve) -> DraftState:
+    return replace(state, check_s=now_s + serve.canary.period_s)
 
 
 def _off(state: DraftState, reason: str) -> DraftState:

@@ -16,9 +16,17 @@ from models.core.drafting.eagle3_heads import WEIGHTS
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
-from services.boot import start_engine
-from services.config import read_config
-from services.drafts import DraftHistory, DraftSource, Loaded, choose_boot_draft, label, read_memory, write_memory
+from services.config import ServiceConfig, read_as
+from services.drafts import (
+    DraftHistory,
+    DraftSource,
+    Loaded,
+    choose_boot_draft,
+    label,
+    read_memory,
+    remember,
+    start_engine,
+)  # fmt: skip
 from services.service import UNDRAFTED, Service
 from tests.world import World, make_target
 
@@ -36,7 +44,7 @@ def test_f35_a_good_draft_that_the_machine_did_not_start_with_waits_and_is_never
     world.registry.promote("draft", newer)
     source = DraftSource(world.registry, tmp_path / "cache", describe(world.target), PARAMS.num_draft_tokens)
     state, counts = tmp_path / "state.json", Counter[str]()
-    write_memory(state, DraftHistory().with_good(world.registry.get("draft", older)))
+    remember(state, DraftHistory().with_good(world.registry.get("draft", older)), counts)
 
     def restart(faults: dict[int, str]) -> list[int]:
         """Start an engine on a machine that has a fault while some drafts are started; return what was tried."""
@@ -80,9 +88,9 @@ def test_f41_a_recipe_that_drafts_nothing_is_served_without_the_champion_and_say
     make_target(tiny_target, tmp_path / "target", engine, loop)
     own = {"name": "vllm", "num_draft_tokens": 0, "max_model_len": 128, "max_num_seqs": 4}
     world = World(tmp_path, tmp_path / "target", engine=own)
-    service = loop.run_until_complete(Service.start(read_config(world.config())))
+    service = loop.run_until_complete(Service.start(read_as(ServiceConfig, world.config())))
     try:
-        loop.run_until_complete(service.health())
+        loop.run_until_complete(service.engine.health())
         told = service.status()
     finally:
         loop.run_until_complete(service.close())

@@ -37,10 +37,13 @@ def config(home: Path, **changed: object) -> dict[str, object]:
     return {**whole, "servers": ["http://127.0.0.1:8001"], **changed}
 
 
-def test_without_the_servers_token_nothing_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_servers_token_nothing_is_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ATTACH_TOKEN, raising=False)
     file = tmp_path / "attach.json"
     file.write_text(json.dumps(config(tmp_path)))
-    assert main(["--config", str(file)], {}) == 2
+    assert main(["--config", str(file)]) == 2
     assert ATTACH_TOKEN in capsys.readouterr().err
 
 
@@ -108,11 +111,13 @@ def addresses(*hosts: str) -> list[tuple[Any, ...]]:
     return [(family, socket.SOCK_STREAM, 6, "", (host, 0)) for family, host in zip(families, hosts, strict=True)]
 
 
-def test_a_name_is_a_server_for_each_of_its_addresses() -> None:
+def test_a_name_is_a_server_for_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved("http://localhost:8000/base") == ["http://127.0.0.1:8000/base"]
     both = addresses("fd00::2", "10.0.0.2", "10.0.0.1", "10.0.0.2")
-    assert resolved("http://name", lambda *_, **__: both) == ["http://10.0.0.1:80", "http://10.0.0.2:80"]
-    assert resolved("https://name", lambda *_, **__: both[:1]) == ["https://[fd00::2]:443"]
+    monkeypatch.setattr(attaching, "getaddrinfo", lambda *_, **__: both)
+    assert resolved("http://name") == ["http://10.0.0.1:80", "http://10.0.0.2:80"]
+    del both[1:]
+    assert resolved("https://name") == ["https://[fd00::2]:443"]
 
 
 @pytest.fixture
@@ -159,10 +164,11 @@ def test_servers_join_and_leave_as_their_name_resolves(
     home: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attaching, "RESOLVE_S", 0.05)
+    monkeypatch.setattr(attaching, "getaddrinfo", lambda *_, **__: look_up())
     found: list[tuple[Any, ...]] = addresses("127.0.0.1")
     num_looks = 0
 
-    def look_up(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+    def look_up() -> list[tuple[Any, ...]]:
         nonlocal num_looks
         num_looks += 1
         if not found:
@@ -176,7 +182,7 @@ def test_servers_join_and_leave_as_their_name_resolves(
         async with PlayedServer(with_plugin(tiny_draft)) as first:
             port = int(first.url.rpartition(":")[2])
             told = config(home, servers=[f"http://servers:{port}"], resolve=True, serve={"port": 1, "poll_s": 0.1})
-            following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token", look_up))
+            following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token"))
             await until(lambda: stand() == [("//127.0.0.1", 0, "serving")], following)
             async with PlayedServer(no_plugin, host="127.0.0.2", port=port):  # which ends nothing
                 found[:] = addresses("127.0.0.2", "127.0.0.1")
@@ -198,10 +204,11 @@ def test_servers_join_and_leave_as_their_name_resolves(
     asyncio.run(run())
 
 
-def test_a_name_without_an_address_is_told_at_the_start(home: Path) -> None:
-    def look_up(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+def test_a_name_without_an_address_is_told_at_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
+    monkeypatch.setattr(attaching, "getaddrinfo", look_up)
     told = AttachConfig.model_validate(config(home, servers=["http://servers:1"], resolve=True))
     with pytest.raises(ValueError, match="http://servers:1 resolves to no address: .*not known"):
-        asyncio.run(attach(told, "token", look_up))
+        asyncio.run(attach(told, "token"))

@@ -10,7 +10,7 @@ from infra.processes import Child, free_port, wait_until
 from infra.serving import is_served
 from infra.settings import Settings
 from models.serving import Limits, Probation, Serve
-from services.config import ServiceConfig, read_config
+from services.config import ServiceConfig, read_as
 from services.main import main
 from tests.infra.rows import ROOT
 
@@ -29,25 +29,25 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_config_survives_its_own_json(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, engine={"name": "vllm", "max_model_len": 256}))
+    config = read_as(ServiceConfig, write(tmp_path, engine={"name": "vllm", "max_model_len": 256}))
     assert ServiceConfig.model_validate_json(config.model_dump_json()) == config
     assert config.engine_params().name == "vllm"
 
 
 def test_a_service_is_told_how_to_serve_by_the_table_of_its_recipe(tmp_path: Path) -> None:
     table = Serve(port=1, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
-    assert read_config(write(tmp_path, serve=table.model_dump(mode="json"))).serve == table
+    assert read_as(ServiceConfig, write(tmp_path, serve=table.model_dump(mode="json"))).serve == table
 
 
 def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> None:
     for num_draft_tokens, follow, wanted in ((1, True, True), (0, True, False), (1, False, False)):
         engine = {"name": "vllm", "num_draft_tokens": num_draft_tokens}
-        assert read_config(write(tmp_path, engine=engine, follow_drafts=follow)).follows is wanted
+        assert read_as(ServiceConfig, write(tmp_path, engine=engine, follow_drafts=follow)).follows is wanted
 
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_config(write(tmp_path, target_dir="here")).target_dir == tmp_path / "here"
+    assert read_as(ServiceConfig, write(tmp_path, target_dir="here")).target_dir == tmp_path / "here"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_wrong_key_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        read_config(write(tmp_path, **changes))
+        read_as(ServiceConfig, write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a":'])
@@ -70,7 +70,7 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
     path = tmp_path / "service.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"service\.json"):
-        read_config(path)
+        read_as(ServiceConfig, path)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from models.engines.vllm.openai import EngineStopped, Refused
 from models.engines.vllm.tap import EngineEnded
-from services.access import INTERNAL_ERROR, RequestError
-from services.handlers import UNAVAILABLE, answered, from_error
+from services.access import INTERNAL_ERROR, UNAVAILABLE, RequestError
+from services.app import answered, from_error
 
 pytestmark = pytest.mark.engine
 

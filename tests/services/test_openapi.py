@@ -120,9 +120,7 @@ def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     operation = schemathesis.openapi.from_dict(document())[path]["POST" if takes_body else "GET"]
 
     @settings(
-        max_examples=NUM_EXAMPLES if takes_body else 4,
-        phases=[Phase.generate],
-        suppress_health_check=[*HealthCheck],
+        max_examples=NUM_EXAMPLES if takes_body else 4, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Case) -> None:

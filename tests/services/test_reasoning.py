@@ -16,9 +16,8 @@ from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Reasoning as Settings
-from services.access import RequestError
-from services.app import routes
-from services.handlers import UNAVAILABLE, from_error
+from services.access import UNAVAILABLE, RequestError
+from services.app import from_error, routes
 from services.reasoning import DONE, HEADER, Reasoning
 from services.stream import opened
 from tests.models.reasoning.thinking import make_small

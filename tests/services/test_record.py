@@ -30,9 +30,8 @@ from infra.supervisor import ProcessRecord, read_state
 from models.chats import ChatEncoder
 from models.markers import Markers
 from models.targets.random import byte_tokenizer
-from services.forwarding import ForwardingApp
 from services.frames import without_ids
-from services.record import RecordConfig, main, record
+from services.record import ForwardingApp, RecordConfig, main, record
 from services.recording_middleware import STATUS_PATH, DraftVersions
 from tests.imports import ROOT
 from tests.services.played import (
@@ -441,7 +440,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureF
     made = config(tmp_path, "http://127.0.0.1:1")
     for changed, said in (({"models": []}, "models"), ({"ca": "absent.pem"}, "absent.pem"), ({"port": 0}, "port")):
         (file := tmp_path / "record.json").write_text(json.dumps(made.model_dump(mode="json") | changed))
-        assert main(["--config", str(file)], {}) == 2
+        assert main(["--config", str(file)]) == 2
         assert said in capsys.readouterr().err
 
 

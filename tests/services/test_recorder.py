@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infra.consent import QueryRow
+from infra.consent import OTHER_DOMAINS, QueryRow
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
@@ -16,7 +16,7 @@ from models.core.evaluation.acceptance import UNDRAFTED
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.questions import Origin
-from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder
+from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder, VocabularyCoverage
 
 ID = f"{1:032x}"
 TOKENIZER = byte_tokenizer()
@@ -131,14 +131,8 @@ def test_several_generations_of_one_request_are_rows_and_one_usage(recorder: Rec
     recorder.expect(origin())
     for index in range(2):
         recorder.finished(completion(f"cmpl-{ID}-{index}"), Settings())
-    counts = {
-        "draft_version": "7",
-        "drafted": 12,
-        "accepted": 4,
-        "looked_up": 0,
-        "steps": 6,
-        "mean_accepted_length": 1.6667,
-    }
+    counts = {"draft_version": "7", "drafted": 12, "accepted": 4, "looked_up": 0, "steps": 6}
+    counts["mean_accepted_length"] = 1.6667
     assert recorder.usage(ID) == counts
     steps = {"drafted_per_step": [3, 3, 0] * 2, "accepted_per_step": [2, 0, 0] * 2}
     assert recorder.usage(ID, by_step=True) == counts | steps
@@ -201,14 +195,8 @@ def test_a_drafts_last_requests_are_given_in_the_order_in_which_they_ended(recor
 def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
     record(recorder, speculating=False, drafted=(), accepted=(), drafted_ids=())
     assert recorder.acceptance("7") == {}
-    assert recorder.usage(ID) == {
-        "draft_version": "7",
-        "drafted": 0,
-        "accepted": 0,
-        "looked_up": 0,
-        "steps": 0,
-        "mean_accepted_length": None,
-    }
+    nothing = dict.fromkeys(("drafted", "accepted", "looked_up", "steps"), 0)
+    assert recorder.usage(ID) == {"draft_version": "7", **nothing, "mean_accepted_length": None}
 
 
 def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
@@ -304,3 +292,36 @@ def test_answers_without_a_step_and_without_a_draft_leave_the_window_to_others(r
         recorder.finished(completion(text="t", drafted=(), accepted=(), drafted_ids=()), Settings(max_tokens=1))
         recorder.finished(completion(matches=(UNDRAFTED,) * 3, accepted=(0,) * 3), Settings())
     assert [(one.steps, one.accepted) for one in recorder.recent("7")] == [(3, 2)]
+
+
+def test_the_first_token_does_not_count_since_it_is_never_drafted() -> None:
+    coverage = VocabularyCoverage()
+    coverage.follow("3", frozenset({1, 2}))
+    coverage.add("3", "code", [9, 1, 2, 8, 8])
+    coverage.add("3", "code", [9])
+    coverage.add("3", "chat", [9, 1])
+    assert coverage.shares() == {"chat": 1.0, "code": 0.5}
+
+
+def test_answers_of_another_draft_and_of_none_count_for_nobody() -> None:
+    coverage = VocabularyCoverage()
+    coverage.add("", "code", [1, 1])
+    coverage.follow("3", frozenset({1}))
+    coverage.add("2", "code", [1, 1])
+    assert coverage.shares() == {}
+    coverage.add("3", "code", [1, 1])
+    coverage.follow("4", None)  # which can say every token
+    coverage.add("4", "code", [1, 1])
+    assert coverage.shares() == {}
+
+
+def test_a_share_is_over_the_last_answers_and_domains_are_bounded() -> None:
+    coverage = VocabularyCoverage()
+    coverage.follow("3", frozenset({1}))
+    for token in [2] * ROLLING + [1] * ROLLING:
+        coverage.add("3", "code", [0, token])
+    for number in range(2 * MAX_DOMAINS):
+        coverage.add("3", f"made up {number}", [0, 1])
+    shares = coverage.shares()
+    assert shares["code"] == 1.0
+    assert len(shares) == MAX_DOMAINS + 1 and OTHER_DOMAINS in shares

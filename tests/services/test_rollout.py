@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from services.attach import Rollout, RolloutFile
 from services.drafts import DraftHistory, DraftState, label
-from services.rollout import Rollout, RolloutFile
 from tests.services.test_swap import PROOF, draft, version
 
 A, B, C = SERVERS = ("http://a", "http://b", "http://c")

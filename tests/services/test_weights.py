@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from infra.processes import free_port, hold_port
-from services import weights
-from services.weights import serving
+from services import attach
+from services.attach import serving
 
 CONTENT, DIGEST = bytes(range(256)) * 1000, "ab" * 32
 PATH = f"/drafts/{DIGEST}/model.safetensors"
@@ -44,7 +44,7 @@ def test_an_offered_file_is_served_whole_and_under_an_address_of_its_own(tmp_pat
 
 
 def test_an_address_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LIFETIME_S", -1)
+    monkeypatch.setattr(attach, "LIFETIME_S", -1)
 
     async def run() -> None:
         async with offered(tmp_path) as (_, ask, offer):

@@ -12,7 +12,7 @@ explains the last requests, wherever it may have begun. Told at h = log n, it le
 alarms on the average, where requests are independent and their errors normal. What was good before is forgotten, so
 that a fall is told as soon after a year as after a day.
 
-Only requests that a draft drafted alone say how it does, and these are few (services/acceptance_sampler.py): the first
+Only requests that a draft drafted alone say how it does, and these are few (services/drift.py): the first
 ones of each draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All
 their steps draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all
 tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one. What a draft is
@@ -66,7 +66,7 @@ class Params(Frozen):
         between_alarms: requests between two false alarms of a domain, on the average, where `recover` is lost; where
             less is lost there are more.
         min_requests: a domain's requests that are needed to say anything; only those count that the draft drafted
-            alone, see services/acceptance_sampler.py.
+            alone, see services/drift.py.
         period_s: seconds between looks.
     """
 

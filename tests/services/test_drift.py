@@ -1,7 +1,7 @@
 import pytest
 
 from models.core.evaluation.drift_detector import DOUBTED, FIRST, SHARE
-from services.acceptance_sampler import LOST, AcceptanceSampler
+from services.drift import LOST, AcceptanceSampler
 
 
 def test_the_first_requests_of_each_draft_and_domain_are_drafted_alone() -> None:
