@@ -15,7 +15,6 @@ too, from sending to the last token, and no bunch can flatter those.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.baselines import SUFFIX_PACKAGE, suffix_version
@@ -29,11 +28,10 @@ from models.core.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
 from models.precision import engine_dtype
 from models.sources import Prompt
-from tasks.measure.baselines import Job, run_offline
+from tasks.measure.baselines import LLAMACPP, SIDES, Job, run_llamacpp, run_offline, why_not
 from tasks.measure.compare_traffic import output_verdicts
 from tasks.measure.endpoint import ChatServer, Endpoint, dump, require_answers
 from tasks.measure.home import Served
-from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.run import Bar, Run
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
@@ -60,10 +58,11 @@ class Stage(NamedTuple):
 
     def ask(self, endpoint: ChatServer, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
         """Ask prompts one after the other and return the answers as rows of a side."""
-        rows: list[Row] = []
-        for prompt in prompts:  # a connection each, so that no side has older ones
-            rows += dump(endpoint.ask([prompt], gaps=gaps, on_answer=self.bar.advance))
-        return [{"side": side, **row} for row in rows]
+        return [
+            {"side": side, **row}
+            for prompt in prompts  # a connection each, so that no side has older ones
+            for row in dump(endpoint.ask([prompt], gaps=gaps, on_answer=self.bar.advance))
+        ]
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
@@ -80,14 +79,14 @@ def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str
     num_rounds = min(num_rounds, num_prompts)
     rows: list[Row] = []
     ways = speculations(run.recipe.num_draft_tokens, served, run.settings)
-    hosts = {
+    every = {
         OURS: _Host(_pair, 3 if served.champion > 1 else 2),
         PLAIN: _Host(partial(_stock, PLAIN, None), 2),
         **{side: _Host(partial(_stock, side, way), 1) for side, way in ways.items()},
         "offline": _Host(_offline, 4),
         **({} if why_not(run.recipe) else {LLAMACPP: _Host(_llamacpp, len(SIDES))}),
     }
-    hosts = _chosen(hosts, baselines)
+    hosts = _chosen(every, baselines)
     for number in range(num_rounds):
         share = prompts[number::num_rounds]
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
@@ -123,23 +122,24 @@ def _pair(stage: Stage) -> list[Row]:
 
     Before each answer speculation is switched on anew, which empties the prefix cache: a prompt is read alike by both.
     """
-    registry = open_registry(stage.run.settings)
-    registry.promote("draft", stage.served.champion)
+    run, champion = stage.run, stage.served.champion
     rows: list[Row] = []
-    with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
-        endpoint.wait_for_draft(stage.served.champion)
-        endpoint.ask(stage.run.warming(NUM_WARM))
+    registry = open_registry(run.settings)
+    registry.promote("draft", champion)
+    with Endpoint(run.recipe, run.settings) as endpoint:
+        endpoint.wait_for_draft(champion)
+        endpoint.ask(run.warming(NUM_WARM))
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
                 endpoint.speculate_afresh(side == PAIR)
                 rows += stage.ask(endpoint, side, [prompt])
-        endpoint.speculate(True)
-        if stage.served.champion > 1:
+        endpoint.client.speculate(True)
+        if champion > 1:
             registry.promote("draft", 1)
             endpoint.wait_for_draft(1)
             endpoint.ask_as_another()  # else the answers of before would be looked up
             rows += stage.ask(endpoint, FIRST, stage.prompts)
-    registry.promote("draft", stage.served.champion)
+    registry.promote("draft", champion)
     return rows
 
 
@@ -166,28 +166,32 @@ def _offline(stage: Stage) -> list[Row]:
         prompts=tuple(stage.prompts),
         answers=folder / "answers.jsonl",
     )
-    answers = run_offline(job, folder, stage.bar)
-    return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
+    return run_offline(job, folder, stage.bar)
 
 
 def _llamacpp(stage: Stage) -> list[Row]:
     """Ask llama.cpp."""
     run, target_dir = stage.run, open_champions.fn().target_files.path
-    answers = run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
-    return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
+    return run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
 
 
 def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     target_dir = open_champions.fn().target_files.path
-    domains = list(run.recipe.traffic)
     figures, grids, failures = {}, [], []
-    for domain in domains:
+    for domain in run.recipe.traffic:
         of = {
             side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)]
             for side in dict.fromkeys(row["side"] for row in rows)
         }
         references = of.pop(REFERENCE)
-        sides = {side: _Side(answers, _verdicts(side, references, answers, target_dir)) for side, answers in of.items()}
+        # The weights of llama.cpp's sides are others, so they are held to nothing.
+        verdicts = {
+            side: dict.fromkeys((row["prompt_id"] for row in answers), UNHELD)
+            if side in SIDES
+            else output_verdicts(references, answers, target_dir)
+            for side, answers in of.items()
+        }
+        sides = {side: _Side(answers, verdicts[side]) for side, answers in of.items()}
         figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
         grids.append(_grid(domain, figures[domain]))
         failures += [
@@ -215,20 +219,13 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         domain: {side: one["tokens_per_s"] for side, one in sides.items() if one["tokens_per_s"]}
         for domain, sides in figures.items()
     }
-    picture = draw_speeds(speeds, "tokens/s, one stream", run.folder / "speed.png")
     return Report(
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
         notes=notes,
         failures=failures,
-        picture=picture,
+        picture=draw_speeds(speeds, "tokens/s, one stream", run.folder / "speed.png"),
     )
-
-
-def _verdicts(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
-    if side in SIDES:
-        return {row["prompt_id"]: UNHELD for row in answers}
-    return output_verdicts(references, answers, target_dir)
 
 
 def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -258,10 +255,6 @@ class _Side:
             for row in self.rows
         }  # from sending to the last token
 
-    def speeds(self) -> list[float]:
-        """Tokens/s, prompt by prompt."""
-        return [one.num_tokens / one.seconds for one in self.decoded.values()]
-
     def figures(self, stock: "_Side", pair: "_Side", seed: int) -> Row:
         """Return this side's figures, and how it stands to vLLM without a draft and to the served pair."""
         counted = [row for row in self.rows if row["accepted_per_step"] is not None]
@@ -271,6 +264,7 @@ class _Side:
             max(len(row["accepted_per_step"]), row["num_tokens"] - 1 - num)
             for row, num in zip(counted, accepted, strict=True)
         ]
+        speeds = [one.num_tokens / one.seconds for one in self.decoded.values()]  # prompt by prompt
         first_ms = [row["first_token_ms"] for row in self.rows]
         spans = [span for row in self.rows for span in inter_token_spans(0.0, row["arrival_ms"])]
         inter_token_ms = [1000 * (end - start) for start, end in spans]
@@ -282,7 +276,7 @@ class _Side:
         return {
             "outputs": dict(self.verdicts),
             "num_prompts": len(self.decoded),
-            "tokens_per_s": spread_of(self.speeds()).model_dump() if self.decoded else None,
+            "tokens_per_s": spread_of(speeds).model_dump() if speeds else None,
             "first_token_ms": spread_of(first_ms).model_dump() if first_ms else None,
             "inter_token_ms": {f"p{p}": percentile(inter_token_ms, p) for p in (50, 99)} if inter_token_ms else None,
             "tau": 1 + sum(accepted) / sum(steps) if sum(steps) else None,
