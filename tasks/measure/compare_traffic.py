@@ -101,9 +101,9 @@ def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) ->
     Call it after what is measured: the blocks that it leaves in the prefix cache have no keys of the draft.
     """
     with run.bar("reference outputs, speculation off", len(prompts)) as bar:
-        endpoint.speculate(False)
+        endpoint.client.speculate(False)
         answers = endpoint.ask(prompts, gaps=True, on_answer=bar.advance)
-        endpoint.speculate(True)
+        endpoint.client.speculate(True)
     return dump(answers)
 
 

@@ -1,6 +1,5 @@
 """Copies of the target, of the served draft's line and of its log, in a home of a benchmark's own."""
 
-import json
 import shutil
 import sqlite3
 from contextlib import closing
@@ -55,19 +54,18 @@ def copy_served(source: Settings, home: Settings) -> Served:
     for path in home.home.glob("mlflow.db*"):
         path.unlink()
     copies = open_registry(home)
-    made_by = {name: target.tags[name] for name in [MADE_BY] if name in target.tags}  # a recipe is known by it
+    made_by = {MADE_BY: target.tags[MADE_BY]} if MADE_BY in target.tags else {}  # a recipe is known by it
     copied = copies.register("target", registry.download(target, fetched), target.target.to_tags() | made_by)
     copies.promote("target", copied.number)
     for number, version in enumerate(line, start=1):
-        parent = number - 1 if number > 1 else None
         # Whom it was gated against may not be among the copies.
-        numbers = {"parent": parent, "gated_against": None, "target_version": copied.number}
+        numbers = {"parent": number - 1 or None, "gated_against": None, "target_version": copied.number}
         lineage = version.lineage.model_copy(update=numbers)
         copies.register("draft", registry.download(version, fetched), lineage.to_tags())
         copies.promote("draft", number)
     shutil.rmtree(fetched)
     served = Served(originals=tuple(version.number for version in line))
-    file.write_text(json.dumps(served.model_dump()) + "\n")
+    file.write_text(served.model_dump_json() + "\n")
     return served
 
 

@@ -102,10 +102,10 @@ def measure(
         raise ValueError(f'there is no baseline "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
-    run.prompts("held_out", num_prompts)
+    run.prompts("held_out", num_prompts)  # which a recipe must have at least
     most_asked = max(num_prompts, 2 * max(streams))
-    prompts = {domain: found[:most_asked] for domain, found in _by_domain(run, "held_out").items()}
-    load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
+    prompts = {domain: found[:most_asked] for domain, found in run.by_domain("held_out").items()}
+    load = _Load(run, prompts, run.by_domain("requests"), num_prompts, num_pairs)
     cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *baselines))}
     _ask_service(load, served, streams, {name: cells[name] for name in drafts})
     for name in baselines:
@@ -119,13 +119,6 @@ def measure(
         for name, of_name in cells.items()
     }
     return _report(run, served, found, run.cells.read("reference"))
-
-
-def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
-    found: dict[str, list[Prompt]] = {domain: [] for domain in run.recipe.traffic}
-    for prompt in run.prompts(part):
-        found[prompt.domain].append(prompt)
-    return found
 
 
 def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
@@ -143,7 +136,7 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
     with Endpoint(undivided(run.recipe), run.settings) as endpoint:
         endpoint.wait_for_draft(served.champion)
         for name, of_name in missing.items():
-            endpoint.speculate(True)
+            endpoint.client.speculate(True)
             registry.promote("draft", numbers[name])
             endpoint.wait_for_draft(numbers[name])
             endpoint.ask(run.warming(NUM_WARM), concurrency=len(load.prompts))

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress, TaskID
 
@@ -48,9 +49,8 @@ class Run:
     ) -> None:
         """Open the cells that an earlier run has finished; ValueError if the folder holds cells of another setup."""
         self.folder = folder
-        self.settings = load_settings()
-        self.recipe, self.recipe_name = recipe, recipe_name
-        self.redraft = tuple(redraft)
+        self.settings, self._source = load_settings(), source
+        self.recipe, self.recipe_name, self.redraft = recipe, recipe_name, tuple(redraft)
         self.setup = {
             "name": name,
             "options": options,
@@ -62,8 +62,6 @@ class Run:
             },
         }
         self.cells = Cells(folder / "cells", self.setup)
-        self._source = source
-        self._prompts: dict[str, dict[str, list[Prompt]]] = {}
 
     def served(self) -> Served:
         """Copy what is served into this home, once; ValueError if nothing was built yet."""
@@ -74,24 +72,29 @@ class Run:
         copy_log(self._source, self.settings)
         return QueryLog(self.settings.querylog)
 
-    def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
-        """Return the first prompts of a part, "held_out" or "requests", domain by domain; all for 0.
+    @cached_property
+    def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
+        """Domain to part to prompts; mining a source takes seconds."""
+        recipe = self.recipe
+        return {domain: choose_prompts(domain, table, recipe.seed) for domain, table in recipe.traffic.items()}
+
+    def by_domain(self, part: str, per_domain: int = 0) -> dict[str, list[Prompt]]:
+        """Return the first prompts of a part, "held_out" or "requests", of each domain; all for 0.
 
         Raises:
             ValueError: a domain has fewer.
         """
-        found: list[Prompt] = []
-        for domain, traffic in self.recipe.traffic.items():
-            if domain not in self._prompts:  # mining a source takes seconds
-                self._prompts[domain] = choose_prompts(domain, traffic, self.recipe.seed)
-            prompts = self._prompts[domain][part]
-            if len(prompts) < per_domain:
+        for domain, parts in self._chosen.items():
+            if len(parts[part]) < per_domain:
                 raise ValueError(
-                    f'domain "{domain}" of recipe {self.recipe.name} has {len(prompts)} {part} prompts, '
+                    f'domain "{domain}" of recipe {self.recipe.name} has {len(parts[part])} {part} prompts, '
                     f"got {per_domain} to measure with"
                 )
-            found += prompts[: per_domain or None]
-        return found
+        return {domain: parts[part][: per_domain or None] for domain, parts in self._chosen.items()}
+
+    def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
+        """Return the same in one list, domain by domain."""
+        return [prompt for of_domain in self.by_domain(part, per_domain).values() for prompt in of_domain]
 
     def warming(self, most: int = 1) -> list[Prompt]:
         """Return the first requests of each domain to warm an endpoint with: so many, or as many as all have."""
@@ -115,16 +118,16 @@ class Run:
             yield Bar(progress, progress.add_task(what, total=total))
 
 
-class Bar:
+class Bar(NamedTuple):
     """A cell's progress."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+    progress: Progress
+    task: TaskID
 
     def advance(self, *_: object) -> None:
         """One more is done; takes whatever a callback is given."""
-        self._progress.advance(self._task)
+        self.progress.advance(self.task)
 
     def show(self, done: float) -> None:
         """So much is done."""
-        self._progress.update(self._task, completed=done)
+        self.progress.update(self.task, completed=done)

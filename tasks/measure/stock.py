@@ -73,17 +73,19 @@ class Stock(ChatServer):
         if self._speculation is not None:
             arguments |= {"speculative_config": self._speculation, "per_request_spec_decode_metrics": "detailed"}
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
-        forgetful = {"VLLM_SERVER_DEV_MODE": "1"}  # adds the route that empties the prefix cache, among others
-        as_shipped = {SPLIT_KV: "1"}
-        environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful, **as_shipped}
+        environment = {
+            **child_environment(self._engine),
+            **openmp_preload(),
+            "VLLM_CACHE_ROOT": str(self._settings.home / "stock"),
+            "VLLM_SERVER_DEV_MODE": "1",  # adds the route that empties the prefix cache, among others
+            SPLIT_KV: "1",  # as shipped
+        }
         if self._speculation is not None and self._speculation.get("method") == SUFFIX_METHOD:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUFFIX_TREES), os.environ.get("PYTHONPATH")]))
-        log = self._settings.home / "logs" / "stock.log"
-        self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
+        self._child = Child.start(argv, environment, self._settings.home / "logs" / "stock.log", "vLLM's own endpoint")
 
     def start(self) -> None:
-        """Start it unless that has begun, and wait until it answers; RuntimeError if it ends by itself."""
+        """See the base class; what `begin` started is only waited for."""
         if self._child is None:
             self.begin()
         try:

@@ -100,7 +100,7 @@ def _swap(endpoint: Endpoint, registry: Registry, versions: tuple[int, int]) -> 
     until_s = time.monotonic() + SWAP_TIMEOUT_S
     while True:
         asked_before_s, asked_s = asked_s, time.monotonic()
-        status = endpoint.status()
+        status = endpoint.client.status()
         if status.swaps > before.swaps and "seen_s" not in times:
             times |= {"unseen_s": asked_before_s, "seen_s": time.monotonic()}
         if status.has_proven(wanted) and status.swap_ms is not None and "seen_s" in times:
@@ -114,7 +114,7 @@ def _watch(endpoint: Endpoint, seconds: float) -> tuple[ServiceStatus, float]:
     """Ask for the status as often as during a swap, so that asking costs the same; return the last and its time."""
     until_s = time.monotonic() + seconds
     while True:
-        status, asked_s = endpoint.status(), time.monotonic()
+        status, asked_s = endpoint.client.status(), time.monotonic()
         if asked_s > until_s:
             return status, asked_s
         time.sleep(POLL_S)
