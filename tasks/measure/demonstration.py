@@ -34,8 +34,8 @@ from infra.views.results import counting, out
 from models.recipe import Demo, Recipe
 from models.sources import Prompt
 from tasks.configure_service import configure_service
+from tasks.measure.cells import PHASES, RESULT, answers_of
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
-from tasks.measure.demo_files import PHASES, RESULT, answers_of
 from tasks.measure.stock import Stock
 from tasks.select_data import as_chats, choose_more, choose_prompts
 
@@ -90,7 +90,8 @@ def demonstrating(
     stages.start("serve")
     config = configure_service.fn(recipe)
     with ExitStack() as beside:
-        stock = Stock(recipe, settings, Path(config["target_dir"])) if demo.stock else None
+        target_dir = Path(config["target_dir"])
+        stock = Stock(recipe, settings, target_dir) if demo.stock else None
         if stock is not None and not answers_of(folder, STOCK) and _has_room(settings):
             stock.begin()
             beside.callback(stock.stop)
@@ -98,7 +99,7 @@ def demonstrating(
             service, url = start_service(config, settings, shown.update)
         try:
             with Client(url, operator_key(settings.home)) as client:
-                yield Demonstration(recipe, demo, settings, folder, client, stages, Path(config["target_dir"]), stock)
+                yield Demonstration(recipe, demo, settings, folder, client, stages, target_dir, stock)
         except KeyboardInterrupt:
             out.print("stopping; run it again to continue from here")
             raise
@@ -137,20 +138,17 @@ class Demonstration:
         """Ask the held-out prompts of both domains as soon as the champion drafts."""
         self.client.wait_for_draft(self.champion, ServiceStatus.drafts_with)
         self.stages.start(f"measure the {'first' if phase == 'before' else 'new'} draft on held-out prompts")
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain]
-        self._ask(phase, prompts, concurrency=self.demo.concurrency)
+        self._ask(phase, self._held_out())
 
     def change_traffic(self) -> None:
         """Ask and let the service log the requests of the new domain."""
         self.stages.start(f"traffic changes to {self.demo.new_domain}")
-        prompts = requests_until(1, self.recipe, self.demo)
-        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
+        self._ask("traffic", requests_until(1, self.recipe, self.demo), log="full")
 
     def send_more(self, window: int, outcome: str) -> None:
         """Go on with requests of the new domain for a window, from 2, in all as many times those of the first one."""
         out.print(f"the refresh ended with: {outcome}; more requests for window {window}")
-        prompts = requests_until(window, self.recipe, self.demo)
-        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
+        self._ask("traffic", requests_until(window, self.recipe, self.demo), log="full")
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
@@ -180,11 +178,11 @@ class Demonstration:
     def time_in_turn(self) -> None:
         """One stream, each prompt once with and once without speculation, the first of the two alternating."""
         self.stages.start("speculation on and off in turn")
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        answered = {name: {row["prompt_id"] for row in self._rows(name)} for name in ("timed-on", "timed-off")}
+        prompts = self._held_out(NUM_TIMED)
+        left = {name: self._left(name, prompts) for name in ("timed-on", "timed-off")}
         for number, prompt in enumerate(track(prompts, "timed", console=out)):
             for name in ("timed-on", "timed-off") if number % 2 == 0 else ("timed-off", "timed-on"):
-                if prompt.id not in answered[name]:
+                if prompt in left[name]:
                     self.client.speculate(name == "timed-on")
                     with self._keeper(name) as keep:
                         self._send([prompt], keep, speculation="on")
@@ -192,10 +190,8 @@ class Demonstration:
 
     def record_reference(self) -> None:
         """Ask some held-out prompts without speculation, with what tells a near-tie."""
-        held_out = self._held_out()
-        prompts = [prompt for of_domain in held_out for prompt in of_domain[: NUM_EQUALITY // len(held_out)]]
         self.client.speculate(False)
-        self._ask("reference", prompts, concurrency=self.demo.concurrency, gaps=True)
+        self._ask("reference", self._held_out(NUM_EQUALITY // len(self._domains)), gaps=True)
         self.client.speculate(True)
 
     def time_stock(self) -> None:
@@ -206,16 +202,16 @@ class Demonstration:
         Raises:
             RuntimeError: it does not start, or a request failed.
         """
-        answered = {row["prompt_id"] for row in self._rows(STOCK)}
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        if self.stock is None or answered.issuperset(prompt.id for prompt in prompts):
+        prompts = self._held_out(NUM_TIMED)
+        left = self._left(STOCK, prompts)
+        if self.stock is None or not left:
             return
         self.stages.start("vLLM compiled, without a draft")
         if not self.stock.runs:
             out.print("starting vLLM's own endpoint; its first start on a machine compiles its model for minutes")
         with self.stock as stock, self._keeper(STOCK) as keep:
             stock.ask(prompts[:1])  # the first answer of a server is slow
-            for prompt in track([one for one in prompts if one.id not in answered], "timed", console=out):
+            for prompt in track(left, "timed", console=out):
                 (answer,) = stock.ask([prompt])
                 if answer.status != "ok":
                     raise RuntimeError(f"vLLM's own endpoint did not answer prompt {prompt.id}: {answer.status}")
@@ -228,13 +224,11 @@ class Demonstration:
             RuntimeError: a request failed.
         """
         self.stages.start("result")
-        before, after = self._rows("before"), self._rows("after")
-        comparisons = compare_acceptance(before, after)
-        registry = open_registry(self.settings)
+        after = self._rows("after")
+        comparisons = compare_acceptance(self._rows("before"), after)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
         plot = draw_acceptance(sent, PLOT_WINDOW, self.folder / "acceptance.png")
-        status = json.loads((self.folder / "service.json").read_text())
         result = {
             "recipe": self.recipe.name,
             "num_draft_tokens": self.recipe.num_draft_tokens,
@@ -245,10 +239,10 @@ class Demonstration:
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "stock": self._against_stock(),
             "requests": dict(Counter(row["status"] for row in everything)),
-            "swaps": status["swaps"],
+            "swaps": json.loads((self.folder / "service.json").read_text())["swaps"],
             "training": [
                 {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
-                for run in reversed(registry.store.recorded("distill")[:2])
+                for run in reversed(open_registry(self.settings).store.recorded("distill")[:2])
             ],
             "stage_seconds": self.stages.seconds,
             "seconds": self.stages.total_s(),
@@ -257,14 +251,14 @@ class Demonstration:
         show_demonstration(result, out)
         out.print(f"plot: {plot}", soft_wrap=True)
         print(json.dumps(result))
-        failed = sum(row["status"] != "ok" for row in everything)
-        if failed:
+        if failed := sum(row["status"] != "ok" for row in everything):
             raise RuntimeError(f"{failed} of {len(everything)} requests failed")
         return result
 
-    def _held_out(self) -> list[list[Prompt]]:
-        """Return what is measured on, domain by domain."""
-        return [self._chosen[domain]["held_out"][: self.demo.held_out_per_domain] for domain in self._domains]
+    def _held_out(self, most: int | None = None) -> list[Prompt]:
+        """Return what is measured on, domain by domain, of each `most` at most."""
+        of_domains = [self._chosen[domain]["held_out"][: self.demo.held_out_per_domain] for domain in self._domains]
+        return [prompt for of_domain in of_domains for prompt in of_domain[:most]]
 
     @property
     def _domains(self) -> tuple[str, str]:
@@ -273,12 +267,16 @@ class Demonstration:
     @cached_property
     def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
         """What is asked, by domain and part; to read the sources takes seconds."""
-        recipe = self.recipe
-        return {domain: choose_prompts(domain, recipe.traffic[domain], recipe.seed) for domain in self._domains}
+        traffic, seed = self.recipe.traffic, self.recipe.seed
+        return {domain: choose_prompts(domain, traffic[domain], seed) for domain in self._domains}
 
     def _rows(self, phase: str) -> list[Row]:
-        """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
         return answers_of(self.folder, phase)
+
+    def _left(self, phase: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts that the phase has not answered yet."""
+        answered = {row["prompt_id"] for row in self._rows(phase)}
+        return [prompt for prompt in prompts if prompt.id not in answered]
 
     @contextmanager
     def _keeper(self, phase: str) -> Iterator[Callable[[Answer], None]]:
@@ -291,12 +289,9 @@ class Demonstration:
 
             yield keep
 
-    def _ask(
-        self, phase: str, prompts: Sequence[Prompt], *, concurrency: int, log: LogLevel = "none", gaps: bool = False
-    ) -> None:
+    def _ask(self, phase: str, prompts: Sequence[Prompt], log: LogLevel = "none", gaps: bool = False) -> None:
         """Send what the phase has not sent yet, and keep each answer as it ends."""
-        answered = {row["prompt_id"] for row in self._rows(phase)}
-        waiting = [prompt for prompt in prompts if prompt.id not in answered]
+        waiting = self._left(phase, prompts)
         with counting(TextColumn("τ {task.fields[tau]}")) as bar, self._keeper(phase) as keep:
             task = bar.add_task(phase, total=len(prompts), completed=len(prompts) - len(waiting), tau="")
             steps = accepted = 0
@@ -308,7 +303,7 @@ class Demonstration:
                 accepted += sum(answer.accepted_per_step or ())
                 bar.update(task, advance=1, tau=f"{1 + accepted / steps:.2f}" if steps else "")
 
-            self._send(waiting, show, log, concurrency, gaps)
+            self._send(waiting, show, log, self.demo.concurrency, gaps)
 
     def _keep_asking(self, prompts: Sequence[Prompt], stop: threading.Event) -> None:
         with self._keeper("meanwhile") as keep:
