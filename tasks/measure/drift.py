@@ -16,6 +16,8 @@ twice as many passes. Acceptance is counted on the target's own answers to held-
 (`models.core.evaluation.scoring`).
 """
 
+import asyncio
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,9 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from infra.artifacts import open_artifact
+from transformers import AutoTokenizer
+
+from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.figures import draw_refreshes
@@ -31,6 +35,7 @@ from infra.views.gate import DATA
 from infra.views.results import Grid, Report
 from infra.views.results import interval as shown
 from models import catalog
+from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_of, open_draft
 from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length, summarise
 from models.core.evaluation.scoring import trace
@@ -38,10 +43,10 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.recipe import Traffic
-from models.sources import dataset
+from models.sources import Prompt, dataset
 from models.types import Estimate, GateReport
 from tasks.distill_draft import untrained
-from tasks.measure.answers import answers
+from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
 from tasks.measure.home import files_of, first_pair
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
@@ -147,16 +152,15 @@ class _Lab:
 
     def scored(self, draft_dir: Path, seconds: float, samples: Sequence[Sample] | None = None) -> Row:
         """Return what a draft accepts of held-out answers, or of others, and how long it took to make it."""
-        recipe, device = self._run.recipe, self._run.settings.device
-        held_out = self._stream.held_out if samples is None else samples
+        recipe = self._run.recipe
         with self._run.bar(f"acceptance of {draft_dir.name}", 1) as bar:
             traces = trace(
                 open_draft(draft_dir, self._target_dir),
                 self._target_dir,
-                held_out,
+                self._stream.held_out if samples is None else samples,
                 recipe.num_draft_tokens,
                 self._run.folder / "states" / ("held-out" if samples is None else "window"),
-                device,
+                self._run.settings.device,
                 recipe.engine.rules.greedy,
             )
             bar.advance()
@@ -164,9 +168,9 @@ class _Lab:
 
     def ours(self, step: int, served: int) -> Row:
         """Log a window and refresh; what the registry then says serves."""
-        run, folder = self._run, self._run.folder / "windows"
-        folder.mkdir(exist_ok=True)
-        file = folder / f"{step}.jsonl"
+        run = self._run
+        file = run.folder / "windows" / f"{step}.jsonl"
+        file.parent.mkdir(exist_ok=True)
         rows = [
             {"prompt_ids": one.prompt_ids, "completion_ids": one.completion_ids, "domain": one.domain, "temperature": 0}
             for one in self._stream.windows[step - 1]
@@ -195,16 +199,13 @@ class _Lab:
             "num_epochs": 1,
             "batch_tokens": sum(len(one.prompt_ids) + len(one.completion_ids) for one in requests),
         }
-        start, state = self._champion, None
-        if step > 1:
-            start, state = before / WEIGHTS, before / STATE
+        start, state = (before / WEIGHTS, before / STATE) if step > 1 else (self._champion, None)
         draft = untrained(self._run.recipe.draft, start, self._target_dir, requests)
         for place in range(0, len(requests), ONLINE_REQUESTS):
             part = requests[place : place + ONLINE_REQUESTS]
             self._train(draft, part, self._params.model_copy(update=changed), after / "work", state, after / STATE)
             state = after / STATE
-        seconds = time.monotonic() - started_s
-        return self._saved(draft, after / WEIGHTS, seconds)
+        return self._saved(draft, after / WEIGHTS, time.monotonic() - started_s)
 
     def scratch(self, step: int) -> Row:
         """Train a new draft on all requests so far."""
@@ -265,6 +266,29 @@ class _Lab:
         directory.mkdir(parents=True, exist_ok=True)
         family_of(self._champion).save(draft, directory)
         return self.scored(directory, seconds)
+
+
+def answers(
+    run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
+) -> list[Sample]:
+    """Let the target answer what nobody serves: as many samples, in the same order.
+
+    They are kept in a cell, and an interrupted run asks only for the rest.
+    """
+    generate = run.recipe.generate.model_copy(update={} if max_tokens is None else {"max_tokens": max_tokens})
+
+    async def answer() -> dict[str, Sample]:
+        directory = open_artifact(target)
+        async with open_engine(directory, run.recipe.engine) as engine:
+            encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(directory))
+            return await answer_prompts(engine, encoder, prompts, generate, run.folder / ANSWERS)
+
+    def ask() -> list[dict[str, object]]:
+        found = asyncio.run(answer())
+        gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
+        return [found[prompt.id]._replace(domain=prompt.domain)._asdict() for prompt in prompts]
+
+    return [Sample(**row) for row in run.cells.keep(cell, ask)]
 
 
 def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:

@@ -37,7 +37,7 @@ from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Refresh
 from models.sources import Prompt
-from tasks.measure.answers import answers
+from tasks.measure.drift import answers
 from tasks.measure.home import files_of, first_pair
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
