@@ -52,24 +52,22 @@ def rows(budget: float) -> list[Row]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train as `row` says; see `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
     _learn(bench, row, model, seed)
     return _loss(model, bench.held_out[min(bench.train)][:NUM_HELD_OUT])
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train as `row` says and measure; see `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
     if row.settings["learning_rate"] is None:
         nothing = dict.fromkeys(("held_mib", "train_s"), math.nan)
-        costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": _num_bytes(model) / _MIB}
+        costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": model.get_memory_footprint() / _MIB}
     else:
         costs = _learn(bench, row, model, seed)
     new = min(bench.train)
     documents = [document[:LENGTH] for document in bench.held_out[new][:NUM_HELD_OUT]]
-    of_others = (bench.held_out[domain][:NUM_HELD_OUT] for domain in sorted(bench.held_out) if domain != new)
-    others = [document for of_domain in of_others for document in of_domain][:NUM_HELD_OUT]
+    rest = (domain for domain in sorted(bench.held_out) if domain != new)
+    others = [document for domain in rest for document in bench.held_out[domain]][:NUM_HELD_OUT]
     return {
         "loss": _loss(model, documents),
         "other_loss": _loss(model, others) if others else math.nan,
@@ -84,9 +82,8 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
     pool = shuffled(bench.train[min(bench.train)], torch.Generator().manual_seed(seed))
     documents = [document[:LENGTH] for document in pool[: max(1, round(16 * bench.budget))]]
     rng = torch.Generator().manual_seed(seed)
-    num_base, adapted = model.num_parameters(), None
-    if row.settings["adapter"] is not None:
-        adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
+    num_base, adapter = model.num_parameters(), row.settings["adapter"]
+    adapted = None if adapter is None else adapters.attach(model, catalog.parse("adapters", adapter), rng)
     num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
     read, wanted = batch.token_ids.to(bench.device), batch.labels.to(bench.device)
@@ -108,14 +105,10 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         "saved_mib": num_saved / _MIB,
         "held_mib": held / _MIB,
         # A gradient and AdamW's two moments in float32 for each trained parameter.
-        "state_mib": (_num_bytes(model) + 12 * num_trained) / _MIB,
+        "state_mib": (model.get_memory_footprint() + 12 * num_trained) / _MIB,
         "train_s": trained.seconds,
     }
 
 
 def _loss(model: PreTrainedModel, documents: list[list[int]]) -> Mean:
     return nats_per_token(score(model, [document[:LENGTH] for document in documents], max_length=LENGTH))
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])

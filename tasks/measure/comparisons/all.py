@@ -93,7 +93,6 @@ def recipe_tables(row: Row, target_dir: Path) -> dict[str, Any]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     directory = chain.make(bench, recipe_tables(row, bench.target_dir), seed)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     like = likeness.measure_likeness(bench, load_model(directory, device=bench.device), held_out)

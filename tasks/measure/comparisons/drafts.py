@@ -27,7 +27,6 @@ tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train one draft; see `tasks.measure.comparisons`."""
     draft, figures = lesson.teach(bench, row, seed)
     trained = sum(one.numel() for one in draft.parameters() if one.requires_grad)
     return {**figures, "parameters_m": trained / 1e6}

@@ -26,5 +26,4 @@ tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train one draft; see `tasks.measure.comparisons`."""
     return lesson.teach(bench, row, seed)[1]

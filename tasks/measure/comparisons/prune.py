@@ -60,7 +60,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     costs = dict.fromkeys(("calibrated_tokens", "missed", "seconds"), math.nan)

@@ -73,13 +73,11 @@ def rows(budget: float) -> list[Row]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train one row; see `tasks.measure.comparisons`."""
     run = _train(bench, row, seed)
     return evidence.own_loss(run.model, run.held_out, run.methods, LENGTH, seed)
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train and measure one row; see `tasks.measure.comparisons`."""
     model, cost, trained, methods, documents, held_out = _train(bench, row, seed)
     plain_model = _scratch(model.config.vocab_size, seed, bench.device)
     with counted(plain_model) as plain_epoch:

@@ -108,7 +108,6 @@ def chain_tables(name: str, bench: Bench, rate: float) -> dict[str, Any]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """See `tasks.measure.comparisons`."""
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     if "chain" in row.settings:
         model = load_model(_chain(bench, row, seed), device=bench.device)
@@ -118,7 +117,6 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     full = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     started = time.perf_counter()

@@ -34,7 +34,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Let the head learn on; see `tasks.measure.comparisons`."""
     first, then = (
         bench._replace(train={domain: of_domain[number::2] for domain, of_domain in bench.train.items()})
         for number in (0, 1)

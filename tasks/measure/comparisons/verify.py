@@ -51,7 +51,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     params = catalog.parse("verify", row.settings["method"])
     rule = catalog.load("verify", params.name)
     siblings, count = row.settings["siblings"] or rule.SIBLINGS[0], row.settings["drafts"]
