@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,7 +38,7 @@ from models.core.throughput.expected import (
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
 from models.params import BaseParams
-from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
+from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
 from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
@@ -94,13 +95,10 @@ def ways_of(served_k: int) -> dict[str, Configuration]:
     """
     ways: dict[str, Configuration] = {}
     for name, way in read_configurations(None, served_k).items():
-        if "lengths" in way.engine:
-            ways[name] = way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": ENDED}})
-            continue
-        sizes = SIZES[-1:] if is_cut(way) else TREE_SIZES
+        sizes = (ENDED,) if "lengths" in way.engine else SIZES[-1:] if is_cut(way) else TREE_SIZES
         for size in sizes:
-            sized_name = name if is_cut(way) else f"{name}, {size} tokens"
-            ways[sized_name] = way.model_copy(update={"engine": {"num_draft_tokens": size}})
+            sized_name = name if len(sizes) == 1 else f"{name}, {size} tokens"
+            ways[sized_name] = way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": size}})
     return {**ways, "served draft, while sure": ways["served draft"].model_copy(update={"engine": UNSURE})}
 
 
@@ -111,9 +109,8 @@ def is_cut(way: Configuration) -> bool:
 
 def sized(way: Configuration, option: Option) -> Configuration:
     """Return a way with the number of tokens that is best for it."""
-    if not is_cut(way):
-        return way
-    return way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": option.num_draft_tokens}})
+    size = {"num_draft_tokens": option.num_draft_tokens} if is_cut(way) else {}
+    return way.model_copy(update={"engine": way.engine | size})
 
 
 def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_tokens: int) -> list[list[int]]:
@@ -122,8 +119,8 @@ def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_to
     if data is None:
         asked = [prompt.encode(encoder) for prompt in run.prompts("held_out", per_domain)]
     else:
-        questions = [one for of_task in read_questions(Path(data), per_domain).values() for one in of_task]
-        asked = [encoder.encode(chat_before(one, next(one.turns()), {})) for one in questions]
+        questions = chain.from_iterable(read_questions(Path(data), per_domain).values())
+        asked = [encoder.encode(chat_before(one, one.turns[0], {})) for one in questions]
     limit = target.shared["max_model_len"] - max_tokens
     fitting = [prompt for prompt in asked if len(prompt) <= limit]
     if not fitting:
@@ -199,9 +196,9 @@ def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
                 took.append(1000 * (time.perf_counter() - started))
             cache.keep(len(prompt), [])
     rows_ms = {rows: median(took) for rows, took in times.items()}
-    device = describe_machine()
+    machine = describe_machine()
     return {
-        "device": f"{device['processor']}, {device['cores']} cores",
+        "device": f"{machine['processor']}, {machine['cores']} cores",
         "rows_ms": rows_ms,
         "rest_ms": max(0.0, plain["ms"] - rows_ms[1]),
     }
@@ -227,11 +224,11 @@ def _measure(
             took[name][str(number)] = _decoded(answer)
             same[name] += answer.token_ids == answers[PLAIN].token_ids
             bar.advance()
-    rows = {}
-    for name in ways:
-        speed = compare_speed(took[name], took[PLAIN], seed)
-        rows[name] = {"speedup": None if speed is None else speed.overall.model_dump(), "num_equal": same[name]}
-    return rows
+    speeds = {name: compare_speed(took[name], took[PLAIN], seed) for name in ways}
+    return {
+        name: {"speedup": speed and speed.overall.model_dump(), "num_equal": same[name]}
+        for name, speed in speeds.items()
+    }
 
 
 def _answer(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Completion:
@@ -266,15 +263,15 @@ def make_report(
         rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
     columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]
     table = [[str(number), f"{ms:.2f}", f"{ms / costs.target_ms(1):.2f}"] for number, ms in costs.rows_ms.items()]
-    grids = [Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)]
     misses = {
         option.way: option.speedup / speeds[option.way]["value"] - 1 for option in options if option.way in speeds
     }
     first = max(speeds, key=lambda way: float(speeds[way]["value"])) if speeds else options[0].way
     best = next(option for option in options if option.way == first)
     gain = speeds[best.way]["value"] if speeds else best.speedup
+    named, at = f"{best.way} with K = {best.num_draft_tokens}", f"{'measured' if speeds else 'expected'} at {gain:.2f}×"
     notes = [
-        advice(best, gain, bool(speeds)),
+        f"{named}: {at} plain decoding." if gain > 1 else f"Don't speculate: the best, {named}, is {at} plain.",
         "One stream, greedy, decoding alone; in brackets 95% intervals over prompts.",
         f"Times are of {costs.device or 'the table that was given'}.",
     ]
@@ -293,21 +290,12 @@ def make_report(
             "measured": dict(measured),
             "missed_by": misses,
         },
-        grids=grids,
+        grids=[Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)],
         notes=notes,
     )
 
 
 def recipe_tables(way: Configuration, option: Option) -> dict[str, dict[str, Any]]:
     """Return the tables of a recipe that drafts so; the served draft is the recipe's own."""
-    engine = {"name": "torch", **sized(way, option).engine}
-    draft = way.draft.model_dump(mode="json", exclude_none=True) if isinstance(way.draft, BaseParams) else None
-    return ({} if draft is None or way.draft == SERVED else {"draft": draft}) | {"engine": engine}
-
-
-def advice(best: Option, gain: float, measured: bool) -> str:
-    """Say what to take."""
-    how = "measured" if measured else "expected"
-    if gain <= 1:
-        return f"Don't speculate: the best, {best.way} with K = {best.num_draft_tokens}, is {how} at {gain:.2f}× plain."
-    return f"{best.way} with K = {best.num_draft_tokens}: {how} at {gain:.2f}× plain decoding."
+    draft = {"draft": way.draft.model_dump(mode="json", exclude_none=True)} if isinstance(way.draft, BaseParams) else {}
+    return {**draft, "engine": {"name": "torch", **sized(way, option).engine}}

@@ -83,9 +83,7 @@ class Target(NamedTuple):
         keys = {"name": "torch", **self.shared, **(configuration.engine if configuration else {"num_draft_tokens": 0})}
         params = catalog.parse("engines", keys)
         assert isinstance(params, EngineParams)
-        if configuration is None:
-            return TorchEngine(self.decoder, self.directory, None, None, params)
-        draft, directory = self._open(configuration.draft)
+        draft, directory = (None, None) if configuration is None else self._open(configuration.draft)
         return TorchEngine(self.decoder, self.directory, draft, directory, params)
 
     def _open(self, named: BaseParams | str) -> tuple[Draft, Path | None]:
@@ -100,10 +98,9 @@ class Target(NamedTuple):
 def open_target(run: Run) -> Target:
     """Load the served target for engines that use all cores of this machine."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    pair, device = open_champions.fn(), run.settings.device
-    dtype = engine_dtype(run.recipe.engine, device)
-    directory = pair.target_files.path
-    shared = {"dtype": dtype, "device": device, "max_model_len": run.recipe.engine.max_model_len}
+    pair, device, engine = open_champions.fn(), run.settings.device, run.recipe.engine
+    directory, dtype = pair.target_files.path, engine_dtype(engine, device)
+    shared = {"dtype": dtype, "device": device, "max_model_len": engine.max_model_len}
     return Target(directory, Decoder.load(directory, getattr(torch, dtype), device), pair.draft_files.path, shared)
 
 
@@ -153,19 +150,19 @@ def _configuration(table: object, where: str, makes: bool) -> Configuration:
     keys = dict(table)
     if "draft" not in keys:
         raise ValueError(f'{where}: key "draft" is missing; wanted "{SERVED}", a directory, or a table with a name')
-    draft = keys.pop("draft")
+    draft, taught = keys.pop("draft"), keys.pop("distill", {})
     if shared := sorted(keys.keys() & set(SHARED)):
         raise ValueError(f'{where}: key "{shared[0]}" is the recipe\'s, the same for all configurations')
-    taught = keys.pop("distill", {})
     try:
         if isinstance(draft, Mapping):
             draft = catalog.parse("drafts", draft)
-            if family_named(draft.name).TRAINED and not makes:
-                raise ValueError(
-                    f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
-                    "specbench --train, which makes it"
-                )
-        if taught and (isinstance(draft, str) or not family_named(draft.name).TRAINED):
+        trained = isinstance(draft, BaseParams) and family_named(draft.name).TRAINED
+        if trained and not makes:
+            raise ValueError(
+                f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
+                "specbench --train, which makes it"
+            )
+        if taught and not trained:
             raise ValueError('key "distill" is for new drafts that are trained')
         catalog.parse("engines", {"name": "torch", **keys})
         found = validate(Configuration, {"draft": draft, "engine": keys, "distill": taught}, "configuration")
@@ -192,10 +189,8 @@ def every_family(recipe: Recipe) -> dict[str, Configuration]:
 
 def is_made(way: Configuration) -> bool:
     """Whether a configuration's draft has to be trained, searched for or filled before it drafts."""
-    if isinstance(way.draft, str):
-        return False
-    family = family_named(way.draft.name)
-    return family.TRAINED or hasattr(family, "collect") or hasattr(family, "search")
+    family = None if isinstance(way.draft, str) else family_named(way.draft.name)
+    return family is not None and (family.TRAINED or hasattr(family, "collect") or hasattr(family, "search"))
 
 
 def make_drafts(

@@ -1,7 +1,8 @@
 """Questions in Spec-Bench's fields: id, domain (the task) and messages, of which each user's waits for an answer."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,11 @@ class Question(BaseModel):
     messages: tuple[Message, ...] = Field(min_length=1)
 
     @property
-    def num_turns(self) -> int:
-        """How many answers it waits for."""
-        return sum(1 for _ in self.turns())
-
-    def turns(self) -> Iterator[int]:
-        """Yield how many messages come before each answer."""
-        roles = [message.role for message in self.messages]
-        for place, (role, after) in enumerate(zip(roles, [*roles[1:], ""], strict=True), start=1):
-            if role == "user" and after != "assistant":
-                yield place
+    def turns(self) -> list[int]:
+        """How many messages come before each answer that it waits for."""
+        roles = [*(message.role for message in self.messages), ""]
+        steps = enumerate(pairwise(roles), start=1)
+        return [place for place, (role, after) in steps if role == "user" and after != "assistant"]
 
 
 def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
@@ -52,7 +48,7 @@ def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
         question = validate(Question, row, f"{file}, {place}")
         if question.id in seen:
             raise ValueError(f"{file}, {place}: id {question.id} occurs twice")
-        if not question.num_turns:
+        if not question.turns:
             raise ValueError(f"{file}, {place}: no message of the user waits for an answer")
         seen.add(question.id)
         of_task = tasks.setdefault(question.domain, [])
@@ -80,10 +76,8 @@ def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
 
 def fingerprint(tasks: dict[str, list[Question]]) -> str:
     """Return the sha256 of what is asked."""
-    digest = hashlib.sha256()
-    for question in (question for of_task in tasks.values() for question in of_task):
-        digest.update(question.model_dump_json().encode())
-    return digest.hexdigest()
+    asked = "".join(question.model_dump_json() for of_task in tasks.values() for question in of_task)
+    return hashlib.sha256(asked.encode()).hexdigest()
 
 
 def chat_before(question: Question, place: int, answers: dict[int, str]) -> list[dict[str, Any]]:

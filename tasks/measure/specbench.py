@@ -104,7 +104,7 @@ def measure(
                     if minutes:
                         ways = make_drafts(run.recipe, pair.target_files, first_samples(pair.draft), ways, minutes)
                     target = _warm(open_target(run), ways)
-                total = (1 + len(ways)) * sum(question.num_turns for question in share)
+                total = (1 + len(ways)) * sum(len(question.turns) for question in share)
                 told = f"{task}{_at(temperature)}, {start + 1} to {start + len(share)} of {len(questions)}"
                 with run.bar(told, total) as bar:
                     content = _answer(target, ways, share, max_tokens, bar, temperature, run.recipe.seed)
@@ -143,7 +143,7 @@ def _answer(
     turned = False
     for question in questions:
         answered: dict[int, str] = {}
-        for turn, place in enumerate(question.turns()):
+        for turn, place in enumerate(question.turns):
             prompt_ids = encoder.encode(chat_before(question, place, answered))
             fits = len(prompt_ids) <= limit
             about = {"prompt_id": f"{question.id}-{turn}", "domain": question.domain, "fits": fits}

@@ -30,7 +30,7 @@ def test_questions_are_sorted_by_task_and_cut_to_so_many_of_each(tmp_path: Path)
 def test_each_message_of_the_user_that_has_no_answer_is_a_turn(tmp_path: Path) -> None:
     rows = asked("1", "system", "user", "user"), asked("2", "user", "assistant", "user")
     first, second = read_questions(write(tmp_path / "q.jsonl", *rows), 0)["chat"]
-    assert (list(first.turns()), list(second.turns())) == ([2, 3], [3])
+    assert (first.turns, second.turns) == ([2, 3], [3])
     assert [m["content"] for m in chat_before(first, 3, {2: "said"})] == ["system 0", "user 1", "said", "user 2"]
     assert [m["content"] for m in chat_before(second, 3, {})] == ["user 0", "assistant 1", "user 2"]
 
