@@ -59,10 +59,8 @@ Row = dict[str, Any]
 def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None) -> Report:
     """See, expect, measure and advise.
 
-    Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's.
-
-    Raises:
-        ValueError: a file is wrong, nothing was built, or no prompt fits the context.
+    Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's. ValueError
+    if a file is wrong, nothing was built, or no prompt fits the context.
     """
     brought = None if costs is None else read_costs(Path(costs))
     run.served()
@@ -90,8 +88,8 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
 def ways_of(served_k: int) -> dict[str, Configuration]:
     """Return the ways to see: each draft that there is without training, and the served one also while it is sure.
 
-    A chain has as many tokens as it may have; a tree is another one for each number of tokens, so there are several.
-    What a policy ends has as many as that lets it.
+    A chain has as many tokens as it may have, and what a policy ends as many as that lets it; a tree is another one for
+    each number of tokens.
     """
     ways: dict[str, Configuration] = {}
     for name, way in read_configurations(None, served_k).items():
@@ -250,10 +248,7 @@ def make_report(
     costs: Costs,
     measured: Mapping[str, Row],
 ) -> Report:
-    """Put expectation and measurement side by side, and end with the best as tables of a recipe.
-
-    `options` are the best of each way, the fastest first; `measured` is empty where nothing was.
-    """
+    """Put expectation and measurement, empty where nothing was, side by side; `options` are the fastest first."""
     speeds = {name: row["speedup"] for name, row in measured.items() if row["speedup"]}
     rows = []
     for option in options:

@@ -163,11 +163,7 @@ class Job(Frozen):
 
 
 def run_offline(job: Job, folder: Path, bar: Bar) -> list[Row]:
-    """Run the process to its end and return the answers in the order they were given, each with its side.
-
-    Raises:
-        RuntimeError: it failed; the message has the end of its log.
-    """
+    """Run the process, and return each answer with its side; RuntimeError with the end of its log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "job.json"
     file.write_text(job.model_dump_json())
@@ -211,10 +207,7 @@ def run_llamacpp(recipe: Recipe, target_dir: Path, prompts: Sequence[Prompt], fo
 def _run(
     argv: Sequence[str], environment: Mapping[str, str], answers: Path, log: Path, name: str, bar: Bar
 ) -> list[Row]:
-    """Run a process that writes a line of JSON an answer to its end, and return the lines.
-
-    What an earlier one wrote is removed; what else it says goes to the log, and the bar is told of the lines so far.
-    """
+    """Run a process that writes a line of JSON an answer, and return the lines; the bar is told of those so far."""
     answers.unlink(missing_ok=True)
     with Child.start(argv, environment, log, name) as child:
         while (code := child.poll()) is None:

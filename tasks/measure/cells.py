@@ -16,11 +16,7 @@ class Cells:
     """The finished cells of one benchmark or comparison, all measured with one setup."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
-        """Open a folder of figures that depend on the setup, as JSON.
-
-        Raises:
-            ValueError: the folder holds cells of another setup; names the keys that differ.
-        """
+        """Open a folder of figures; ValueError names what differs if it holds cells of another setup."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         file, wanted = folder / "setup.json", json.loads(json.dumps(setup))

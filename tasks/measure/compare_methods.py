@@ -203,11 +203,7 @@ def _cell(row: Row, seed: int) -> str:
 
 
 def open_bench(recipe: Recipe, budget: float) -> Bench:
-    """Build the recipe's target and its text, tokenised; finished steps are reused.
-
-    Raises:
-        ValueError: the recipe has no text.
-    """
+    """Build the recipe's target and its text, tokenised, unless they were; ValueError if the recipe has no text."""
     if not recipe.text:
         raise ValueError(f"recipe {recipe.name} has no [text.DOMAIN] table; methods are compared on text")
     target_dir = open_artifact(prepare_target.fn(recipe.target))
@@ -230,10 +226,9 @@ def _champion(recipe: Recipe) -> int | None:
 
 
 def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ()) -> list[Row]:
-    """Return what a comparison compares: all its rows, or the baseline and those that a pattern fits.
+    """Return all rows of a comparison, or the baseline and those that a pattern fits.
 
-    Raises:
-        ValueError: two rows have one name, one is no good for a file, none is the baseline, or a pattern fits none.
+    ValueError if two have one name, one is no good for a file, none is the baseline, or a pattern fits none.
     """
     rows: list[Row] = comparison.rows(budget)
     names = [row.name for row in rows]
@@ -263,8 +258,7 @@ def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
     """Measure one row under one seed; returns `metrics`, `documents`, what each gave of them, and `seconds`.
 
-    Raises:
-        ValueError: what was measured is not what the comparison's columns say, or as the method raises it.
+    ValueError if what was measured is not what the comparison's columns say, or as the method raises it.
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="redraft-compare-") as folder:

@@ -122,8 +122,8 @@ def _params(keys: dict[str, Any]) -> Params:
 def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench: Bench, seed: int) -> dict[str, Any]:
     """Return the keys with a length policy that has learnt of the draft, if it is one that learns.
 
-    What a champion's directory keeps for it is taken as it is. Else it learns from answers of which another seed draws
-    the prompts, so that a draft that was taught knows few of them.
+    A champion's directory keeps one. Else it learns from answers of which another seed draws the prompts, so that a
+    draft that was taught knows few of them.
     """
     lengths = _params(engine).lengths
     policy = catalog.load("lengths", lengths.name)

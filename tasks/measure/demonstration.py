@@ -166,11 +166,7 @@ class Demonstration:
         (self.folder / "service.json").write_text(self.client.status().model_dump_json())
 
     def follow(self, outcome: str, candidate: Version | None) -> None:
-        """Wait until the service drafts with what a refresh promoted.
-
-        Raises:
-            RuntimeError: it promoted nothing, or the service did not take the draft.
-        """
+        """Wait until the service drafts with what a refresh promoted; RuntimeError if that was nothing, or fails."""
         if outcome not in ("promoted", "already trained") or candidate is None:
             raise RuntimeError(f"the refresh ended with: {outcome}; see: redraft status")
         self.client.wait_for_draft(candidate.number, ServiceStatus.drafts_with)
@@ -195,12 +191,10 @@ class Demonstration:
         self.client.speculate(True)
 
     def time_stock(self) -> None:
-        """Time vLLM's own endpoint, compiled and without a draft, one stream; call it when the service has ended.
+        """Time vLLM's own endpoint, compiled and without a draft, one stream, when the service has ended.
 
-        It is asked what the service was in turn, and is stopped.
-
-        Raises:
-            RuntimeError: it does not start, or a request failed.
+        It is asked what the service was in turn, and is stopped. RuntimeError if it does not start, or a request
+        failed.
         """
         prompts = self._held_out(NUM_TIMED)
         left = self._left(STOCK, prompts)
@@ -218,11 +212,7 @@ class Demonstration:
                 keep(answer)
 
     def report(self) -> Row:
-        """Show what came of it, and return the figures, which are also the last line.
-
-        Raises:
-            RuntimeError: a request failed.
-        """
+        """Show and return the figures, which are also the last line; RuntimeError if a request failed."""
         self.stages.start("result")
         after = self._rows("after")
         comparisons = compare_acceptance(self._rows("before"), after)
@@ -235,7 +225,7 @@ class Demonstration:
             "commit": git_commit(),
             "device": f"{self.settings.device}, {platform.machine()}",
             "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
-            "outputs": compare_outputs(self._rows("reference"), after, self.target_dir).model_dump(),
+            "outputs": compare_outputs(self._rows("reference"), after, self.target_dir),
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "stock": self._against_stock(),
             "requests": dict(Counter(row["status"] for row in everything)),
@@ -354,7 +344,7 @@ class Demonstration:
         return {
             "tokens_per_s": stock,
             "gain": {domain: round(on[domain] / stock[domain], 2) for domain in self._domains},
-            "outputs": compare_outputs(references, answers, self.target_dir).model_dump(),
+            "outputs": compare_outputs(references, answers, self.target_dir),
         }
 
 

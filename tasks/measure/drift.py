@@ -32,8 +32,7 @@ from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.figures import draw_refreshes
 from infra.views.gate import DATA
-from infra.views.results import Grid, Report
-from infra.views.results import interval as shown
+from infra.views.results import Grid, Report, interval
 from models import catalog
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_of, open_draft
@@ -47,14 +46,12 @@ from models.sources import Prompt, dataset
 from models.types import Estimate, GateReport
 from tasks.distill_draft import untrained
 from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
-from tasks.measure.home import files_of, first_pair
-from tasks.measure.run import Run
+from tasks.measure.run import Run, files_of, first_pair
 from tasks.select_data import choose_more
 from tasks.stages.teachers import prepare_teachers
 
 QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
-WAYS = (FROZEN, OURS, ONLINE, SCRATCH, POOL)
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4
 NEAR = 0.9  # of the specialist's τ
 FILE_HELD_OUT = 100  # prompts of a file's domain that are never logged
@@ -88,11 +85,8 @@ class Stream(NamedTuple):
 def measure(run: Run, data: str, num_requests: int, num_windows: int, num_back: int, num_prompts: int) -> Report:
     """Let traffic shift and return, and follow it in every way.
 
-    `data` is the further domain and its prompts, such as "math=prompts.jsonl".
-
-    Raises:
-        ValueError: nothing was built or logged, the file is not there, or a domain has too few prompts.
-        RuntimeError: a command failed.
+    `data` is the further domain and its prompts, such as "math=prompts.jsonl". ValueError if nothing was built or
+    logged, the file is not there, or a domain has too few prompts; RuntimeError if a command failed.
     """
     served = run.served().champion
     run.logged().close()
@@ -271,10 +265,7 @@ class _Lab:
 def answers(
     run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
 ) -> list[Sample]:
-    """Let the target answer what nobody serves: as many samples, in the same order.
-
-    They are kept in a cell, and an interrupted run asks only for the rest.
-    """
+    """Let the target answer, in the order of the prompts, into a cell; an interrupted run asks only for the rest."""
     generate = run.recipe.generate.model_copy(update={} if max_tokens is None else {"max_tokens": max_tokens})
 
     async def answer() -> dict[str, Sample]:
@@ -292,12 +283,9 @@ def answers(
 
 
 def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
-    """Return a domain and its prompts out of "domain=file".
+    """Return a domain and its prompts out of "domain=file"; ValueError if it is none, or the file is not there.
 
     Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
-
-    Raises:
-        ValueError: it is not of that form, or the file is not there.
     """
     domain, _, path = given.partition("=")
     if not domain or not path:
@@ -310,13 +298,9 @@ def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OU
 
 
 def refresh(run: Run, newest: int) -> Row:
-    """Refresh as a person would; what one that was interrupted has registered counts.
+    """Refresh as a person would; what one that was interrupted has registered counts. RuntimeError if it fails.
 
-    Returns:
-        Seconds, the newest version now, and what the gate said of it, None if no draft was made.
-
-    Raises:
-        RuntimeError: the refresh failed.
+    Returns seconds, the newest version now, and what the gate said of it, None if no draft was made.
     """
     started_s = time.monotonic()
     run.command("refresh", "--recipe", run.recipe_name)
@@ -365,8 +349,8 @@ def make_report(
         grids=[Grid("after the shift", ["", *columns], [[way, *_cells(one, domains)] for way, one in found.items()])],
         notes=[
             (
-                f"τ {stream.shifted} of the served draft before the shift {shown(before.model_dump())}, "
-                f"of the specialist {shown(best.model_dump())}."
+                f"τ {stream.shifted} of the served draft before the shift {interval(before.model_dump())}, "
+                f"of the specialist {interval(best.model_dump())}."
             ),
             f"What became of redraft's windows: {', '.join(row['verdict'] for row in rows[OURS])}.",
         ],
@@ -407,9 +391,9 @@ def _cells(one: Row, domains: Sequence[str]) -> list[str]:
     near = one["near"]
     changes = [one["changes"][domain] for domain in domains]
     return [
-        shown(one["tau"]),
+        interval(one["tau"]),
         "–" if near is None else f"{near['requests']}",
         "–" if near is None else f"{near['seconds']:.0f}",
         *(f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})" for change in changes),
-        shown(one["back"]),
+        interval(one["back"]),
     ]

@@ -36,14 +36,7 @@ class Bound(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Which rows fit.
-
-    Attributes:
-        winner: the best of those that fit, or None.
-        fitting: all of them, the best first.
-        level: those of them whose interval of what is best reaches into the winner's.
-        open: row to the bounds that its interval lies on both sides of.
-    """
+    """Which rows fit, the best first; which of them are level with the winner; and row to the bounds it may keep to."""
 
     winner: str | None
     fitting: list[str]
@@ -52,11 +45,7 @@ class Fit(NamedTuple):
 
 
 def parse_bounds(text: str, words: Bounds) -> list[Bound]:
-    """Read "110 MiB, KL 0.1": a number and a word each, in either order, set apart by commas.
-
-    Raises:
-        ValueError: a part is not that, or a word is none of `words`.
-    """
+    """Read "110 MiB, KL 0.1": a number and one of `words` each, in either order; ValueError names what is not that."""
     spelt = {word.casefold(): word for word in words} | {"tau": "τ"}
     found = []
     for part in filter(None, map(str.strip, text.split(","))):

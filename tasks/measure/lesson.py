@@ -64,10 +64,7 @@ def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:
 
 
 def head(bench: Bench, seed: int) -> Draft:
-    """Return a new EAGLE-3 head of one layer that was trained as `train` does.
-
-    It is kept for all rows of a seed, which share it: one that changes it takes a copy.
-    """
+    """Return a new EAGLE-3 head of one layer, trained as `train` does; kept, so one that changes it takes a copy."""
     documents = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
     return _head(bench.target_dir, documents, bench.budget, seed, bench.device)
 

@@ -14,13 +14,7 @@ from models.sources import Message, Prompt
 
 
 class Question(BaseModel):
-    """One row; what else it has is not read.
-
-    Attributes:
-        id: of no other row.
-        domain: the task that it belongs to.
-        messages: of the chat; a user's message that no assistant's follows is a turn.
-    """
+    """One row; what else it has is not read. A user's message that no assistant's follows is a turn."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -39,8 +33,7 @@ class Question(BaseModel):
 def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
     """Return task to its first questions, in the file's order, all for 0.
 
-    Raises:
-        ValueError: the file or a row can't be read, an id occurs twice, or nobody waits for an answer; names the row.
+    ValueError names the row that can't be read, whose id occurs twice, or in which nobody waits for an answer.
     """
     tasks: dict[str, list[Question]] = {}
     seen: set[str] = set()
@@ -60,11 +53,7 @@ def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
 
 
 def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
-    """Return domain to its prompts as questions of one turn, in their order.
-
-    Raises:
-        ValueError: a prompt has tools or template arguments, which no question has.
-    """
+    """Return domain to its prompts as questions of one turn; ValueError if one has tools or template arguments."""
     tasks: dict[str, list[Question]] = {}
     for prompt in prompts:
         if prompt.fields():

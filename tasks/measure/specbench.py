@@ -48,7 +48,6 @@ from tasks.register import first_samples
 QUESTION = "which way of drafting is the fastest, task by task?"
 PLAIN, ALL = "plain decoding", "all tasks"
 VERDICTS = ("equal", "near-tie", "different")
-TOLD_APART = "equal / near tie / different"
 WARM_TOKENS = 8
 
 Row = dict[str, Any]
@@ -67,11 +66,8 @@ def measure(
     """Answer every question in every configuration at every temperature.
 
     Without a file of questions they are the recipe's held-out prompts; without one of configurations every family
-    is measured where drafts are made, which 0 minutes don't, else what there is without that.
-
-    Raises:
-        ValueError: a file is wrong, nothing was built, a temperature is below 0, or the cells are of other questions or
-            configurations.
+    is measured where drafts are made, which 0 minutes don't, else what there is without that. ValueError if a file is
+    wrong, nothing was built, a temperature is below 0, or the cells are of other questions or configurations.
     """
     if below := [one for one in temperatures if one < 0]:
         raise ValueError(f"a temperature is 0 or more; got {below[0]:g}")
@@ -193,16 +189,18 @@ def make_report(
         for way in (ways if 0 in over_all else ())
         if (number := over_all[0][way]["outputs"].get("different"))
     ]
+    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
+    lossy, left_out = ", ".join(name for name, rule in rules.items() if not rule.LOSSLESS), num_rows - num_told
+    further = {
+        f"Above temperature 0 these draw from another distribution than the target: {lossy}.": any(over_all) and lossy,
+        f"{left_out} turns did not fit the context, and no later turn of their chats was asked.": left_out,
+    }
     notes = [
         "One stream; seconds of a whole request, its prompt included. In brackets 95% intervals over prompts.",
         "Speeds are only of prompts whose output passed. Drafts forget earlier requests after each cell.",
         "Of a tree, acceptance by place is the share of steps that accepted so many tokens.",
+        *(note for note, holds in further.items() if holds),
     ]
-    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
-    if any(over_all) and (lossy := [name for name, rule in rules.items() if not rule.LOSSLESS]):
-        notes.append(f"Above temperature 0 these draw from another distribution than the target: {', '.join(lossy)}.")
-    if left_out := num_rows - num_told:
-        notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
     speeds = {
         f"{task}{_at(at)}": {way: of[way]["speedup"]["prompts"] for way in ways if of[way]["speedup"]}
         for at, tasks in found.items()
@@ -224,14 +222,15 @@ def _by_task(
     rows: Sequence[Row], ways: Sequence[str], greedy: bool, target_dir: Path, seed: int
 ) -> dict[str, dict[str, Row]]:
     """Return task to side to figures, the last task being all of them."""
-    figures: dict[str, dict[str, Row]] = {}
-    for task in (*dict.fromkeys(row["domain"] for row in rows), ALL):
-        of = {
-            side: [row for row in rows if row["side"] == side and task in (row["domain"], ALL)]
-            for side in (PLAIN, *ways)
-        }
-        figures[task] = {side: _figures(of[PLAIN], of[side], greedy, target_dir, seed) for side in of}
-    return figures
+    tasks, sides = (*dict.fromkeys(row["domain"] for row in rows), ALL), (PLAIN, *ways)
+
+    def of(task: str, side: str) -> list[Row]:
+        return [row for row in rows if row["side"] == side and task in (row["domain"], ALL)]
+
+    return {
+        task: {side: _figures(of(task, PLAIN), of(task, side), greedy, target_dir, seed) for side in sides}
+        for task in tasks
+    }
 
 
 def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir: Path, seed: int) -> Row:
@@ -291,7 +290,14 @@ def _over_all(over_all: Mapping[float, Mapping[str, Row]], ways: Iterable[str]) 
             ]
             for side in sides
         ]
-        columns = ["way", "tokens/s", "τ", "τ without loops", "acceptance by place", *([] if at else [TOLD_APART])]
+        columns = [
+            "way",
+            "tokens/s",
+            "τ",
+            "τ without loops",
+            "acceptance by place",
+            *([] if at else ["equal / near tie / different"]),
+        ]
         yield Grid(f"over all tasks{_at(at)}", columns, rows)
 
 

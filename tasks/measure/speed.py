@@ -31,15 +31,13 @@ from models.sources import Prompt
 from tasks.measure.baselines import LLAMACPP, SIDES, Job, run_llamacpp, run_offline, why_not
 from tasks.measure.compare_traffic import output_verdicts
 from tasks.measure.endpoint import ChatServer, Endpoint, dump, require_answers
-from tasks.measure.home import Served
-from tasks.measure.run import Bar, Run
+from tasks.measure.run import Bar, Run, Served
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
 
 QUESTION = "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
-OVER_STOCK = ("over_stock", "request_over_stock")
 OURS = "pair"  # what is started for the pair
 UNHELD = "not held to them"  # the verdict on an output of other number formats
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
@@ -66,13 +64,10 @@ class Stage(NamedTuple):
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
-    """Measure every side on the same held-out prompts of each domain, all baselines if none is named.
+    """Measure every side on its share of each domain's held-out prompts a round, all baselines if none is named.
 
-    Each round has its share of the prompts.
-
-    Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such baseline.
-        RuntimeError: a request failed, or a side could not be started.
+    ValueError if nothing was built, the recipe has fewer prompts, or there is no such baseline; RuntimeError if a
+    request failed, or a side could not be started.
     """
     served = run.served()
     prompts = run.prompts("held_out", num_prompts)
@@ -201,6 +196,12 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         ]
         if (target_dir / GRID).is_file() and load_settings().device == "cpu":  # else more rows may change a row's bits
             failures += [f"{domain}, {failure}" for failure in unequal(of)]
+    missing, compiled = why_not(run.recipe), suffix_version()
+    further = {
+        f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make baselines` compiles it.": not compiled,
+        f"{LLAMACPP} was left out: {missing}.": missing,
+        "The served draft is the first one, so there is no static draft to compare with.": served.champion == 1,
+    }
     notes = [
         f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out of tokens/s.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
@@ -208,13 +209,8 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         "Speeds are only of prompts whose output passed. In brackets p10 to p90 over prompts.",
         "The last column is over all tokens and seconds, with a 95% interval that resamples prompts.",
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
+        *(note for note, holds in further.items() if holds),
     ]
-    if suffix_version() is None:
-        notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make baselines` compiles it.")
-    if missing := why_not(run.recipe):
-        notes.append(f"{LLAMACPP} was left out: {missing}.")
-    if served.champion == 1:
-        notes.append("The served draft is the first one, so there is no static draft to compare with.")
     speeds = {
         domain: {side: one["tokens_per_s"] for side, one in sides.items() if one["tokens_per_s"]}
         for domain, sides in figures.items()
@@ -229,7 +225,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
 
 
 def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
-    """Return the failures that the pair's answers are which differ from its own without speculation, by one token even.
+    """Return as failures how many answers of the pair differ from its own without speculation, by one token even.
 
     Within one engine and at one stream there are no near ties.
     """
@@ -295,29 +291,21 @@ def _decoded(row: Row) -> Decoded | None:
 def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
     columns = ["side", "outputs", "tokens/s", "first ms", "p50 ms", "p99 ms", "τ"]
     columns += [f"× {PLAIN}", f"whole request × {PLAIN}", "pair ÷ it"]
-    rows = []
-    for side, one in figures.items():
-        if one["tokens_per_s"] is None:
-            rows.append([side, _outputs(one), *["none"] * 8])
-            continue
-        itl, pair = one["inter_token_ms"], one["pair_over_it"]
-        rows.append(
-            [
-                side,
-                _outputs(one),
-                spread(one["tokens_per_s"]),
-                spread(one["first_token_ms"], 0),
-                *(f"{itl[p]:.1f}" if itl else "–" for p in ("p50", "p99")),
-                f"{one['tau']:.2f}" if one["tau"] else "–",
-                *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in OVER_STOCK),
-                interval(pair["overall"]) if pair else "none",
-            ]
-        )
-    return Grid(f"{domain}, held-out prompts", columns, rows)
+    return Grid(f"{domain}, held-out prompts", columns, [[side, *_cells(one)] for side, one in figures.items()])
 
 
-def _outputs(figures: Row) -> str:
-    counts = figures["outputs"]
-    return ", ".join(
-        f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict)
-    )
+def _cells(one: Row) -> list[str]:
+    counts, itl, pair = one["outputs"], one["inter_token_ms"], one["pair_over_it"]
+    verdicts = (verdict for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict))
+    outputs = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
+    if one["tokens_per_s"] is None:
+        return [outputs, *["none"] * 8]
+    return [
+        outputs,
+        spread(one["tokens_per_s"]),
+        spread(one["first_token_ms"], 0),
+        *(f"{itl[p]:.1f}" if itl else "–" for p in ("p50", "p99")),
+        f"{one['tau']:.2f}" if one["tau"] else "–",
+        *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in ("over_stock", "request_over_stock")),
+        interval(pair["overall"]) if pair else "none",
+    ]

@@ -24,7 +24,7 @@ from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.precision import engine_dtype
 from models.recipe import Recipe
 from tasks.measure.endpoint import ChatServer
-from tasks.measure.home import Served
+from tasks.measure.run import Served
 
 LOOPBACK = "127.0.0.1"  # where it needs no key
 # A cold start compiles for minutes.
@@ -47,10 +47,8 @@ class Stock(ChatServer):
     ) -> None:
         """Say what is to run, with which `speculative_config` of vLLM's; None is no draft.
 
-        The log and the compiled graphs are kept in the settings' home; a later start reads those.
-
-        Raises:
-            ValueError: the recipe is served by another engine.
+        The log and the compiled graphs stay in the home, for a later start. ValueError if the recipe has another
+        engine.
         """
         super().__init__(LOOPBACK, None, recipe.generate.max_tokens)
         if not isinstance(recipe.engine, Params):
@@ -130,10 +128,7 @@ def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
 
 
 def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the ways in which vLLM drafts by itself, by the name of the side: its look-ups, and the served drafts.
-
-    K is not that of suffix trees, which choose their own.
-    """
+    """Return the ways in which vLLM drafts by itself, by side; suffix trees choose their own number of tokens."""
     ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
     if suffix_version() is not None:
         ways[SUFFIX] = {"method": SUFFIX_METHOD}

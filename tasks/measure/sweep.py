@@ -27,11 +27,8 @@ PLAN = {"factor": FACTOR, "most_runs": MOST_RUNS, "seed": SEED, "set_aside": SET
 def find_rate(start: float, loss_at: Callable[[float], float]) -> dict[float, float]:
     """Return rate to loss of a few rates, each `FACTOR` times the one below, in the order in which they were tried.
 
-    `loss_at` trains at one; training diverges, and its loss is infinite, where it returns NaN or raises
-    FloatingPointError.
-
-    Raises:
-        ValueError: training diverges at all rates that were tried.
+    `loss_at` trains at one; training diverges where it returns NaN or raises FloatingPointError: its loss is infinite.
+    ValueError if it does at all of them.
     """
     losses: dict[int, float] = {}
 
@@ -58,8 +55,7 @@ def find_rate(start: float, loss_at: Callable[[float], float]) -> dict[float, fl
 def set_aside(bench: Bench) -> Bench:
     """Return a bench whose held-out documents are the last of each domain's training part, which it lacks itself.
 
-    Raises:
-        ValueError: a domain has fewer than two documents to train on; names it.
+    ValueError names a domain with fewer than two documents to train on.
     """
     train, held_out = {}, {}
     for domain, documents in bench.train.items():
@@ -71,12 +67,10 @@ def set_aside(bench: Bench) -> Bench:
 
 
 def sweep_row(comparison: ModuleType, bench: Bench, row: Row) -> dict[str, Any]:
-    """Look for a row's rate, from its `learning_rate` on; returns `rate`, `losses` and `seconds`.
+    """Look for a row's rate by the comparison's `tune`, from its `learning_rate` on.
 
-    `losses` are pairs of rate and loss, None for infinite, by the comparison's `tune`.
-
-    Raises:
-        ValueError: as `find_rate` and `set_aside`, or as the method raises it; names the row.
+    Returns `rate`, `losses`, pairs of rate and loss, None for infinite, and `seconds`. ValueError, as `find_rate`,
+    `set_aside` or the method raises it, names the row.
     """
     started_s, aside = time.monotonic(), set_aside(bench)
 

@@ -142,10 +142,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def plant(model: PreTrainedModel, rng: torch.Generator) -> None:
-    """Scale features of each norm up in place, and the weights that read them down: in floats nothing changes.
-
-    They are the same in every block, as in large models.
-    """
+    """Scale features of all norms up in place, and the weights that read them down: in floats nothing changes."""
     features = torch.randperm(model.config.hidden_size, generator=rng)[:OUTLIERS]
     block: Any  # torch types what a module holds as tensor or module
     with torch.no_grad():

@@ -63,13 +63,16 @@ class _Run(NamedTuple):
 
 def rows(budget: float) -> list[Row]:
     """Return plain training, every method, and the further settings that methods name; `budget` scales the text."""
-    found = [_row(BASELINE, None), _row("half_as_long", None, NUM_EPOCHS // 2)]
+    methods = {}
     for name in catalog.names("regimes"):
         module = catalog.load("regimes", name)
-        further = {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
-        for heading, params in {name: module.Params(), **further}.items():
-            found.append(_row(heading, params.model_dump(mode="json")))
-    return found
+        methods[name] = module.Params()
+        methods |= {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
+    return [
+        _row(BASELINE, None),
+        _row("half_as_long", None, NUM_EPOCHS // 2),
+        *(_row(heading, params.model_dump(mode="json")) for heading, params in methods.items()),
+    ]
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:

@@ -23,10 +23,7 @@ AS_SERVED = "as served"
 
 
 def rows(budget: float) -> list[Row]:
-    """Return every source of one domain's answers, and no further learning.
-
-    `budget` scales the answers, 1 being 96 of 48 tokens twice.
-    """
+    """Return every source of one domain's answers, and no further learning; `budget` scales 96 answers twice."""
     sources = {name: catalog.load("answers", name) for name in catalog.names("answers")}
     of_one = [name for name, source in sources.items() if not hasattr(source, "require_domains")]
     learning = [Row(name, {"answers": {"name": name}}) for name in of_one]
