@@ -44,7 +44,7 @@ from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
 
 QUESTION = "which way of drafting does this target want, on this traffic and this machine?"
-PLAIN, COSTS_FILE = "plain decoding", "costs.json"
+PLAIN = "plain decoding"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
 REPEATS, WARM_TOKENS = 9, 8
@@ -69,7 +69,7 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
     with run.bar("see what is accepted", (1 + len(ways)) * len(prompts)) as bar:
         rows = run.cells.keep("seen", lambda: _see(target, ways, prompts, max_tokens, bar))
     found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, rows[PLAIN], prompts)))
-    (run.folder / COSTS_FILE).write_text(found.model_dump_json(indent=2) + "\n")
+    (run.folder / "costs.json").write_text(found.model_dump_json(indent=2) + "\n")
     seen = {
         name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
         for name, way in ways.items()
@@ -130,23 +130,17 @@ def _see(
     target: Target, ways: Mapping[str, Configuration], prompts: Sequence[list[int]], max_tokens: int, bar: Bar
 ) -> dict[str, Row]:
     """Return what plain decoding took, and the steps of each way with what drafting took."""
-    plain = target.engine(None)
-    _answer(plain, prompts[0], WARM_TOKENS)
-    answers = []
-    for prompt in prompts:
-        answers.append(_answer(plain, prompt, max_tokens))
-        bar.advance()
-    decoded = list(map(_decoded, answers))
+    _, _, decoded = _steps(target.engine(None), prompts, max_tokens, bar)
     rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
     for name, way in ways.items():
-        steps, draft_ms = _steps(target.engine(way), prompts, max_tokens, bar)
+        steps, draft_ms, _ = _steps(target.engine(way), prompts, max_tokens, bar)
         drafting = DraftingCost(fmean(draft_ms) if draft_ms else 0.0)
         if is_cut(way):
             longest, whole_ms = _of_longest(steps, draft_ms)
             drafting = DraftingCost(whole_ms)
             if longest > 1:
                 one = target.engine(sized(way, Option(name, 1, 0.0)))
-                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None))
+                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None)[:2])
                 drafting = DraftingCost(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
         rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
     return rows
@@ -154,18 +148,18 @@ def _see(
 
 def _steps(
     engine: TorchEngine, prompts: Sequence[list[int]], max_tokens: int, bar: Bar | None
-) -> tuple[list[Step], list[float]]:
-    """Return the steps of all answers, and the ms that drafting took in each."""
-    steps: list[Step] = []
+) -> tuple[list[Step], list[float], list[Decoded]]:
+    """Return the steps of all answers, the ms that drafting took in each, and what decoding took by answer."""
     draft_ms: list[float] = []
+    answers: list[Completion] = []
     _answer(engine, prompts[0], WARM_TOKENS)
     engine.on_step = lambda took: draft_ms.append(1000 * took.draft_s)
     for prompt in prompts:
-        answer = _answer(engine, prompt, max_tokens)
-        steps += map(Step, answer.drafted, answer.accepted)
+        answers.append(_answer(engine, prompt, max_tokens))
         if bar is not None:
             bar.advance()
-    return steps, draft_ms
+    steps = [step for answer in answers for step in map(Step, answer.drafted, answer.accepted)]
+    return steps, draft_ms, list(map(_decoded, answers))
 
 
 def _of_longest(steps: Sequence[Step], draft_ms: Sequence[float]) -> tuple[int, float]:

@@ -1,16 +1,14 @@
 """What the served pair is measured against without an endpoint: transformers, the reference engine, and llama.cpp.
 
-They run in processes of their own, the first two in `python -m tasks.measure.baselines JOB.json`, because the
-processor's threads belong to whoever is measured, and because a model that was loaded is only really gone when its
-process is.
-
-All of them answer one prompt at a time and greedily, with as many threads as this process may use cores; transformers
-and the reference engine with the target's own weights, in the engine's number format. Assisted generation is
-transformers' model-free kind, prompt lookup: a small model with the target's tokenizer to assist it is not at hand. The
-reference engine is there with the draft and, to hold its forward pass to vLLM's, started without one.
+They run in processes of their own, because the processor's threads belong to whoever is measured, and because a model
+that was loaded is only really gone when its process is. All answer one prompt at a time and greedily, with as many
+threads as this process may use cores; transformers and the reference engine with the target's own weights, in the
+engine's number format. Assisted generation is transformers' model-free kind, prompt lookup: a small model with the
+target's tokenizer is not at hand. The reference engine is there with the draft and, to hold its forward pass to
+vLLM's, without one.
 
 llama.cpp reads the file that the target is made of. It computes with the file's own four-bit weights and rounds their
-inputs to 8 bits: its answers may differ, so they are not held to the others'. Its prompt look-up is the only way of
+inputs to 8 bits: its answers may differ, so they are not held to the others'. Prompt look-up is the only way of
 drafting that its Python library brings. It has an environment of its own, which `make baselines` compiles.
 """
 

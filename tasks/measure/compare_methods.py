@@ -1,16 +1,15 @@
 """Measure every method of a family on one target and one text, cell by cell, and sum the cells up over seeds.
 
-A cell is one row under one seed. Cells are kept as they are finished, first all rows under the first seed; run again, a
-comparison goes on with what is missing. They are measured in this process, because starting one for each would take
-longer than most of them, or in several processes that stay; seconds then are those of a machine that does other work.
+A cell is one row under one seed, kept as it is finished, first all rows under the first seed. They are measured in this
+process, because starting one for each would take longer than most of them, or in several processes that stay; seconds
+then are those of a machine that does other work.
 
 Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
-has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
-Intervals are Student's t, see `models.core.evaluation.spread`.
+has a figure for each, so that what a seed does to all rows alike cancels out. Intervals are Student's t, see
+`models.core.evaluation.spread`.
 
-Rows that train do so at a learning rate of their own, which a sweep finds before their first cell, see
-`tasks.measure.sweep`. Under a margin, rows that the first seeds leave undecided get more of them, see
-`tasks.measure.decide`.
+Rows that train do so at a learning rate of their own, which `tasks.measure.sweep` finds before their first cell. Under
+a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
 """
 
 import fnmatch
@@ -150,10 +149,7 @@ def _measure(
         _tell(f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead")
     with counting(TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=len(wanted), completed=len(wanted) - len(missing))
-
-        def begin(row: Row, seed: int) -> None:
-            bar.update(task, description=f"{row.name}, seed {seed}")
-
+        begin = partial(bar.update, task)
         for row, seed, found in _side_by_side(comparison, bench, cells, missing, num_jobs, begin):
             said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
             _tell(f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)")
@@ -170,12 +166,12 @@ def _side_by_side(
     cells: Cells,
     missing: Sequence[tuple[Row, int]],
     num_jobs: int,
-    begin: Callable[[Row, int], None],
+    begin: Callable[..., None],
 ) -> Iterator[tuple[Row, int, dict[str, Any]]]:
     """Yield cells as they are finished; `begin` is told what is measured next where that is one at a time."""
     if num_jobs == 1:
         for row, seed in missing:
-            begin(row, seed)
+            begin(description=f"{row.name}, seed {seed}")
             yield row, seed, _kept(comparison.__name__, bench, cells, row, seed)
         return
     num_threads = max(1, torch.get_num_threads() // num_jobs)
@@ -311,9 +307,9 @@ def record(
         for metric, figure in figures.items()
         for part, value in (
             ("", figure.value),
-            ("/low", figure.interval and figure.interval.low),
-            ("/high", figure.interval and figure.interval.high),
-            ("/gain", figure.gain and figure.gain.value),
+            ("/low", figure.interval.low if figure.interval else None),
+            ("/high", figure.interval.high if figure.interval else None),
+            ("/gain", figure.gain.value if figure.gain else None),
         )
         if value is not None
     }

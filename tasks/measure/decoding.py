@@ -2,12 +2,12 @@
 
 Every row drafts with the same draft for the same target, and answers the same prompts greedily, the beginnings of
 held-out documents that the seed draws. The draft is the champion where there is one that can grow trees, else an
-EAGLE-3 head of one layer that learns from answers to the training part, the same for all rows of a seed.
+EAGLE-3 head of one layer that learns from answers to the training part.
 
-Prompt by prompt, plain decoding and the row take turns in one process, on one copy of the weights, in an order that is
-turned round each time; what both take counts from an answer's first token to its last. It is computed in float32, so
-that an output that is another can only be a near tie or a fault: where one is a fault the row has no speed. How fast a
-way is in the arithmetic that is served, `redraft bench specbench` tells.
+Prompt by prompt, plain decoding and the row take turns on one copy of the weights, in an order that is turned round
+each time; what both take counts from an answer's first token to its last. It is computed in float32, so that an output
+that is another can only be a near tie or a fault: where one is a fault the row has no speed. How fast a way is in the
+arithmetic that is served, `redraft bench specbench` tells.
 """
 
 import asyncio

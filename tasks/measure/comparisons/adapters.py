@@ -1,9 +1,8 @@
 """The LoRA paper's table at our scale: each adapter on a new domain, with full finetuning and the untouched base.
 
-The whole target learns the first domain by name from a few documents, cut to `LENGTH` tokens, and is measured on
-held-out ones of that domain and of all others, which shows what it forgot. The seed draws documents, first weights and
-the order of batches. Each method trains at a rate of its own: the sweep begins at the one that its file says, and asks
-for the least loss on other documents of the domain than are learnt or measured on.
+The whole target learns the first domain by name from a few documents, and is measured on held-out ones of that domain
+and of all others, which shows what it forgot. The seed draws documents, first weights and the order of batches. Each
+method trains at a rate of its own: the sweep begins at the one that its file says.
 Memory is what one batch keeps for the backward pass, and what weights, gradients and optimizer take; it is counted, not
 read off the process.
 """

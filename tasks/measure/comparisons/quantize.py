@@ -3,18 +3,16 @@
 Rows of three kinds, each with a float row of its own to be read against:
 
 - plain names: the target as it is, each method at its defaults but for one grid that all of 4 bits share, groups of 64
-  (128 does not divide every width) with zero points; "…, symmetric" is without those. Those that train first do so on a
-  few documents; "finetuned, then …" trains as much without rounding, so that what is learnt of the text is not put down
-  to the method; "2:4, then …" rounds what was pruned before, and the zeroes are looked for in what comes out; "…, a
-  quarter of the text", "…, half of the text" and "…, twice the text" are calibrated on less and on more than the
-  others; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
+  (128 does not divide every width) with zero points; "…, symmetric" is without those. "finetuned, then …" trains as
+  much without rounding as those that train first, so that what is learnt of the text is not put down to the method;
+  "2:4, then …" rounds what was pruned before, and the zeroes are looked for in what comes out; "… of the text" are
+  calibrated on less and on more; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
 - "outliers …": the target after some features were scaled up and the weights that read them down, which changes nothing
   in floats. The rows are those of LLM.int8()'s Table 1;
 - "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
 
-The seed draws the documents to calibrate, train and measure on; calibrated is on `ENOUGH` tokens for each input of the
-widest layer. Rows that train do so at the learning rate that suits each best. Seconds are the simulation's, not an
-engine's.
+The seed draws the documents; calibrated is on `ENOUGH` tokens for each input of the widest layer. Rows that train do so
+at the learning rate that suits each best. Seconds are the simulation's, not an engine's.
 """
 
 import math
@@ -96,14 +94,15 @@ def rows(budget: float) -> list[Row]:
         "finetuned": finetuned,
         "finetuned, then rtn": {**finetuned, "method": _table("rtn")},
     }
-    outliers = {"float": {}} | {
-        heading: {"method": {"name": "llm_int8", **settings}} for heading, settings in TABLE_1.items()
-    }
+    outliers: dict[str, Any] = {heading: {"method": {"name": "llm_int8", **of}} for heading, of in TABLE_1.items()}
     scratch = {"float": {"finetune": True}} | {", ".join(table.values()): {"method": table} for table in SCRATCH}
     few, many = ({"num_tokens": int(number * budget)} for number in (1024, 16384))
     return [
         *(Row(name, {"model": "target", **few, **settings}) for name, settings in on_target.items()),
-        *(Row(f"outliers, {name}", {"model": "outliers", **few, **settings}) for name, settings in outliers.items()),
+        *(
+            Row(f"outliers, {name}", {"model": "outliers", **few, **settings})
+            for name, settings in {"float": {}, **outliers}.items()
+        ),
         *(
             Row(f"scratch, {name}", {"model": "scratch", **many, "learning_rate": SCRATCH_RATE, **settings})
             for name, settings in scratch.items()

@@ -1,14 +1,13 @@
 """Training regimes, each against plain training of the same small model on the same text.
 
-Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer; the default target
-itself would take an hour a row. Its vocabulary is the text's 2,047 commonest tokens and one for all others, or the
-output matrix would be nearly all of the model, its FLOPs and what it holds. Documents go by eight times, because some
-methods look at epochs. A seed draws documents, weights and the regime's own coins, the same for all rows. Each row
-trains at the learning rate that suits it best.
+Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer. Its vocabulary is the
+text's 2,047 commonest tokens and one for all others, or the output matrix would be nearly all of the model. Documents
+go by eight times, because some methods look at epochs. A seed draws documents, weights and the regime's own coins, the
+same for all rows. Each row trains at the learning rate that suits it best.
 
 FLOPs and held memory are counted while the model trains, which adds about a tenth to the seconds of every row. FLOPs
-of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports, if it
-does. `half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
+of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports.
+`half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
 """
 
 import math

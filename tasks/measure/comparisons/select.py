@@ -1,12 +1,10 @@
 """Equal numbers of documents, chosen by each method, and what a small model learns from them.
 
-Traffic is uneven: of eight documents in the pool seven are of the first domain by name, while held-out text is of all
-domains in equal parts. The proxy and the model that is trained in the end are the target's outer layers with its
-embedding (an `lm` draft), one layer and three of them, trained on text at the learning rate that suits the row; the
-whole target is too slow to be trained as often. The same model is measured as a draft for the target: Σ min(p, q) at
-temperature 1 on held-out text. `acceptance_gap` asks the one-layer draft, untrained in the first round; an EAGLE-3 head
-would need the target's states of the pool for training as well. Documents under four tokens have no acceptance and are
-left out everywhere.
+Of eight documents in the pool seven are of the first domain by name, while held-out text is of all domains in equal
+parts. The proxy and the model that is trained in the end are the target's outer layers with its embedding (an `lm`
+draft), one layer and three of them, because the whole target is too slow to be trained as often. The same model is
+measured as a draft for the target: Σ min(p, q) at temperature 1 on held-out text. `acceptance_gap` asks the one-layer
+draft, untrained in the first round. Documents under four tokens have no acceptance and are left out everywhere.
 """
 
 import math

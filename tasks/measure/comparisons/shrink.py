@@ -1,21 +1,17 @@
 """Shrinking: what four fifths of the target still say, and what the rest was worth.
 
-One-shot methods cut the target and are read as they are; a row "…, trained" trains the cut model on. `sheared` learns
-on the same documents, and goes through them until its masks have had `MASK_STEPS` steps, where the paper's have 50
-billion tokens: "width, trained as sheared" learns from as many. Trained rows learn the looks of the traffic too, so
-that "full, trained" is what to hold them against.
-
-"…, by lot" is the control that draws which blocks, or which heads and channels, stay.
+A row "…, trained" trains the cut model on. `sheared` goes through its documents until its masks have had `MASK_STEPS`
+steps, where the paper's have 50 billion tokens: "width, trained as sheared" learns from as many. Trained rows learn the
+looks of the traffic too, so that "full, trained" is what to hold them against. "…, by lot" is the control that draws
+which blocks, or which heads and channels, stay.
 
 "…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
-tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against. Rows that train do so
-at the learning rate that suits each best; that of `sheared`, and of what trains as long, is looked for with a quarter
-of the steps.
+tokens as "trained" rows do. Rows that train do so at the learning rate that suits each best; that of `sheared`, and of
+what trains as long, is looked for with a quarter of the steps.
 
 `vocabulary` is read on the stretches of text between tokens that it lost; `coverage` is the share of tokens it kept.
-`low_rank` comes at several ranks, kept as factors, which the reference engine runs; the forward pass that is timed here
-multiplies by whole matrices. What the rank costs shows in `error`, the distance from the target's last hidden states,
-for models as wide as the target.
+`low_rank` keeps factors, which the reference engine runs; the forward pass that is timed here multiplies by whole
+matrices. `error` is the distance from the target's last hidden states, for models as wide as the target.
 """
 
 import copy
