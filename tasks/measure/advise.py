@@ -40,14 +40,13 @@ from models.engines.torch import TorchEngine
 from models.params import BaseParams
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
-from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
+from tasks.measure.specbench import PLAIN, WARM_TOKENS, chat_before, read_questions
 
 QUESTION = "which way of drafting does this target want, on this traffic and this machine?"
-PLAIN = "plain decoding"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
-REPEATS, WARM_TOKENS = 9, 8
+REPEATS = 9
 NUM_MEASURED = 3
 TREE_SIZES = (4, 8, 16)
 ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,24 +52,24 @@ Row = dict[str, Any]
 
 
 class Stages:
-    """What is done one after the other, and how many seconds each that is done took."""
+    """What is done one after the other."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started_s = time.monotonic()
-        self._current: tuple[str, float] | None = None
+        self._moments = [("", time.monotonic())]
 
     def start(self, name: str, said: str = "") -> None:
         """End a stage and announce the next one, by its name or in other words."""
-        now_s = time.monotonic()
-        if self._current is not None:
-            self.seconds[self._current[0]] = round(now_s - self._current[1], 1)
-        self._current = (name, now_s)
+        self._moments.append((name, time.monotonic()))
         out.rule(said or name, align="left")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How many each stage took that is done."""
+        return {name: round(end_s - start_s, 1) for (name, start_s), (_, end_s) in pairwise(self._moments) if name}
 
     def total_s(self) -> float:
         """Return the seconds since the first stage."""
-        return round(time.monotonic() - self._started_s, 1)
+        return round(time.monotonic() - self._moments[0][1], 1)
 
 
 @contextmanager
