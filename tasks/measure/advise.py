@@ -1,11 +1,9 @@
 """Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
 
 Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
-fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`). The
-best are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding
-alone.
-
-With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
+fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`), or in
+a table of another machine, where nothing is timed. The best are measured in turns with plain decoding. One stream,
+greedily; speeds are of decoding alone.
 """
 
 import asyncio

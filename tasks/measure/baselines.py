@@ -84,7 +84,6 @@ class _Arrivals(BaseStreamer):
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """Take the tokens of one step."""
         if self._prompt_seen:
             self.times_s += [time.monotonic()] * value.numel()
         self._prompt_seen = True
@@ -217,7 +216,6 @@ def _run(
 
 
 def main() -> None:
-    """Do one job."""
     job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
     encode = encoder(job.target_dir)
     baselines = list(

@@ -30,7 +30,6 @@ class Cells:
             )
 
     def has(self, name: str) -> bool:
-        """Whether a cell is finished."""
         return self._file(name).is_file()
 
     def keep(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -40,7 +39,6 @@ class Cells:
         return self.read(name)
 
     def read(self, name: str) -> Any:
-        """Return a finished cell; FileNotFoundError if it is not."""
         return json.loads(self._file(name).read_text())
 
     def _file(self, name: str) -> Path:

@@ -1,12 +1,9 @@
 """Measure every method of a family on one target and one text, cell by cell, and sum the cells up over seeds.
 
-A cell is one row under one seed, kept as it is finished, first all rows under the first seed. They are measured in this
-process, because starting one for each would take longer than most of them, or in several processes that stay; seconds
-then are those of a machine that does other work.
-
-Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
-has a figure for each, so that what a seed does to all rows alike cancels out. Intervals are Student's t, see
-`models.core.evaluation.spread`.
+A cell is one row under one seed, kept as it is finished. They are measured in this process, because starting one for
+each would take longer than most of them, or in several that stay; seconds then are those of a machine that does other
+work. Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a
+metric has a figure for each, so that what a seed does to all rows alike cancels out (`models.core.evaluation.spread`).
 
 Rows that train do so at a learning rate of their own, which `tasks.measure.sweep` finds before their first cell. Under
 a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
@@ -271,7 +268,6 @@ def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> d
 
 
 def metrics_of(cell: Mapping[str, Any]) -> Metrics:
-    """Return what was measured, from a cell as `measure_cell` made it."""
     return {**cell["metrics"], **{name: Mean(values) for name, values in cell["documents"].items()}}
 
 
@@ -301,7 +297,6 @@ def t_interval(values: Sequence[float]) -> Estimate | None:
 def record(
     title: str, setup: Mapping[str, object], row: Row, figures: Mapping[str, MethodFigure], num_seeds: int
 ) -> dict[str, str]:
-    """Record a row as a run in MLflow, and return the run's id."""
     metrics = {
         f"{metric}{part}": value
         for metric, figure in figures.items()

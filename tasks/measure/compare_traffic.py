@@ -54,7 +54,6 @@ def compare_outputs(
 def output_verdicts(
     references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
 ) -> dict[str, str]:
-    """Return the verdict on each prompt's output, see `compare_outputs`."""
     _, threshold = load_golden(target_dir)
     by_prompt = {row["prompt_id"]: row for row in outputs}
     return {str(row["prompt_id"]): _verdict(row, by_prompt[row["prompt_id"]], threshold) for row in references}
@@ -101,7 +100,6 @@ def answer_verdicts(references: Sequence[Mapping[str, Any]], answers: Sequence[M
 
 
 def sentence(verdicts: Mapping[str, int]) -> str:
-    """Say what came of it."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "none"
     return f"Outputs against no speculation, answer by answer: {counts}."
 

@@ -6,11 +6,9 @@
 
     [medusa-4]                    # where drafts are made first (`make_drafts`)
     draft = { name = "medusa" }
-    num_draft_tokens = 4
     distill = { learning_rate = 1e-3 }
 
-Without a file they are the served draft, alone and with look-up, and each family that needs neither training nor a
-store, as it comes.
+Without a file they are the served draft, alone and with look-up, and new ones that need neither training nor a store.
 """
 
 import os
@@ -205,7 +203,6 @@ def make_drafts(
 
 
 def _recipe(recipe: Recipe, way: Configuration, minutes: float) -> Recipe:
-    """Return the recipe of a configuration's draft."""
     assert isinstance(way.draft, BaseParams)
     assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
     own = validate(distill.Params, way.distill, "distill")

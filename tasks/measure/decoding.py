@@ -83,7 +83,6 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def answer(engine: TorchEngine, prompt: list[int], sampling: Sampling = GREEDY) -> Answer:
-    """Let an engine answer one prompt."""
     steps: list[Took] = []
     engine.on_step = steps.append
     return Answer(asyncio.run(engine.generate(prompt, sampling, "prompt")), steps)

@@ -52,8 +52,6 @@ Row = dict[str, Any]
 
 
 class Stages:
-    """What is done one after the other."""
-
     def __init__(self) -> None:
         self._moments = [("", time.monotonic())]
 
@@ -68,7 +66,6 @@ class Stages:
         return {name: round(end_s - start_s, 1) for (name, start_s), (_, end_s) in pairwise(self._moments) if name}
 
     def total_s(self) -> float:
-        """Return the seconds since the first stage."""
         return round(time.monotonic() - self._moments[0][1], 1)
 
 
@@ -265,7 +262,6 @@ class Demonstration:
         return answers_of(self.folder, phase)
 
     def _left(self, phase: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that the phase has not answered yet."""
         answered = {row["prompt_id"] for row in self._rows(phase)}
         return [prompt for prompt in prompts if prompt.id not in answered]
 

@@ -4,16 +4,14 @@ The served draft's line meets requests of one further domain only, window after 
 domain that it has known. The target answers all of them greedily, as the service logs them. The ways to follow:
 
 - frozen: the served draft, left alone;
-- redraft: each window is logged by `redraft import-logs` and ended by `redraft refresh`, gate included; the champion is
-  what counts;
+- redraft: each window is logged by `redraft import-logs` and ended by `redraft refresh`; the champion is what counts;
 - online distillation: as in arXiv:2310.07177: after every eight requests one step on them, at a learning rate of 1e-4,
   without replay and without a gate;
 - from scratch: a new draft of all requests so far, with the recipe's settings of a build;
 - pool: of the drafts that have served, the one that is best at the window; nothing is trained.
 
 The specialist that they are held to has learnt twice as many requests of the further domain, without replay and for
-twice as many passes. Acceptance is counted on the target's own answers to held-out prompts
-(`models.core.evaluation.scoring`).
+twice as many passes. Acceptance is counted on the target's own answers to held-out prompts.
 """
 
 import asyncio
@@ -138,8 +136,6 @@ def _stream(
 
 
 class _Lab:
-    """Makes drafts out of windows, and scores them."""
-
     def __init__(self, run: Run, target_dir: Path, champion: Path, stream: Stream) -> None:
         self._run, self._target_dir, self._champion, self._stream = run, target_dir, champion, stream
         self._params = run.recipe.refresh_distill()

@@ -42,7 +42,6 @@ class ChatServer(ABC):
 
     @property
     def runs(self) -> bool:
-        """Whether it was started and not stopped."""
         return self._child is not None
 
     @abstractmethod
@@ -103,8 +102,6 @@ class ChatServer(ABC):
 
 
 class Endpoint(ChatServer):
-    """The service."""
-
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         grace_s = recipe.serve.drain_s + END_TIMEOUT_S
         super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens, grace_s)

@@ -18,19 +18,15 @@ Bounds = Mapping[str, tuple[str, str]]
 
 
 class Bound(NamedTuple):
-    """One thing that is asked for."""
-
     spelt: str
     metric: str
     side: str
     value: float
 
     def holds(self, value: float | None) -> bool:
-        """Whether there is a value, on the right side."""
         return value is not None and (value <= self.value if self.side == "most" else value >= self.value)
 
     def straddled(self, figure: MethodFigure) -> bool:
-        """Whether a figure's interval lies on both sides."""
         interval = figure.interval
         return interval is not None and self.holds(interval.low) != self.holds(interval.high)
 

@@ -119,7 +119,6 @@ def opening(documents: dict[str, list[list[int]]], number: int, seed: int) -> li
 
 
 def num_answers(bench: Bench) -> int:
-    """Return how many answers a draft learns."""
     return max(2, round(NUM_ANSWERS * bench.budget))
 
 

@@ -1,13 +1,13 @@
 """Whether speculation ever loses, at any load and with any draft.
 
-The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
-off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
-A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and
-times no prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so
-that tokens over the seconds that requests took, times the streams, is the throughput. They begin one after the other,
-behind requests of growing length that are not timed: streams that begin at once and answer at one speed stay in step,
-as no traffic does, and those that draft can't. The ratio is of throughputs, paired by block and request. Where vLLM's
-own endpoint is measured too, its process can't run beside ours: the same prompts are asked there before or after.
+At each number of streams the same prompts are asked with speculation on and off, in blocks that take turns and change
+their order from pair to pair; before each block the prefix cache is emptied. A bad draft has noise for weights, the
+first one is fresh, the champion is adapted. A block has a key of its own and times no prompt twice, so that no answer
+is looked up that the same prompt had before. Streams ask without a pause, so that tokens over the seconds that requests
+took, times the streams, is the throughput. They begin one after the other, behind requests of growing length that are
+not timed: streams that begin at once and answer at one speed stay in step, as no traffic does, and those that draft
+can't. The ratio is of throughputs, paired by block and request. Where vLLM's own endpoint is measured too, its process
+can't run beside ours: the same prompts are asked there before or after.
 """
 
 import shutil
@@ -157,7 +157,6 @@ class _Way:
         self.gaps_ms = [[1000 * (end - start) for start, end in of_answer] for of_answer in spans]
 
     def figures(self, num_streams: int) -> Row:
-        """Return throughput, inter-token latency and time to the first token."""
         pooled = [ms for gaps in self.gaps_ms for ms in gaps]
         every = [one for block in self.requests for one in block.values()]
         first_ms = [row["first_token_ms"] for row in self.answers]

@@ -133,14 +133,11 @@ class Run:
 
     @contextmanager
     def bar(self, what: str, total: int) -> "Iterator[Bar]":
-        """Show how far a cell is."""
         with counting() as progress:
             yield Bar(progress, progress.add_task(what, total=total))
 
 
 class Bar(NamedTuple):
-    """A cell's progress."""
-
     progress: Progress
     task: TaskID
 
@@ -149,7 +146,6 @@ class Bar(NamedTuple):
         self.progress.advance(self.task)
 
     def show(self, done: float) -> None:
-        """So much is done."""
         self.progress.update(self.task, completed=done)
 
 
@@ -188,7 +184,6 @@ def copy_served(source: Settings, home: Settings) -> Served:
 
 
 def files_of(home: Settings, kind: Kind, number: int) -> Artifact:
-    """Return the files of a copy."""
     registry = open_registry(home)
     return publish(registry.download(registry.get(kind, number), home.cache), kind)
 

@@ -1,16 +1,15 @@
 """Spec-Bench: how much faster configurations of the reference engine answer than the same engine without a draft.
 
-All of them share one process, one copy of the target's weights and the same prompts, one stream. Prompt by prompt plain
-decoding and the configurations take turns, in an order that is turned round each time, and ratios are paired by prompt.
-A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench, and once more from
-its first token. The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
+All of them share one process and one copy of the target's weights, one stream. Prompt by prompt plain decoding and the
+configurations take turns, in an order that is turned round each time, and ratios are paired by prompt. A speed counts
+from the start of a request to its last token, the prompt included, as in Spec-Bench, and once more from its first
+token. The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
 
 Greedy outputs are held to plain decoding's. Above temperature 0 each way draws an answer of its own, so there is
 nothing to hold them to: that a rule keeps the target's distribution is tested elsewhere, and one that doesn't is named.
 
 A cell is a few prompts of a task at one temperature. What a draft remembers of earlier requests is forgotten between
-cells, so that an interrupted run goes on with the same figures. Drafts that have to be made are made before the first
-(`tasks.measure.configurations`).
+cells, so that an interrupted run goes on with the same figures.
 """
 
 import asyncio
@@ -111,7 +110,6 @@ def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
 
 
 def fingerprint(tasks: dict[str, list[Question]]) -> str:
-    """Return the sha256 of what is asked."""
     asked = "".join(question.model_dump_json() for of_task in tasks.values() for question in of_task)
     return hashlib.sha256(asked.encode()).hexdigest()
 

@@ -1,11 +1,10 @@
 """How fast the served pair is at one stream, against everything that could serve the target instead.
 
 The baseline is what a user would run who had no redraft: vLLM's own endpoint, compiled, without a draft. It, the ways
-in which it drafts by itself, the served pair's endpoint and the process of the offline baselines follow each other in
-rounds, every other round in reverse; all endpoints are asked by one client. Within the pair's endpoint speculation is
-switched on and off prompt by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The
-offline baselines have no HTTP on their way, which is to their advantage. The reference engine without a draft is among
-them, so that its distance to vLLM is known, whatever drafting does for either.
+in which it drafts by itself, the served pair's endpoint and the offline baselines follow each other in rounds, every
+other round in reverse. Within the pair's endpoint speculation is switched on and off prompt by prompt, and the first
+draft takes its turn once a round. Ratios are paired by prompt. The offline baselines have no HTTP on their way, which
+is to their advantage.
 
 The speed of decoding leaves the first token out, and so trusts the moment at which it came. On few cores tokens can be
 held up on their way and come in a bunch, which makes decoding look faster than it was; so whole requests are compared
@@ -148,7 +147,6 @@ def _stock(side: str, speculation: Mapping[str, Any] | None, stage: Stage) -> li
 
 
 def _offline(stage: Stage) -> list[Row]:
-    """Ask the baselines that have no endpoint."""
     run, pair = stage.run, open_champions.fn()
     folder = run.folder / "offline"
     job = Job(
@@ -165,7 +163,6 @@ def _offline(stage: Stage) -> list[Row]:
 
 
 def _llamacpp(stage: Stage) -> list[Row]:
-    """Ask llama.cpp."""
     run, target_dir = stage.run, open_champions.fn().target_files.path
     return run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
 
@@ -237,8 +234,6 @@ def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 class _Side:
-    """One side's answers to one domain's prompts."""
-
     def __init__(self, rows: Sequence[Row], verdicts: Mapping[str, str]) -> None:
         self.verdicts = Counter(verdicts.values())
         self.rows = [row for row in rows if verdicts[row["prompt_id"]] != "different"]

@@ -77,7 +77,6 @@ def _same_twice(run: Run, registry: Registry) -> tuple[int, int]:
 
 
 def _swaps(run: Run, endpoint: Endpoint, load: Load, versions: tuple[int, int], num_swaps: int) -> Row:
-    """Return the swaps with their times, on the monotonic clock, and all answers."""
     swaps, registry = [], open_registry(run.settings)
     with run.bar("swaps under load", num_swaps) as bar, load() as answers:
         _watch(endpoint, SETTLE_S)
@@ -117,7 +116,6 @@ def _watch(endpoint: Endpoint, seconds: float) -> tuple[ServiceStatus, float]:
 
 
 def _restart(run: Run, endpoint: Endpoint, load: Load) -> Row:
-    """Stop the service and start it again while clients go on asking."""
     with run.bar("restart under load", 1) as bar:
         with load() as answers:
             time.sleep(SETTLE_S)

@@ -1,9 +1,9 @@
 """The learning rate that suits a row, so that no method is ahead because one rate for all happens to suit it.
 
-A row that trains says in its settings at which `learning_rate` its search begins. It is trained at that, at a third of
-it and at three times as much, and further on while the best of them is the outermost, `MOST_RUNS` times at most. The
-one with the least loss is the row's own under every seed. Looked for is it under one seed, on documents of the training
-part that are set aside: they are neither learnt meanwhile nor among those that the table reports.
+A row is trained at the `learning_rate` of its settings, at a third of it and at three times as much, and further on
+while the best of them is the outermost, `MOST_RUNS` times at most. The one with the least loss is the row's own under
+every seed. Looked for is it under one seed, on documents of the training part that are set aside: they are neither
+learnt meanwhile nor among those that the table reports.
 """
 
 import math
@@ -105,12 +105,10 @@ def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
 
 
 def seconds(row: Row, cells: Cells) -> float:
-    """Return what the sweep of a row took, 0 where it has none."""
     return float(cells.read(_cell(row))["seconds"]) if cells.has(_cell(row)) else 0.0
 
 
 def at_rate(row: Row, rate: float) -> Row:
-    """Return a row that trains at a rate."""
     return row._replace(settings={**row.settings, "learning_rate": rate})
 
 

@@ -97,7 +97,6 @@ def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_leng
 
 
 def shuffled(items: Sequence[ItemT], rng: "torch.Generator") -> list[ItemT]:
-    """Return all items in an order of the generator's."""
     import torch
 
     return [items[place] for place in torch.randperm(len(items), generator=rng).tolist()]

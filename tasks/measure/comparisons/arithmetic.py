@@ -1,13 +1,11 @@
 """Regimes that change how linear layers multiply, in the shapes of their papers' tables.
 
-DoReFa's grid of weight, activation and gradient bits; HBFP 8_16 and 12_16 at three widths; 2:4 data gradients with and
-without the L1 norm kept; sign prediction by threshold; and the lognormal gradient format against the uniform one at
-equal bits. All of them train a Llama of two layers from scratch, because arithmetic shows in what can be learnt, and
-the target itself is too slow to be trained a hundred times. It reads the target's tokens, the 1023 most frequent of the
-training text and one for all others: most of a small model's time would go into an output matrix that no method here
-touches. Each row trains at the learning rate that suits it best, and so does the float32 that it is compared with. A
-method that changes inference too is scored in its own arithmetic, and beside it in floats. Formats are simulated in
-float32, so the seconds say what a simulation costs, not what hardware would save.
+All of them train a Llama of two layers from scratch, because arithmetic shows in what can be learnt, and the target
+itself is too slow to be trained a hundred times. It reads the target's tokens, the 1023 most frequent of the training
+text and one for all others: most of its time would go into an output matrix that no method here touches. Each row
+trains at the learning rate that suits it best, and so does the float32 that it is compared with. A method that changes
+inference too is scored in its own arithmetic, and beside it in floats. Formats are simulated in float32, so the seconds
+say what a simulation costs, not what hardware would save.
 """
 
 from functools import lru_cache
@@ -98,7 +96,6 @@ def _float32(texts: Texts, width: int, seed: int, rate: float, device: str) -> d
 def _run(
     texts: Texts, width: int, seed: int, method: dict[str, Any] | None, rate: float, device: str
 ) -> dict[str, float]:
-    """Return the columns that say nothing of other rows."""
     methods = [] if method is None else [catalog.parse("regimes", method)]
     documents, held_out = texts
     heads, sizes = width // HEAD_WIDTH, {"intermediate_size": 3 * width, "max_position_embeddings": LENGTH}

@@ -194,7 +194,6 @@ def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> tuple[Quanti
 
 
 def _reads_text(settings: dict[str, Any]) -> bool:
-    """Whether anything of a row is calibrated."""
     quantized = [settings.get("method"), *settings.get("exceptions", {}).values()]
     named = [("prune", settings.get("prune")), *(("quantize", table) for table in quantized)]
     return any(table and catalog.load(family, table["name"]).CALIBRATED for family, table in named)

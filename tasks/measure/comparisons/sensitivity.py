@@ -1,11 +1,9 @@
 """Which layers carry the loss of a quantized target, and what excepting them brings back.
 
 The form is `int8_static`, one scale a layer for all inputs, which loses most of those of 8 bits. "only …" quantizes one
-kind of layer, or the layers of one quarter of the depth, and leaves the rest in floats: what that part alone costs.
-"… dynamic" and "… in floats" quantize all but an exception, as `[quantize] exceptions` says it: what it gives back.
-"N of 7 by lot, dynamic" is the control for exceptions of that many of a block's seven layers: as many of the model's
-layers, which the seed draws among those that engines don't multiply as one. It draws the text to calibrate and compare
-on too.
+kind of layer, or the layers of one quarter of the depth, and leaves the rest in floats. "… dynamic" and "… in floats"
+quantize all but an exception. "N of 7 by lot, dynamic" is the control for exceptions of that many of a block's seven
+layers: as many of the model's layers, which the seed draws among those that engines don't multiply as one.
 """
 
 from collections.abc import Mapping

@@ -51,7 +51,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Study one method; the plain way is what all are divided by."""
     if row.name == BASELINE:
         return {"gain": 1.0, "kept": 1.0, "shape": math.nan}
     method = catalog.load("systems", row.settings["method"]["name"])
@@ -82,7 +81,6 @@ def claims(report: Report, found: Comparison) -> Report:
 @lru_cache(maxsize=1)
 @torch.inference_mode()
 def part_times(target_dir: Path) -> Times:
-    """Time a model of the shape of a directory's, in float32 with random weights."""
     config = AutoConfig.from_pretrained(target_dir)
     whole = _decoder(config, 1)
     rows_ms = {rows: _ms(whole, rows, Sublayers(frozenset(), frozenset())) for rows in ROWS}

@@ -1,11 +1,10 @@
 """What each verification rule keeps of one place's drafts, what the best rule could, and what a lossy one loses.
 
-Places are next tokens of held-out text, one of a document. p is the target's law there and q a draft's, the target with
-one layer in 15 left out, both at the row's temperature and cut to their 10 likeliest tokens. So few tokens let
-everything be summed over all drafts that may come: no figure has an error of sampling but that of the places. The seed
-draws these. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so.
-
-Relaxed acceptance of neighbours is for image tokens, and is not here.
+Places are next tokens of held-out text, one of a document, which the seed draws. p is the target's law there and q a
+draft's, the target with one layer in 15 left out, both at the row's temperature and cut to their 10 likeliest tokens.
+So few let everything be summed over all drafts that may come: no figure has an error of sampling but that of the
+places. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so. Relaxed
+acceptance of neighbours is for image tokens, and is not here.
 """
 
 from functools import partial
