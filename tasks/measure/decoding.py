@@ -114,8 +114,8 @@ def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
 
 
 def _params(keys: dict[str, Any]) -> Params:
-    shared = {"dtype": "float32", "max_model_len": lesson.PROMPT_LENGTH + ANSWER_LENGTH}
-    return Params.model_validate({**shared, **keys})
+    max_model_len = lesson.PROMPT_LENGTH + ANSWER_LENGTH
+    return Params.model_validate({"dtype": "float32", "max_model_len": max_model_len, **keys})
 
 
 def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench: Bench, seed: int) -> dict[str, Any]:

@@ -42,11 +42,11 @@ _MIB = 1 << 20
 
 def rows(budget: float) -> list[Row]:
     """Return the base, full finetuning and every method; `budget` scales the documents learnt, 1 being 16."""
-    methods = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
+    rates = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
     return [
         Row("base", {"adapter": None, "learning_rate": None}),
         Row("full", {"adapter": None, "learning_rate": FULL_LEARNING_RATE}),
-        *(Row(name, {"adapter": {"name": name}, "learning_rate": rate}) for name, rate in methods.items()),
+        *(Row(name, {"adapter": {"name": name}, "learning_rate": rate}) for name, rate in rates.items()),
     ]
 
 
@@ -58,10 +58,9 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     model = load_model(bench.target_dir, device=bench.device)
-    if row.settings["learning_rate"] is None:
-        nothing = dict.fromkeys(("held_mib", "train_s"), math.nan)
-        costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": model.get_memory_footprint() / _MIB}
-    else:
+    costs = {"trained_pct": 0.0, "saved_mib": 0.0, **dict.fromkeys(("held_mib", "train_s"), math.nan)}
+    costs["state_mib"] = model.get_memory_footprint() / _MIB
+    if row.settings["learning_rate"] is not None:
         costs = _learn(bench, row, model, seed)
     new = min(bench.train)
     documents = [document[:LENGTH] for document in bench.held_out[new][:NUM_HELD_OUT]]
@@ -78,11 +77,11 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
     """Train in place on documents that the seed draws, and say what it took."""
-    pool = shuffled(bench.train[min(bench.train)], torch.Generator().manual_seed(seed))
+    rng, of_weights = (torch.Generator().manual_seed(seed) for _ in range(2))
+    pool = shuffled(bench.train[min(bench.train)], rng)
     documents = [document[:LENGTH] for document in pool[: max(1, round(16 * bench.budget))]]
-    rng = torch.Generator().manual_seed(seed)
     num_base, adapter = model.num_parameters(), row.settings["adapter"]
-    adapted = None if adapter is None else adapters.attach(model, catalog.parse("adapters", adapter), rng)
+    adapted = None if adapter is None else adapters.attach(model, catalog.parse("adapters", adapter), of_weights)
     num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
     read, wanted = batch.token_ids.to(bench.device), batch.labels.to(bench.device)
@@ -94,8 +93,7 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         max_length=LENGTH,
         weight_decay=0.0,
     )
-    trained = train(model, documents, settings, seed=seed)
-    num_saved = 4 * num_trained
+    trained, num_saved = train(model, documents, settings, seed=seed), 4 * num_trained
     if adapted:
         adapters.save(adapted, bench.work_dir)
         num_saved = sum(file.stat().st_size for file in bench.work_dir.iterdir())

@@ -113,8 +113,9 @@ def _train(
 
 
 def _settings(row: Row, num_epochs: int) -> TrainingParams:
-    rate = row.settings["learning_rate"]
-    return TrainingParams(num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=rate)
+    return TrainingParams(
+        num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=row.settings["learning_rate"]
+    )
 
 
 def _scratch(vocab_size: int, seed: int, device: str) -> PreTrainedModel:

@@ -91,9 +91,12 @@ def _teach(bench: Bench, row: Row, seed: int) -> tuple[lm.Lm, PreTrainedModel, d
     chosen = select(pool, num_chosen, NUM_ROUNDS, catalog.parse("select", row.settings["method"]), sources, rng)
     select_s = time.perf_counter() - started
     draft, model = trained(row.settings["model_layers"], chosen)
-    rare_pct = 100 * (sum(place in rare for place in chosen) / num_chosen)
-    tokens = float(sum(len(pool[place]) for place in chosen))
-    return draft, model, {"rare_pct": rare_pct, "tokens": tokens, "select_s": select_s}
+    found = {
+        "rare_pct": 100 * (sum(place in rare for place in chosen) / num_chosen),
+        "tokens": float(sum(len(pool[place]) for place in chosen)),
+        "select_s": select_s,
+    }
+    return draft, model, found
 
 
 def _held_out(bench: Bench) -> dict[str, list[list[int]]]:
