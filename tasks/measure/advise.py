@@ -116,8 +116,7 @@ def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_to
     else:
         questions = chain.from_iterable(read_questions(Path(data), per_domain).values())
         asked = [encoder.encode(chat_before(one, one.turns[0], {})) for one in questions]
-    limit = target.shared["max_model_len"] - max_tokens
-    fitting = [prompt for prompt in asked if len(prompt) <= limit]
+    fitting = [prompt for prompt in asked if len(prompt) + max_tokens <= target.shared["max_model_len"]]
     if not fitting:
         raise ValueError(f"none of the {len(asked)} prompts fits the context; raise [engine] max_model_len")
     return fitting
@@ -249,12 +248,9 @@ def make_report(
         rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
     columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]
     table = [[str(number), f"{ms:.2f}", f"{ms / costs.target_ms(1):.2f}"] for number, ms in costs.rows_ms.items()]
-    misses = {
-        option.way: option.speedup / speeds[option.way]["value"] - 1 for option in options if option.way in speeds
-    }
-    first = max(speeds, key=lambda way: float(speeds[way]["value"])) if speeds else options[0].way
-    best = next(option for option in options if option.way == first)
-    gain = speeds[best.way]["value"] if speeds else best.speedup
+    known = [option for option in options if option.way in speeds]
+    best = max(known, key=lambda option: float(speeds[option.way]["value"])) if known else options[0]
+    gain = speeds[best.way]["value"] if known else best.speedup
     named, at = f"{best.way} with K = {best.num_draft_tokens}", f"{'measured' if speeds else 'expected'} at {gain:.2f}×"
     notes = [
         f"{named}: {at} plain decoding." if gain > 1 else f"Don't speculate: the best, {named}, is {at} plain.",
@@ -274,7 +270,7 @@ def make_report(
             "options": [option._asdict() for option in options],
             "costs": costs.model_dump(mode="json"),
             "measured": dict(measured),
-            "missed_by": misses,
+            "missed_by": {option.way: option.speedup / speeds[option.way]["value"] - 1 for option in known},
         },
         grids=[Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)],
         notes=notes,

@@ -192,8 +192,8 @@ def run_llamacpp(recipe: Recipe, target_dir: Path, prompts: Sequence[Prompt], fo
         "answers": str(answers),
     }
     job.write_text(json.dumps(asked))
-    process = str(Path(__file__).with_name("llamacpp_process.py"))
-    argv = [str(INTERPRETER), "-I", process, str(job)]  # else modules beside it would be taken for Python's own
+    # Without -I modules beside it would be taken for Python's own.
+    argv = [str(INTERPRETER), "-I", str(Path(__file__).with_name("llamacpp_process.py")), str(job)]
     rows = _run(argv, {}, answers, folder / "llamacpp.log", "llama.cpp's process", bar)
     return [
         _row(row.pop("side"), prompts[row.pop("prompt")], _answer(first_token_ms=row["arrival_ms"][0], **row))

@@ -232,8 +232,8 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
     for pattern in only:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f'--only: no row "{pattern}"{did_you_mean(pattern, names)}')
-    wanted = (comparison.BASELINE, *only)
-    return [row for row in rows if not only or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in wanted)]
+    patterns = (comparison.BASELINE, *only) if only else ("*",)
+    return [row for row in rows if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:

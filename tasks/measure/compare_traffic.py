@@ -95,8 +95,7 @@ def answer_verdicts(references: Sequence[Mapping[str, Any]], answers: Sequence[M
     """Count the verdicts over answers that ended, of prompts that were asked any number of times."""
     _, threshold = load_golden(open_champions.fn().target_files.path)
     by_prompt = {row["prompt_id"]: row for row in references}
-    ended = (row for row in answers if row["status"] == "ok")
-    return Counter(_verdict(by_prompt[row["prompt_id"]], row, threshold) for row in ended)
+    return Counter(_verdict(by_prompt[row["prompt_id"]], row, threshold) for row in answers if row["status"] == "ok")
 
 
 def sentence(verdicts: Mapping[str, int]) -> str:

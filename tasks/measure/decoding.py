@@ -131,9 +131,8 @@ def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench:
     if (kept := fitted.found("lengths", lengths, directory)) is not lengths:
         return {**engine, "lengths": kept}
     samples = lesson.answered(bench, max(2, round(NUM_FITTED * bench.budget)), seed + 1)
-    number = engine["num_draft_tokens"]
-    learnt = policy.fit(draft, bench.target_dir, samples, number, bench.work_dir, lengths, seed)
-    return {**engine, "lengths": learnt}
+    k = engine["num_draft_tokens"]
+    return {**engine, "lengths": policy.fit(draft, bench.target_dir, samples, k, bench.work_dir, lengths, seed)}
 
 
 def _draft(bench: Bench, seed: int) -> tuple[Draft, Path | None]:

@@ -172,8 +172,12 @@ class _Lab:
         champion = open_registry(run.settings).champion("draft")
         assert champion is not None
         row = self.scored(open_artifact(files_of(run.settings, "draft", champion.number)), made["seconds"])
-        verdict = "too few rows" if made["gate"] is None else made["gate"]["verdict"]
-        return {**row, "newest": made["newest"], "champion": champion.number, "verdict": verdict}
+        return {
+            **row,
+            "newest": made["newest"],
+            "champion": champion.number,
+            "verdict": "too few rows" if made["gate"] is None else made["gate"]["verdict"],
+        }
 
     def online(self, step: int) -> Row:
         """Go on with the draft of the window before, eight requests at a time."""
@@ -384,8 +388,7 @@ def _followed(
 
 
 def _cells(one: Row, domains: Sequence[str]) -> list[str]:
-    near = one["near"]
-    changes = [one["changes"][domain] for domain in domains]
+    near, changes = one["near"], (one["changes"][domain] for domain in domains)
     return [
         interval(one["tau"]),
         "–" if near is None else f"{near['requests']}",

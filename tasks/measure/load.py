@@ -100,8 +100,8 @@ def measure(
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
     run.prompts("held_out", num_prompts)  # which a recipe must have at least
-    most_asked = max(num_prompts, 2 * max(streams))
-    prompts = {domain: found[:most_asked] for domain, found in run.by_domain("held_out").items()}
+    most = max(num_prompts, 2 * max(streams))
+    prompts = {domain: found[:most] for domain, found in run.by_domain("held_out").items()}
     load = _Load(run, prompts, run.by_domain("requests"), num_prompts, num_pairs)
     names = dict.fromkeys((*drafts, *baselines))
     cells = {name: {number: f"{name}-{number}" for number in streams} for name in names}

@@ -148,5 +148,5 @@ def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str
         (max(max_num_seqs, ONE_UP_TO + 1), 0),
     ]
     starts = (1, *(end + 1 for end, _ in ends))
-    table = [[start, end, num_tokens] for start, (end, num_tokens) in zip(starts, ends, strict=False)]
+    table = [[start, *end] for start, end in zip(starts, ends, strict=False)]
     return {**speculation, "num_speculative_tokens_per_batch_size": table}

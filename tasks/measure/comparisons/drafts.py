@@ -27,5 +27,4 @@ tune = lesson.tune
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     draft, figures = lesson.teach(bench, row, seed)
-    trained = sum(one.numel() for one in draft.parameters() if one.requires_grad)
-    return {**figures, "parameters_m": trained / 1e6}
+    return {**figures, "parameters_m": sum(one.numel() for one in draft.parameters() if one.requires_grad) / 1e6}

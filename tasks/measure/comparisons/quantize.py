@@ -111,8 +111,8 @@ def rows(budget: float) -> list[Row]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    model = _quantize(bench, row.settings, seed)[0].model
-    return nats_per_token(score(model, _held_out(bench, seed), max_length=MAX_LENGTH))
+    quantized, _ = _quantize(bench, row.settings, seed)
+    return nats_per_token(score(quantized.model, _held_out(bench, seed), max_length=MAX_LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:

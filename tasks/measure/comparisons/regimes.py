@@ -73,14 +73,13 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     with counted(plain_model) as plain_epoch:
         train(plain_model, documents, _settings(row, num_epochs=1), seed=seed)
     weights = [layer.weight for _, layer in linears(model)]
-    flops = cost.flops * trained.figures.get("flops_share", 1.0)
     return {
         "loss": loss,
         "float_loss": nats_per_token(score(model, held_out, LENGTH)),
         "seconds": trained.seconds,
         "steps": float(trained.num_steps),
         "skipped_steps": float(trained.num_skipped),
-        "flops_pct": 100 * flops / (NUM_EPOCHS * plain_epoch.flops),
+        "flops_pct": 100 * (cost.flops * trained.figures.get("flops_share", 1.0)) / (NUM_EPOCHS * plain_epoch.flops),
         "peak_mib": cost.peak_activation_bytes / 2**20,
         "skipped_layers_pct": 100 * trained.figures.get("skipped_layer_share", 0.0),
         "zeroes_pct": 100 * sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights),

@@ -267,5 +267,4 @@ def _chain(bench: Bench, row: Row, seed: int) -> Path:
     """Make a chain that trains on as much text as "trained" rows do."""
     documents = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
     few = bench._replace(train={min(bench.train): documents})
-    tables = chain_tables(row.settings["chain"], few, row.settings["learning_rate"])
-    return chain.make(few, tables, seed)
+    return chain.make(few, chain_tables(row.settings["chain"], few, row.settings["learning_rate"]), seed)
