@@ -17,7 +17,7 @@ from infra.views.gate import DATA
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
 from models.core.evaluation.acceptance import Trace, summarise
 from models.types import GateReport
-from tasks.measure.demo_files import PHASES, RESULT, answers_of
+from tasks.measure.cells import PHASES, RESULT, answers_of
 from tasks.stages.task import task
 
 REPORT = "report.html"

@@ -1,17 +1,16 @@
 """Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
 
 Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
-fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`). The
-best are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding
-alone.
-
-With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
+fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`), or in
+a table of another machine, where nothing is timed. The best are measured in turns with plain decoding. One stream,
+greedily; speeds are of decoding alone.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,16 +36,15 @@ from models.core.throughput.expected import (
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
 from models.params import BaseParams
-from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
+from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
-from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
+from tasks.measure.specbench import PLAIN, WARM_TOKENS, chat_before, read_questions
 
 QUESTION = "which way of drafting does this target want, on this traffic and this machine?"
-PLAIN, COSTS_FILE = "plain decoding", "costs.json"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
-REPEATS, WARM_TOKENS = 9, 8
+REPEATS = 9
 NUM_MEASURED = 3
 TREE_SIZES = (4, 8, 16)
 ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are
@@ -58,10 +56,8 @@ Row = dict[str, Any]
 def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None) -> Report:
     """See, expect, measure and advise.
 
-    Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's.
-
-    Raises:
-        ValueError: a file is wrong, nothing was built, or no prompt fits the context.
+    Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's. ValueError
+    if a file is wrong, nothing was built, or no prompt fits the context.
     """
     brought = None if costs is None else read_costs(Path(costs))
     run.served()
@@ -70,7 +66,7 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
     with run.bar("see what is accepted", (1 + len(ways)) * len(prompts)) as bar:
         rows = run.cells.keep("seen", lambda: _see(target, ways, prompts, max_tokens, bar))
     found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, rows[PLAIN], prompts)))
-    (run.folder / COSTS_FILE).write_text(found.model_dump_json(indent=2) + "\n")
+    (run.folder / "costs.json").write_text(found.model_dump_json(indent=2) + "\n")
     seen = {
         name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
         for name, way in ways.items()
@@ -89,18 +85,15 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
 def ways_of(served_k: int) -> dict[str, Configuration]:
     """Return the ways to see: each draft that there is without training, and the served one also while it is sure.
 
-    A chain has as many tokens as it may have; a tree is another one for each number of tokens, so there are several.
-    What a policy ends has as many as that lets it.
+    A chain has as many tokens as it may have, and what a policy ends as many as that lets it; a tree is another one for
+    each number of tokens.
     """
     ways: dict[str, Configuration] = {}
     for name, way in read_configurations(None, served_k).items():
-        if "lengths" in way.engine:
-            ways[name] = way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": ENDED}})
-            continue
-        sizes = SIZES[-1:] if is_cut(way) else TREE_SIZES
+        sizes = (ENDED,) if "lengths" in way.engine else SIZES[-1:] if is_cut(way) else TREE_SIZES
         for size in sizes:
-            sized_name = name if is_cut(way) else f"{name}, {size} tokens"
-            ways[sized_name] = way.model_copy(update={"engine": {"num_draft_tokens": size}})
+            sized_name = name if len(sizes) == 1 else f"{name}, {size} tokens"
+            ways[sized_name] = way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": size}})
     return {**ways, "served draft, while sure": ways["served draft"].model_copy(update={"engine": UNSURE})}
 
 
@@ -111,9 +104,8 @@ def is_cut(way: Configuration) -> bool:
 
 def sized(way: Configuration, option: Option) -> Configuration:
     """Return a way with the number of tokens that is best for it."""
-    if not is_cut(way):
-        return way
-    return way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": option.num_draft_tokens}})
+    size = {"num_draft_tokens": option.num_draft_tokens} if is_cut(way) else {}
+    return way.model_copy(update={"engine": way.engine | size})
 
 
 def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_tokens: int) -> list[list[int]]:
@@ -122,10 +114,9 @@ def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_to
     if data is None:
         asked = [prompt.encode(encoder) for prompt in run.prompts("held_out", per_domain)]
     else:
-        questions = [one for of_task in read_questions(Path(data), per_domain).values() for one in of_task]
-        asked = [encoder.encode(chat_before(one, next(one.turns()), {})) for one in questions]
-    limit = target.shared["max_model_len"] - max_tokens
-    fitting = [prompt for prompt in asked if len(prompt) <= limit]
+        questions = chain.from_iterable(read_questions(Path(data), per_domain).values())
+        asked = [encoder.encode(chat_before(one, one.turns[0], {})) for one in questions]
+    fitting = [prompt for prompt in asked if len(prompt) + max_tokens <= target.shared["max_model_len"]]
     if not fitting:
         raise ValueError(f"none of the {len(asked)} prompts fits the context; raise [engine] max_model_len")
     return fitting
@@ -135,23 +126,17 @@ def _see(
     target: Target, ways: Mapping[str, Configuration], prompts: Sequence[list[int]], max_tokens: int, bar: Bar
 ) -> dict[str, Row]:
     """Return what plain decoding took, and the steps of each way with what drafting took."""
-    plain = target.engine(None)
-    _answer(plain, prompts[0], WARM_TOKENS)
-    answers = []
-    for prompt in prompts:
-        answers.append(_answer(plain, prompt, max_tokens))
-        bar.advance()
-    decoded = list(map(_decoded, answers))
+    _, _, decoded = _steps(target.engine(None), prompts, max_tokens, bar)
     rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
     for name, way in ways.items():
-        steps, draft_ms = _steps(target.engine(way), prompts, max_tokens, bar)
+        steps, draft_ms, _ = _steps(target.engine(way), prompts, max_tokens, bar)
         drafting = DraftingCost(fmean(draft_ms) if draft_ms else 0.0)
         if is_cut(way):
             longest, whole_ms = _of_longest(steps, draft_ms)
             drafting = DraftingCost(whole_ms)
             if longest > 1:
                 one = target.engine(sized(way, Option(name, 1, 0.0)))
-                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None))
+                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None)[:2])
                 drafting = DraftingCost(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
         rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
     return rows
@@ -159,18 +144,18 @@ def _see(
 
 def _steps(
     engine: TorchEngine, prompts: Sequence[list[int]], max_tokens: int, bar: Bar | None
-) -> tuple[list[Step], list[float]]:
-    """Return the steps of all answers, and the ms that drafting took in each."""
-    steps: list[Step] = []
+) -> tuple[list[Step], list[float], list[Decoded]]:
+    """Return the steps of all answers, the ms that drafting took in each, and what decoding took by answer."""
     draft_ms: list[float] = []
+    answers: list[Completion] = []
     _answer(engine, prompts[0], WARM_TOKENS)
     engine.on_step = lambda took: draft_ms.append(1000 * took.draft_s)
     for prompt in prompts:
-        answer = _answer(engine, prompt, max_tokens)
-        steps += map(Step, answer.drafted, answer.accepted)
+        answers.append(_answer(engine, prompt, max_tokens))
         if bar is not None:
             bar.advance()
-    return steps, draft_ms
+    steps = [step for answer in answers for step in map(Step, answer.drafted, answer.accepted)]
+    return steps, draft_ms, list(map(_decoded, answers))
 
 
 def _of_longest(steps: Sequence[Step], draft_ms: Sequence[float]) -> tuple[int, float]:
@@ -199,9 +184,9 @@ def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
                 took.append(1000 * (time.perf_counter() - started))
             cache.keep(len(prompt), [])
     rows_ms = {rows: median(took) for rows, took in times.items()}
-    device = describe_machine()
+    machine = describe_machine()
     return {
-        "device": f"{device['processor']}, {device['cores']} cores",
+        "device": f"{machine['processor']}, {machine['cores']} cores",
         "rows_ms": rows_ms,
         "rest_ms": max(0.0, plain["ms"] - rows_ms[1]),
     }
@@ -227,11 +212,11 @@ def _measure(
             took[name][str(number)] = _decoded(answer)
             same[name] += answer.token_ids == answers[PLAIN].token_ids
             bar.advance()
-    rows = {}
-    for name in ways:
-        speed = compare_speed(took[name], took[PLAIN], seed)
-        rows[name] = {"speedup": None if speed is None else speed.overall.model_dump(), "num_equal": same[name]}
-    return rows
+    speeds = {name: compare_speed(took[name], took[PLAIN], seed) for name in ways}
+    return {
+        name: {"speedup": speed and speed.overall.model_dump(), "num_equal": same[name]}
+        for name, speed in speeds.items()
+    }
 
 
 def _answer(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Completion:
@@ -253,10 +238,7 @@ def make_report(
     costs: Costs,
     measured: Mapping[str, Row],
 ) -> Report:
-    """Put expectation and measurement side by side, and end with the best as tables of a recipe.
-
-    `options` are the best of each way, the fastest first; `measured` is empty where nothing was.
-    """
+    """Put expectation and measurement, empty where nothing was, side by side; `options` are the fastest first."""
     speeds = {name: row["speedup"] for name, row in measured.items() if row["speedup"]}
     rows = []
     for option in options:
@@ -266,15 +248,12 @@ def make_report(
         rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
     columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]
     table = [[str(number), f"{ms:.2f}", f"{ms / costs.target_ms(1):.2f}"] for number, ms in costs.rows_ms.items()]
-    grids = [Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)]
-    misses = {
-        option.way: option.speedup / speeds[option.way]["value"] - 1 for option in options if option.way in speeds
-    }
-    first = max(speeds, key=lambda way: float(speeds[way]["value"])) if speeds else options[0].way
-    best = next(option for option in options if option.way == first)
-    gain = speeds[best.way]["value"] if speeds else best.speedup
+    known = [option for option in options if option.way in speeds]
+    best = max(known, key=lambda option: float(speeds[option.way]["value"])) if known else options[0]
+    gain = speeds[best.way]["value"] if known else best.speedup
+    named, at = f"{best.way} with K = {best.num_draft_tokens}", f"{'measured' if speeds else 'expected'} at {gain:.2f}×"
     notes = [
-        advice(best, gain, bool(speeds)),
+        f"{named}: {at} plain decoding." if gain > 1 else f"Don't speculate: the best, {named}, is {at} plain.",
         "One stream, greedy, decoding alone; in brackets 95% intervals over prompts.",
         f"Times are of {costs.device or 'the table that was given'}.",
     ]
@@ -291,23 +270,14 @@ def make_report(
             "options": [option._asdict() for option in options],
             "costs": costs.model_dump(mode="json"),
             "measured": dict(measured),
-            "missed_by": misses,
+            "missed_by": {option.way: option.speedup / speeds[option.way]["value"] - 1 for option in known},
         },
-        grids=grids,
+        grids=[Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)],
         notes=notes,
     )
 
 
 def recipe_tables(way: Configuration, option: Option) -> dict[str, dict[str, Any]]:
     """Return the tables of a recipe that drafts so; the served draft is the recipe's own."""
-    engine = {"name": "torch", **sized(way, option).engine}
-    draft = way.draft.model_dump(mode="json", exclude_none=True) if isinstance(way.draft, BaseParams) else None
-    return ({} if draft is None or way.draft == SERVED else {"draft": draft}) | {"engine": engine}
-
-
-def advice(best: Option, gain: float, measured: bool) -> str:
-    """Say what to take."""
-    how = "measured" if measured else "expected"
-    if gain <= 1:
-        return f"Don't speculate: the best, {best.way} with K = {best.num_draft_tokens}, is {how} at {gain:.2f}× plain."
-    return f"{best.way} with K = {best.num_draft_tokens}: {how} at {gain:.2f}× plain decoding."
+    draft = {"draft": way.draft.model_dump(mode="json", exclude_none=True)} if isinstance(way.draft, BaseParams) else {}
+    return {**draft, "engine": {"name": "torch", **sized(way, option).engine}}

@@ -25,8 +25,7 @@ COLUMNS = {"promised": "layers that kept the zeroes or the rank of an earlier st
 def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
     """Return the directory of the bench's target after the stages of these tables of a recipe, by name in `CHANGES`.
 
-    Raises:
-        ValueError: a table can't be parsed, the chain loses what a stage promised, or as the stages.
+    ValueError if a table can't be parsed, the chain loses what a stage promised, or as the stages raise it.
     """
     rng = torch.Generator().manual_seed(seed)
     train = {domain: shuffled(bench.train[domain], rng) for domain in sorted(bench.train)}

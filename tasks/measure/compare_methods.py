@@ -1,16 +1,12 @@
 """Measure every method of a family on one target and one text, cell by cell, and sum the cells up over seeds.
 
-A cell is one row under one seed. Cells are kept as they are finished, first all rows under the first seed; run again, a
-comparison goes on with what is missing. They are measured in this process, because starting one for each would take
-longer than most of them, or in several processes that stay; seconds then are those of a machine that does other work.
+A cell is one row under one seed, kept as it is finished. They are measured in this process, because starting one for
+each would take longer than most of them, or in several that stay; seconds then are those of a machine that does other
+work. Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a
+metric has a figure for each, so that what a seed does to all rows alike cancels out (`models.core.evaluation.spread`).
 
-Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
-has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
-Intervals are Student's t, see `models.core.evaluation.spread`.
-
-Rows that train do so at a learning rate of their own, which a sweep finds before their first cell, see
-`tasks.measure.sweep`. Under a margin, rows that the first seeds leave undecided get more of them, see
-`tasks.measure.decide`.
+Rows that train do so at a learning rate of their own, which `tasks.measure.sweep` finds before their first cell. Under
+a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
 """
 
 import fnmatch
@@ -67,21 +63,11 @@ def compare_methods(
     only: Sequence[str] = (),
     num_jobs: int = 1,
 ) -> tuple[Comparison, dict[str, Any]]:
-    """Measure what is missing.
+    """Measure what is missing, and return what was found with the setup that it belongs to.
 
-    Args:
-        family: names the comparison.
-        comparison: its module.
-        recipe: its target and its text are used.
-        folder: where cells lie.
-        budget: how much is trained or calibrated.
-        num_seeds: the seeds are 0, 1, ….
-        margin: rows are given more seeds until they differ from the baseline, or are level with it; None gives none.
-        only: patterns of rows' names; the baseline is measured in any case, and no pattern means all rows.
-        num_jobs: cells that are measured at once, each with its share of the cores.
-
-    Returns:
-        What was found, and the setup that it belongs to.
+    Under a margin rows are given more seeds until they differ from the baseline, or are level with it. `only` has
+    patterns of rows' names; the baseline is measured in any case, and no pattern means all rows. Of `num_jobs` cells
+    that are measured at once each has its share of the cores.
 
     Raises:
         ValueError: the recipe has no text, cells are of another setup, the margin's metric is none of the columns, a
@@ -91,7 +77,7 @@ def compare_methods(
         raise ValueError(f'--margin: no column "{margin.metric}"{did_you_mean(margin.metric, comparison.COLUMNS)}')
     if num_jobs > 1 and getattr(comparison, "TIMED", False):
         raise ValueError(f"--jobs: rows of {family} are told apart by what they take; wanted 1, got {num_jobs}")
-    rows = choose_rows(comparison, budget, only)
+    rows, draft = choose_rows(comparison, budget, only), _champion(recipe)
     setup = {
         "name": family,
         "recipe": recipe.model_dump(mode="json", include={"name", "seed", "target", "text"}),
@@ -99,7 +85,7 @@ def compare_methods(
         "rows": {row.name: row.settings for row in rows},
         "code": code_version(*code_modules(comparison, rows), rooms=ROOMS)[:16],
         "sweep": sweep.PLAN if hasattr(comparison, "tune") else None,
-        "draft": _champion(recipe),
+        "draft": draft,
         "commit": git_commit(),
         "device": {**describe_machine(gpu_name(load_settings().device)), "dtype": DTYPE},
         "jobs": num_jobs,
@@ -123,10 +109,8 @@ def compare_methods(
     figures = summarise(metrics, comparison.BASELINE)
     about = {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]}
     for row in rows:
-        count = counts[row.name]
-        cells.keep(
-            f"run-{count}-{row.name}", partial(record, f"compare {family}", about, row, figures[row.name], count)
-        )
+        recorded = partial(record, f"compare {family}", about, row, figures[row.name], counts[row.name])
+        cells.keep(f"run-{counts[row.name]}-{row.name}", recorded)
     found = Comparison(
         question=comparison.QUESTION,
         baseline=comparison.BASELINE,
@@ -159,19 +143,18 @@ def _measure(
         bench = open_bench(recipe, budget)
     if budget < 1 and "calibrated_tokens" in comparison.COLUMNS:
         each = "tokens for each input of the widest layer"
-        told = f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead"
-        out.print(told, markup=False, highlight=False, soft_wrap=True)
+        _tell(f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead")
     with counting(TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=len(wanted), completed=len(wanted) - len(missing))
-
-        def begin(row: Row, seed: int) -> None:
-            bar.update(task, description=f"{row.name}, seed {seed}")
-
+        begin = partial(bar.update, task)
         for row, seed, found in _side_by_side(comparison, bench, cells, missing, num_jobs, begin):
             said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
-            told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
-            out.print(told, markup=False, highlight=False, soft_wrap=True)
+            _tell(f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)")
             bar.advance(task)
+
+
+def _tell(line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _side_by_side(
@@ -180,12 +163,12 @@ def _side_by_side(
     cells: Cells,
     missing: Sequence[tuple[Row, int]],
     num_jobs: int,
-    begin: Callable[[Row, int], None],
+    begin: Callable[..., None],
 ) -> Iterator[tuple[Row, int, dict[str, Any]]]:
     """Yield cells as they are finished; `begin` is told what is measured next where that is one at a time."""
     if num_jobs == 1:
         for row, seed in missing:
-            begin(row, seed)
+            begin(description=f"{row.name}, seed {seed}")
             yield row, seed, _kept(comparison.__name__, bench, cells, row, seed)
         return
     num_threads = max(1, torch.get_num_threads() // num_jobs)
@@ -205,8 +188,7 @@ def _kept(comparison_name: str, bench: Bench, cells: Cells, row: Row, seed: int)
     """Measure a cell at the row's own learning rate, and keep both; a module can't be handed to another process."""
     comparison = import_module(comparison_name)
     tuned = sweep.tuned(comparison, bench, row, cells)
-    found: dict[str, Any] = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed))
-    return found
+    return dict(cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed)))
 
 
 def _cell(row: Row, seed: int) -> str:
@@ -214,22 +196,17 @@ def _cell(row: Row, seed: int) -> str:
 
 
 def open_bench(recipe: Recipe, budget: float) -> Bench:
-    """Build the recipe's target and its text, tokenised; finished steps are reused.
-
-    Raises:
-        ValueError: the recipe has no text.
-    """
+    """Build the recipe's target and its text, tokenised, unless they were; ValueError if the recipe has no text."""
     if not recipe.text:
         raise ValueError(f"recipe {recipe.name} has no [text.DOMAIN] table; methods are compared on text")
     target_dir = open_artifact(prepare_target.fn(recipe.target))
     text_dir = open_artifact(prepare_text.fn(recipe.text, recipe.seed))
     train, held_out = (tokenise(read_documents(text_dir, part), target_dir) for part in SPLITS)
-    number, draft_dir = _champion(recipe), None
+    number, draft_dir, settings = _champion(recipe), None, load_settings()
     if number is not None:
         registry = open_registry()
-        draft_dir = registry.download(registry.get("draft", number), load_settings().home / "compare" / "draft")
-    device = load_settings().device
-    return Bench(target_dir, train, held_out, budget, Path(), draft_dir, recipe.num_draft_tokens, device)
+        draft_dir = registry.download(registry.get("draft", number), settings.home / "compare" / "draft")
+    return Bench(target_dir, train, held_out, budget, Path(), draft_dir, recipe.num_draft_tokens, settings.device)
 
 
 def _champion(recipe: Recipe) -> int | None:
@@ -242,10 +219,9 @@ def _champion(recipe: Recipe) -> int | None:
 
 
 def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ()) -> list[Row]:
-    """Return what a comparison compares: all its rows, or the baseline and those that a pattern fits.
+    """Return all rows of a comparison, or the baseline and those that a pattern fits.
 
-    Raises:
-        ValueError: two rows have one name, one is no good for a file, none is the baseline, or a pattern fits none.
+    ValueError if two have one name, one is no good for a file, none is the baseline, or a pattern fits none.
     """
     rows: list[Row] = comparison.rows(budget)
     names = [row.name for row in rows]
@@ -256,16 +232,15 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
     for pattern in only:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f'--only: no row "{pattern}"{did_you_mean(pattern, names)}')
-    wanted = (comparison.BASELINE, *only)
-    return [row for row in rows if not only or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in wanted)]
+    patterns = (comparison.BASELINE, *only) if only else ("*",)
+    return [row for row in rows if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
     """Return the modules that figures depend on, with all that they import: the comparison, the methods of its rows and
     of the constants that it reads, the sweep, and the build's stages where it makes chains of them."""
-    beside = [
-        one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOMS[1])
-    ]
+    imported = (one for one in vars(comparison).values() if isinstance(one, ModuleType))
+    beside = [one for one in imported if one.__name__.startswith(ROOMS[1])]
     constants = [value for module in (comparison, *beside) for name, value in vars(module).items() if name.isupper()]
     named = methods_in([*(row.settings for row in rows), *constants])
     own = [comparison.__name__, *named, sweep.__name__]
@@ -276,8 +251,7 @@ def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
     """Measure one row under one seed; returns `metrics`, `documents`, what each gave of them, and `seconds`.
 
-    Raises:
-        ValueError: what was measured is not what the comparison's columns say, or as the method raises it.
+    ValueError if what was measured is not what the comparison's columns say, or as the method raises it.
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="redraft-compare-") as folder:
@@ -287,16 +261,14 @@ def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> d
         raise ValueError(f"row {row.name}: measured and COLUMNS differ in {odd}")
     known = {name: value for name, value in measured.items() if not math.isnan(value)}
     return {
-        "metrics": {name: float(known[name]) if name in known else None for name in measured},
+        "metrics": {name: float(known[name]) if name in known else None for name in comparison.COLUMNS},
         "documents": {name: value.documents for name, value in known.items() if isinstance(value, Mean)},
         "seconds": time.monotonic() - started_s,
     }
 
 
 def metrics_of(cell: Mapping[str, Any]) -> Metrics:
-    """Return what was measured, from a cell as `measure_cell` made it."""
-    metrics: Metrics = cell["metrics"] | {name: Mean(values) for name, values in cell["documents"].items()}
-    return metrics
+    return {**cell["metrics"], **{name: Mean(values) for name, values in cell["documents"].items()}}
 
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
@@ -306,9 +278,10 @@ def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str
         gains = decide.differences_from(cells, baseline, metric)
         for row, of_row in cells.items():
             values = [value for one in of_row if (value := one[metric]) is not None]
+            known = len(values) == len(of_row)
             figures[row][metric] = MethodFigure(
-                value=fmean(values) if len(values) == len(of_row) else None,
-                interval=t_interval(values) if len(values) == len(of_row) else None,
+                value=fmean(values) if known else None,
+                interval=t_interval(values) if known else None,
                 gain=t_interval(gains[row]) if row in gains else None,
             )
     return figures
@@ -324,14 +297,16 @@ def t_interval(values: Sequence[float]) -> Estimate | None:
 def record(
     title: str, setup: Mapping[str, object], row: Row, figures: Mapping[str, MethodFigure], num_seeds: int
 ) -> dict[str, str]:
-    """Record a row as a run in MLflow, and return the run's id."""
-    metrics: dict[str, float] = {}
-    for metric, figure in figures.items():
-        if figure.value is not None:
-            metrics[metric] = figure.value
-        if figure.interval is not None:
-            metrics |= {f"{metric}/low": figure.interval.low, f"{metric}/high": figure.interval.high}
-        if figure.gain is not None:
-            metrics[f"{metric}/gain"] = figure.gain.value
+    metrics = {
+        f"{metric}{part}": value
+        for metric, figure in figures.items()
+        for part, value in (
+            ("", figure.value),
+            ("/low", figure.interval.low if figure.interval else None),
+            ("/high", figure.interval.high if figure.interval else None),
+            ("/gain", figure.gain.value if figure.gain else None),
+        )
+        if value is not None
+    }
     params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
     return {"run": open_registry().store.record_run(f"{title}: {row.name}", params, metrics, [])}

@@ -25,51 +25,35 @@ class DomainComparison(Frozen):
     relative_gain: Estimate
 
 
-class Outputs(Frozen):
-    """How many outputs were compared with the target's own, and what came of it by `models.core.evaluation.golden`."""
-
-    num_compared: int
-    verdicts: dict[str, int]
-    threshold: float
-
-
 def compare_acceptance(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, DomainComparison]:
-    """Compare answers to the same requests, by domain.
+    """Compare answers to the same requests, by domain; ValueError if one has no answer to compare.
 
     Their rows have prompt_id, domain, token_ids, drafted_per_step and accepted_per_step.
-
-    Raises:
-        ValueError: a domain has no answer to compare.
     """
     comparisons = {}
     for domain in sorted({str(row["domain"]) for row in before}):
         old, new = (traces_of(rows, domain) for rows in (before, after))
-        gain = difference(old, new)
-        tau = summarise(old).tau
-        if tau is None:
+        gain, first = difference(old, new), summarise(old)
+        if first.tau is None:
             raise ValueError(f'domain "{domain}" has no answer with a verification step')
-        relative = Estimate(value=gain.value / tau.value, low=gain.low / tau.value, high=gain.high / tau.value)
-        comparisons[domain] = DomainComparison(
-            before=summarise(old), after=summarise(new), gain=gain, relative_gain=relative
-        )
+        relative = Estimate(**{end: value / first.tau.value for end, value in gain})
+        comparisons[domain] = DomainComparison(before=first, after=summarise(new), gain=gain, relative_gain=relative)
     return comparisons
 
 
 def compare_outputs(
     references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
-) -> Outputs:
-    """Judge speculated outputs by those without speculation, at the threshold fixed when the target was registered."""
-    verdicts = output_verdicts(references, outputs, target_dir)
-    _, threshold = load_golden(target_dir)
-    return Outputs(num_compared=len(verdicts), verdicts=dict(Counter(verdicts.values())), threshold=threshold)
+) -> Row:
+    """Count verdicts on speculated outputs by those without speculation, at the target's own threshold."""
+    verdicts, (_, threshold) = output_verdicts(references, outputs, target_dir), load_golden(target_dir)
+    return {"num_compared": len(verdicts), "verdicts": dict(Counter(verdicts.values())), "threshold": threshold}
 
 
 def output_verdicts(
     references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
 ) -> dict[str, str]:
-    """Return the verdict on each prompt's output, see `compare_outputs`."""
     _, threshold = load_golden(target_dir)
     by_prompt = {row["prompt_id"]: row for row in outputs}
     return {str(row["prompt_id"]): _verdict(row, by_prompt[row["prompt_id"]], threshold) for row in references}
@@ -98,12 +82,12 @@ def traces_of(rows: Sequence[Mapping[str, Any]], domain: str = "") -> list[Trace
 def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) -> list[Row]:
     """Ask each prompt once without speculation, with what tells a near-tie.
 
-    Call it after what is measured: the blocks that it leaves in the prefix cache have no keys of the draft.
+    Call it last: the blocks that it leaves in the prefix cache have no keys of the draft.
     """
     with run.bar("reference outputs, speculation off", len(prompts)) as bar:
-        endpoint.speculate(False)
+        endpoint.client.speculate(False)
         answers = endpoint.ask(prompts, gaps=True, on_answer=bar.advance)
-        endpoint.speculate(True)
+        endpoint.client.speculate(True)
     return dump(answers)
 
 
@@ -111,12 +95,10 @@ def answer_verdicts(references: Sequence[Mapping[str, Any]], answers: Sequence[M
     """Count the verdicts over answers that ended, of prompts that were asked any number of times."""
     _, threshold = load_golden(open_champions.fn().target_files.path)
     by_prompt = {row["prompt_id"]: row for row in references}
-    ended = (row for row in answers if row["status"] == "ok")
-    return Counter(_verdict(by_prompt[row["prompt_id"]], row, threshold) for row in ended)
+    return Counter(_verdict(by_prompt[row["prompt_id"]], row, threshold) for row in answers if row["status"] == "ok")
 
 
 def sentence(verdicts: Mapping[str, int]) -> str:
-    """Say what came of it."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "none"
     return f"Outputs against no speculation, answer by answer: {counts}."
 

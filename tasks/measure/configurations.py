@@ -6,11 +6,9 @@
 
     [medusa-4]                    # where drafts are made first (`make_drafts`)
     draft = { name = "medusa" }
-    num_draft_tokens = 4
     distill = { learning_rate = 1e-3 }
 
-Without a file they are the served draft, alone and with look-up, and each family that needs neither training nor a
-store, as it comes.
+Without a file they are the served draft, alone and with look-up, and new ones that need neither training nor a store.
 """
 
 import os
@@ -55,8 +53,7 @@ class Configuration(Frozen):
     """One way of drafting.
 
     Attributes:
-        draft: the served one, a new one of a family without weights, or a directory; where drafts are made first, a
-            new one of any family.
+        draft: the served one, a directory, or a new one of a family without weights, of any where drafts are made.
         engine: keys of the reference engine but for what all configurations share.
         distill: keys of a recipe's [distill] that are others for a draft that is made first.
     """
@@ -75,17 +72,11 @@ class Target(NamedTuple):
     shared: Mapping[str, Any]
 
     def engine(self, configuration: Configuration | None) -> TorchEngine:
-        """Return an engine that remembers nothing yet, without a draft for None.
-
-        Raises:
-            ValueError: the draft does not fit the target, or the engine does not take its keys.
-        """
+        """Return an engine that remembers nothing yet, without a draft for None; ValueError if one does not fit."""
         keys = {"name": "torch", **self.shared, **(configuration.engine if configuration else {"num_draft_tokens": 0})}
         params = catalog.parse("engines", keys)
         assert isinstance(params, EngineParams)
-        if configuration is None:
-            return TorchEngine(self.decoder, self.directory, None, None, params)
-        draft, directory = self._open(configuration.draft)
+        draft, directory = (None, None) if configuration is None else self._open(configuration.draft)
         return TorchEngine(self.decoder, self.directory, draft, directory, params)
 
     def _open(self, named: BaseParams | str) -> tuple[Draft, Path | None]:
@@ -100,10 +91,9 @@ class Target(NamedTuple):
 def open_target(run: Run) -> Target:
     """Load the served target for engines that use all cores of this machine."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    pair, device = open_champions.fn(), run.settings.device
-    dtype = engine_dtype(run.recipe.engine, device)
-    directory = pair.target_files.path
-    shared = {"dtype": dtype, "device": device, "max_model_len": run.recipe.engine.max_model_len}
+    pair, device, engine = open_champions.fn(), run.settings.device, run.recipe.engine
+    directory, dtype = pair.target_files.path, engine_dtype(engine, device)
+    shared = {"dtype": dtype, "device": device, "max_model_len": engine.max_model_len}
     return Target(directory, Decoder.load(directory, getattr(torch, dtype), device), pair.draft_files.path, shared)
 
 
@@ -119,19 +109,14 @@ def of_served(served_k: int) -> dict[str, Configuration]:
 def read_configurations(file: Path | None, served_k: int, makes: bool = False) -> dict[str, Configuration]:
     """Return name to configuration, without a file what there is without training.
 
-    Where drafts are made first, new drafts of families that are trained may be named.
-
-    Raises:
-        ValueError: the file can't be read, or a configuration is wrong; names it.
+    Where drafts are made first, new drafts of families that are trained may be named. ValueError names the
+    configuration if one is wrong, or the file if it can't be read.
     """
     if file is None:
-        found = of_served(served_k)
-        for name in catalog.names("drafts"):
-            family = family_named(name)
-            if not family.TRAINED and not hasattr(family, "collect"):
-                draft = catalog.parse("drafts", {"name": name})
-                found[name] = Configuration(draft=draft, engine={"num_draft_tokens": usual_k(name, served_k)})
-        return found
+        free = (name for name in catalog.names("drafts") if not family_named(name).TRAINED)
+        return of_served(served_k) | {
+            name: _new({"name": name}, served_k) for name in free if not hasattr(family_named(name), "collect")
+        }
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,10 +126,12 @@ def read_configurations(file: Path | None, served_k: int, makes: bool = False) -
     return {name: _configuration(table, f"{file.name}: [{name}]", makes) for name, table in tables.items()}
 
 
-def usual_k(name: str, served_k: int) -> int:
-    """Return how many tokens a family drafts where nobody says it: many where they cost no pass of a model."""
-    kind = class_of(family_named(name))
-    return NUM_DRAFT_TOKENS if issubclass(kind, Weightless) and not issubclass(kind, TargetRunner) else served_k
+def _new(table: Mapping[str, Any], served_k: int) -> Configuration:
+    """Return a new draft that drafts as many tokens as it is served, or many where they cost no pass of a model."""
+    draft = catalog.parse("drafts", table)
+    kind = class_of(family_named(draft.name))
+    many = issubclass(kind, Weightless) and not issubclass(kind, TargetRunner)
+    return Configuration(draft=draft, engine={"num_draft_tokens": NUM_DRAFT_TOKENS if many else served_k})
 
 
 def _configuration(table: object, where: str, makes: bool) -> Configuration:
@@ -153,19 +140,19 @@ def _configuration(table: object, where: str, makes: bool) -> Configuration:
     keys = dict(table)
     if "draft" not in keys:
         raise ValueError(f'{where}: key "draft" is missing; wanted "{SERVED}", a directory, or a table with a name')
-    draft = keys.pop("draft")
+    draft, taught = keys.pop("draft"), keys.pop("distill", {})
     if shared := sorted(keys.keys() & set(SHARED)):
         raise ValueError(f'{where}: key "{shared[0]}" is the recipe\'s, the same for all configurations')
-    taught = keys.pop("distill", {})
     try:
         if isinstance(draft, Mapping):
             draft = catalog.parse("drafts", draft)
-            if family_named(draft.name).TRAINED and not makes:
-                raise ValueError(
-                    f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
-                    "specbench --train, which makes it"
-                )
-        if taught and (isinstance(draft, str) or not family_named(draft.name).TRAINED):
+        trained = isinstance(draft, BaseParams) and family_named(draft.name).TRAINED
+        if trained and not makes:
+            raise ValueError(
+                f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
+                "specbench --train, which makes it"
+            )
+        if taught and not trained:
             raise ValueError('key "distill" is for new drafts that are trained')
         catalog.parse("engines", {"name": "torch", **keys})
         found = validate(Configuration, {"draft": draft, "engine": keys, "distill": taught}, "configuration")
@@ -178,24 +165,21 @@ def _configuration(table: object, where: str, makes: bool) -> Configuration:
 def every_family(recipe: Recipe) -> dict[str, Configuration]:
     """Return the served draft, alone and with look-up, and a new one of each family, of the family's own shape.
 
-    A family that has a vocabulary of its own gets one as large as the served draft's, if that has one.
+    A vocabulary of its own is as large as the served draft's, if that has one.
     """
     k = recipe.num_draft_tokens
     found = of_served(k)
     for name in catalog.names("drafts"):
         fields, served = family_named(name).Params.model_fields, recipe.draft.model_dump()
         shape = served if served["name"] == name else {key: served[key] for key in ("vocab_size",) if key in served}
-        draft = catalog.parse("drafts", {"name": name} | {key: shape[key] for key in shape if key in fields})
-        found[name] = Configuration(draft=draft, engine={"num_draft_tokens": usual_k(name, k)})
+        found[name] = _new({"name": name} | {key: shape[key] for key in shape if key in fields}, k)
     return found
 
 
 def is_made(way: Configuration) -> bool:
     """Whether a configuration's draft has to be trained, searched for or filled before it drafts."""
-    if isinstance(way.draft, str):
-        return False
-    family = family_named(way.draft.name)
-    return family.TRAINED or hasattr(family, "collect") or hasattr(family, "search")
+    family = None if isinstance(way.draft, str) else family_named(way.draft.name)
+    return family is not None and (family.TRAINED or hasattr(family, "collect") or hasattr(family, "search"))
 
 
 def make_drafts(
@@ -203,10 +187,8 @@ def make_drafts(
 ) -> dict[str, Configuration]:
     """Make the drafts that have to be made, and return the configurations with their directories.
 
-    Each that is trained is, for so many minutes; a search and a store take what they take.
-
-    Raises:
-        ValueError: a draft can't be made for the target; names the configuration.
+    Each that is trained is, for so many minutes; a search and a store take what they take. ValueError names the
+    configuration of which a draft can't be made for the target.
     """
     made = dict(ways)
     for name, way in ways.items():
@@ -221,18 +203,17 @@ def make_drafts(
 
 
 def _recipe(recipe: Recipe, way: Configuration, minutes: float) -> Recipe:
-    """Return the recipe of a configuration's draft."""
     assert isinstance(way.draft, BaseParams)
     assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
     own = validate(distill.Params, way.distill, "distill")
     said = {key: getattr(own, key) for key in way.distill}
-    most = min(minutes, recipe.distill.max_minutes or minutes)
-    heads = {} if family_named(way.draft.name).TRAINED else {"lengths": None, "verify": None}
+    changed = {"max_minutes": min(minutes, recipe.distill.max_minutes or minutes), **said}
+    changed |= {} if family_named(way.draft.name).TRAINED else {"lengths": None, "verify": None}
     k = way.engine.get("num_draft_tokens", recipe.num_draft_tokens)
     return recipe.model_copy(
         update={
             "draft": way.draft,
-            "distill": recipe.distill.model_copy(update={"max_minutes": most, **said, **heads}),
+            "distill": recipe.distill.model_copy(update=changed),
             "engine": recipe.engine.model_copy(update={"num_draft_tokens": k}),
         }
     )

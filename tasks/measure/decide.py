@@ -39,9 +39,9 @@ def parse_margin(text: str, most_seeds: int) -> Margin:
 def decided(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
     """Return row to "differs" or "level", where that is known, or to "no figure", which no seed would change."""
     known = differences_from(cells, baseline, margin.metric)
-    found = {row: decide(of_row, margin.value, num_looks) for row, of_row in known.items()}
-    none = dict.fromkeys(cells.keys() - known.keys() - {baseline}, "no figure")
-    return {row: verdict for row, verdict in found.items() if verdict != "undecided"} | none
+    found: dict[str, str] = {row: decide(of_row, margin.value, num_looks) for row, of_row in known.items()}
+    found |= dict.fromkeys(cells.keys() - known.keys() - {baseline}, "no figure")
+    return {row: verdict for row, verdict in found.items() if verdict != "undecided"}
 
 
 def needed(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
@@ -65,7 +65,7 @@ def looks(first: int, most: int) -> list[int]:
 def decide(found: Sequence[float], margin: float, num_looks: int) -> Verdict:
     """Say what differences, row − baseline for each seed, show; of type `Mean` where documents are paired."""
     of_all = spread(found)
-    mean, reach = abs(of_all.mean), of_all.reach(_confidence(num_looks))
+    mean, reach = abs(of_all.mean), of_all.reach(1 - ALPHA / num_looks)
     if mean + reach < margin:
         return "level"
     return "differs" if mean > reach else "undecided"
@@ -77,22 +77,17 @@ def seeds_needed(found: Sequence[float], margin: float, num_looks: int) -> int |
     if math.isnan(of_all.variance):
         return None
     wanted = max(abs(of_all.mean), margin - abs(of_all.mean))
-    for count in range(of_all.num_seeds, MOST_TOLD):
-        if of_all.reach(_confidence(num_looks), count) < wanted:
-            return max(1, count - of_all.num_seeds)
-    return None
+    counts = range(of_all.num_seeds, MOST_TOLD)
+    enough = next((count for count in counts if of_all.reach(1 - ALPHA / num_looks, count) < wanted), None)
+    return None if enough is None else max(1, enough - of_all.num_seeds)
 
 
 def differences_from(cells: Mapping[str, Sequence[Metrics]], baseline: str, metric: str) -> dict[str, list[float]]:
     """Return row to its differences from the baseline, by seed; rows of which one has no figure are left out."""
     found = {}
     for row, of_row in cells.items():
-        values, bases = ([one[metric] for one in some] for some in (of_row, cells[baseline][: len(of_row)]))
-        known, known_bases = ([one for one in some if one is not None] for some in (values, bases))
-        if row != baseline and len(known) == len(known_bases) == len(values):
-            found[row] = differences(known, known_bases)
+        sides = of_row, cells[baseline][: len(of_row)]
+        values, bases = ([value for one in some if (value := one[metric]) is not None] for some in sides)
+        if row != baseline and len(values) == len(bases) == len(of_row):
+            found[row] = differences(values, bases)
     return found
-
-
-def _confidence(num_looks: int) -> float:
-    return 1 - ALPHA / num_looks

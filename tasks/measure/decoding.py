@@ -2,12 +2,12 @@
 
 Every row drafts with the same draft for the same target, and answers the same prompts greedily, the beginnings of
 held-out documents that the seed draws. The draft is the champion where there is one that can grow trees, else an
-EAGLE-3 head of one layer that learns from answers to the training part, the same for all rows of a seed.
+EAGLE-3 head of one layer that learns from answers to the training part.
 
-Prompt by prompt, plain decoding and the row take turns in one process, on one copy of the weights, in an order that is
-turned round each time; what both take counts from an answer's first token to its last. It is computed in float32, so
-that an output that is another can only be a near tie or a fault: where one is a fault the row has no speed. How fast a
-way is in the arithmetic that is served, `redraft bench specbench` tells.
+Prompt by prompt, plain decoding and the row take turns on one copy of the weights, in an order that is turned round
+each time; what both take counts from an answer's first token to its last. It is computed in float32, so that an output
+that is another can only be a near tie or a fault: where one is a fault the row has no speed. How fast a way is in the
+arithmetic that is served, `redraft bench specbench` tells.
 """
 
 import asyncio
@@ -83,7 +83,6 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def answer(engine: TorchEngine, prompt: list[int], sampling: Sampling = GREEDY) -> Answer:
-    """Let an engine answer one prompt."""
     steps: list[Took] = []
     engine.on_step = steps.append
     return Answer(asyncio.run(engine.generate(prompt, sampling, "prompt")), steps)
@@ -115,15 +114,15 @@ def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
 
 
 def _params(keys: dict[str, Any]) -> Params:
-    shared = {"dtype": "float32", "max_model_len": lesson.PROMPT_LENGTH + ANSWER_LENGTH}
-    return Params.model_validate({**shared, **keys})
+    max_model_len = lesson.PROMPT_LENGTH + ANSWER_LENGTH
+    return Params.model_validate({"dtype": "float32", "max_model_len": max_model_len, **keys})
 
 
 def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench: Bench, seed: int) -> dict[str, Any]:
     """Return the keys with a length policy that has learnt of the draft, if it is one that learns.
 
-    What a champion's directory keeps for it is taken as it is. Else it learns from answers of which another seed draws
-    the prompts, so that a draft that was taught knows few of them.
+    A champion's directory keeps one. Else it learns from answers of which another seed draws the prompts, so that a
+    draft that was taught knows few of them.
     """
     lengths = _params(engine).lengths
     policy = catalog.load("lengths", lengths.name)
@@ -132,9 +131,8 @@ def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench:
     if (kept := fitted.found("lengths", lengths, directory)) is not lengths:
         return {**engine, "lengths": kept}
     samples = lesson.answered(bench, max(2, round(NUM_FITTED * bench.budget)), seed + 1)
-    number = engine["num_draft_tokens"]
-    learnt = policy.fit(draft, bench.target_dir, samples, number, bench.work_dir, lengths, seed)
-    return {**engine, "lengths": learnt}
+    k = engine["num_draft_tokens"]
+    return {**engine, "lengths": policy.fit(draft, bench.target_dir, samples, k, bench.work_dir, lengths, seed)}
 
 
 def _draft(bench: Bench, seed: int) -> tuple[Draft, Path | None]:

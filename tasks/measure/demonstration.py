@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +35,8 @@ from infra.views.results import counting, out
 from models.recipe import Demo, Recipe
 from models.sources import Prompt
 from tasks.configure_service import configure_service
+from tasks.measure.cells import PHASES, RESULT, answers_of
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
-from tasks.measure.demo_files import PHASES, RESULT, answers_of
 from tasks.measure.stock import Stock
 from tasks.select_data import as_chats, choose_more, choose_prompts
 
@@ -51,24 +52,21 @@ Row = dict[str, Any]
 
 
 class Stages:
-    """What is done one after the other, and how many seconds each that is done took."""
-
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started_s = time.monotonic()
-        self._current: tuple[str, float] | None = None
+        self._moments = [("", time.monotonic())]
 
     def start(self, name: str, said: str = "") -> None:
         """End a stage and announce the next one, by its name or in other words."""
-        now_s = time.monotonic()
-        if self._current is not None:
-            self.seconds[self._current[0]] = round(now_s - self._current[1], 1)
-        self._current = (name, now_s)
+        self._moments.append((name, time.monotonic()))
         out.rule(said or name, align="left")
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How many each stage took that is done."""
+        return {name: round(end_s - start_s, 1) for (name, start_s), (_, end_s) in pairwise(self._moments) if name}
+
     def total_s(self) -> float:
-        """Return the seconds since the first stage."""
-        return round(time.monotonic() - self._started_s, 1)
+        return round(time.monotonic() - self._moments[0][1], 1)
 
 
 @contextmanager
@@ -90,7 +88,8 @@ def demonstrating(
     stages.start("serve")
     config = configure_service.fn(recipe)
     with ExitStack() as beside:
-        stock = Stock(recipe, settings, Path(config["target_dir"])) if demo.stock else None
+        target_dir = Path(config["target_dir"])
+        stock = Stock(recipe, settings, target_dir) if demo.stock else None
         if stock is not None and not answers_of(folder, STOCK) and _has_room(settings):
             stock.begin()
             beside.callback(stock.stop)
@@ -98,7 +97,7 @@ def demonstrating(
             service, url = start_service(config, settings, shown.update)
         try:
             with Client(url, operator_key(settings.home)) as client:
-                yield Demonstration(recipe, demo, settings, folder, client, stages, Path(config["target_dir"]), stock)
+                yield Demonstration(recipe, demo, settings, folder, client, stages, target_dir, stock)
         except KeyboardInterrupt:
             out.print("stopping; run it again to continue from here")
             raise
@@ -137,20 +136,17 @@ class Demonstration:
         """Ask the held-out prompts of both domains as soon as the champion drafts."""
         self.client.wait_for_draft(self.champion, ServiceStatus.drafts_with)
         self.stages.start(f"measure the {'first' if phase == 'before' else 'new'} draft on held-out prompts")
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain]
-        self._ask(phase, prompts, concurrency=self.demo.concurrency)
+        self._ask(phase, self._held_out())
 
     def change_traffic(self) -> None:
         """Ask and let the service log the requests of the new domain."""
         self.stages.start(f"traffic changes to {self.demo.new_domain}")
-        prompts = requests_until(1, self.recipe, self.demo)
-        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
+        self._ask("traffic", requests_until(1, self.recipe, self.demo), log="full")
 
     def send_more(self, window: int, outcome: str) -> None:
         """Go on with requests of the new domain for a window, from 2, in all as many times those of the first one."""
         out.print(f"the refresh ended with: {outcome}; more requests for window {window}")
-        prompts = requests_until(window, self.recipe, self.demo)
-        self._ask("traffic", prompts, concurrency=self.demo.concurrency, log="full")
+        self._ask("traffic", requests_until(window, self.recipe, self.demo), log="full")
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
@@ -168,11 +164,7 @@ class Demonstration:
         (self.folder / "service.json").write_text(self.client.status().model_dump_json())
 
     def follow(self, outcome: str, candidate: Version | None) -> None:
-        """Wait until the service drafts with what a refresh promoted.
-
-        Raises:
-            RuntimeError: it promoted nothing, or the service did not take the draft.
-        """
+        """Wait until the service drafts with what a refresh promoted; RuntimeError if that was nothing, or fails."""
         if outcome not in ("promoted", "already trained") or candidate is None:
             raise RuntimeError(f"the refresh ended with: {outcome}; see: redraft status")
         self.client.wait_for_draft(candidate.number, ServiceStatus.drafts_with)
@@ -180,11 +172,11 @@ class Demonstration:
     def time_in_turn(self) -> None:
         """One stream, each prompt once with and once without speculation, the first of the two alternating."""
         self.stages.start("speculation on and off in turn")
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        answered = {name: {row["prompt_id"] for row in self._rows(name)} for name in ("timed-on", "timed-off")}
+        prompts = self._held_out(NUM_TIMED)
+        left = {name: self._left(name, prompts) for name in ("timed-on", "timed-off")}
         for number, prompt in enumerate(track(prompts, "timed", console=out)):
             for name in ("timed-on", "timed-off") if number % 2 == 0 else ("timed-off", "timed-on"):
-                if prompt.id not in answered[name]:
+                if prompt in left[name]:
                     self.client.speculate(name == "timed-on")
                     with self._keeper(name) as keep:
                         self._send([prompt], keep, speculation="on")
@@ -192,63 +184,53 @@ class Demonstration:
 
     def record_reference(self) -> None:
         """Ask some held-out prompts without speculation, with what tells a near-tie."""
-        held_out = self._held_out()
-        prompts = [prompt for of_domain in held_out for prompt in of_domain[: NUM_EQUALITY // len(held_out)]]
         self.client.speculate(False)
-        self._ask("reference", prompts, concurrency=self.demo.concurrency, gaps=True)
+        self._ask("reference", self._held_out(NUM_EQUALITY // len(self._domains)), gaps=True)
         self.client.speculate(True)
 
     def time_stock(self) -> None:
-        """Time vLLM's own endpoint, compiled and without a draft, one stream; call it when the service has ended.
+        """Time vLLM's own endpoint, compiled and without a draft, one stream, when the service has ended.
 
-        It is asked what the service was in turn, and is stopped.
-
-        Raises:
-            RuntimeError: it does not start, or a request failed.
+        It is asked what the service was in turn, and is stopped. RuntimeError if it does not start, or a request
+        failed.
         """
-        answered = {row["prompt_id"] for row in self._rows(STOCK)}
-        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        if self.stock is None or answered.issuperset(prompt.id for prompt in prompts):
+        prompts = self._held_out(NUM_TIMED)
+        left = self._left(STOCK, prompts)
+        if self.stock is None or not left:
             return
         self.stages.start("vLLM compiled, without a draft")
         if not self.stock.runs:
             out.print("starting vLLM's own endpoint; its first start on a machine compiles its model for minutes")
         with self.stock as stock, self._keeper(STOCK) as keep:
             stock.ask(prompts[:1])  # the first answer of a server is slow
-            for prompt in track([one for one in prompts if one.id not in answered], "timed", console=out):
+            for prompt in track(left, "timed", console=out):
                 (answer,) = stock.ask([prompt])
                 if answer.status != "ok":
                     raise RuntimeError(f"vLLM's own endpoint did not answer prompt {prompt.id}: {answer.status}")
                 keep(answer)
 
     def report(self) -> Row:
-        """Show what came of it, and return the figures, which are also the last line.
-
-        Raises:
-            RuntimeError: a request failed.
-        """
+        """Show and return the figures, which are also the last line; RuntimeError if a request failed."""
         self.stages.start("result")
-        before, after = self._rows("before"), self._rows("after")
-        comparisons = compare_acceptance(before, after)
-        registry = open_registry(self.settings)
+        after = self._rows("after")
+        comparisons = compare_acceptance(self._rows("before"), after)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
         plot = draw_acceptance(sent, PLOT_WINDOW, self.folder / "acceptance.png")
-        status = json.loads((self.folder / "service.json").read_text())
         result = {
             "recipe": self.recipe.name,
             "num_draft_tokens": self.recipe.num_draft_tokens,
             "commit": git_commit(),
             "device": f"{self.settings.device}, {platform.machine()}",
             "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
-            "outputs": compare_outputs(self._rows("reference"), after, self.target_dir).model_dump(),
+            "outputs": compare_outputs(self._rows("reference"), after, self.target_dir),
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "stock": self._against_stock(),
             "requests": dict(Counter(row["status"] for row in everything)),
-            "swaps": status["swaps"],
+            "swaps": json.loads((self.folder / "service.json").read_text())["swaps"],
             "training": [
                 {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
-                for run in reversed(registry.store.recorded("distill")[:2])
+                for run in reversed(open_registry(self.settings).store.recorded("distill")[:2])
             ],
             "stage_seconds": self.stages.seconds,
             "seconds": self.stages.total_s(),
@@ -257,14 +239,14 @@ class Demonstration:
         show_demonstration(result, out)
         out.print(f"plot: {plot}", soft_wrap=True)
         print(json.dumps(result))
-        failed = sum(row["status"] != "ok" for row in everything)
-        if failed:
+        if failed := sum(row["status"] != "ok" for row in everything):
             raise RuntimeError(f"{failed} of {len(everything)} requests failed")
         return result
 
-    def _held_out(self) -> list[list[Prompt]]:
-        """Return what is measured on, domain by domain."""
-        return [self._chosen[domain]["held_out"][: self.demo.held_out_per_domain] for domain in self._domains]
+    def _held_out(self, most: int | None = None) -> list[Prompt]:
+        """Return what is measured on, domain by domain, of each `most` at most."""
+        of_domains = [self._chosen[domain]["held_out"][: self.demo.held_out_per_domain] for domain in self._domains]
+        return [prompt for of_domain in of_domains for prompt in of_domain[:most]]
 
     @property
     def _domains(self) -> tuple[str, str]:
@@ -273,12 +255,15 @@ class Demonstration:
     @cached_property
     def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
         """What is asked, by domain and part; to read the sources takes seconds."""
-        recipe = self.recipe
-        return {domain: choose_prompts(domain, recipe.traffic[domain], recipe.seed) for domain in self._domains}
+        traffic, seed = self.recipe.traffic, self.recipe.seed
+        return {domain: choose_prompts(domain, traffic[domain], seed) for domain in self._domains}
 
     def _rows(self, phase: str) -> list[Row]:
-        """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
         return answers_of(self.folder, phase)
+
+    def _left(self, phase: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        answered = {row["prompt_id"] for row in self._rows(phase)}
+        return [prompt for prompt in prompts if prompt.id not in answered]
 
     @contextmanager
     def _keeper(self, phase: str) -> Iterator[Callable[[Answer], None]]:
@@ -291,12 +276,9 @@ class Demonstration:
 
             yield keep
 
-    def _ask(
-        self, phase: str, prompts: Sequence[Prompt], *, concurrency: int, log: LogLevel = "none", gaps: bool = False
-    ) -> None:
+    def _ask(self, phase: str, prompts: Sequence[Prompt], log: LogLevel = "none", gaps: bool = False) -> None:
         """Send what the phase has not sent yet, and keep each answer as it ends."""
-        answered = {row["prompt_id"] for row in self._rows(phase)}
-        waiting = [prompt for prompt in prompts if prompt.id not in answered]
+        waiting = self._left(phase, prompts)
         with counting(TextColumn("τ {task.fields[tau]}")) as bar, self._keeper(phase) as keep:
             task = bar.add_task(phase, total=len(prompts), completed=len(prompts) - len(waiting), tau="")
             steps = accepted = 0
@@ -308,7 +290,7 @@ class Demonstration:
                 accepted += sum(answer.accepted_per_step or ())
                 bar.update(task, advance=1, tau=f"{1 + accepted / steps:.2f}" if steps else "")
 
-            self._send(waiting, show, log, concurrency, gaps)
+            self._send(waiting, show, log, self.demo.concurrency, gaps)
 
     def _keep_asking(self, prompts: Sequence[Prompt], stop: threading.Event) -> None:
         with self._keeper("meanwhile") as keep:
@@ -359,7 +341,7 @@ class Demonstration:
         return {
             "tokens_per_s": stock,
             "gain": {domain: round(on[domain] / stock[domain], 2) for domain in self._domains},
-            "outputs": compare_outputs(references, answers, self.target_dir).model_dump(),
+            "outputs": compare_outputs(references, answers, self.target_dir),
         }
 
 

@@ -4,18 +4,18 @@ The served draft's line meets requests of one further domain only, window after 
 domain that it has known. The target answers all of them greedily, as the service logs them. The ways to follow:
 
 - frozen: the served draft, left alone;
-- redraft: each window is logged by `redraft import-logs` and ended by `redraft refresh`, gate included; the champion is
-  what counts;
+- redraft: each window is logged by `redraft import-logs` and ended by `redraft refresh`; the champion is what counts;
 - online distillation: as in arXiv:2310.07177: after every eight requests one step on them, at a learning rate of 1e-4,
   without replay and without a gate;
 - from scratch: a new draft of all requests so far, with the recipe's settings of a build;
 - pool: of the drafts that have served, the one that is best at the window; nothing is trained.
 
 The specialist that they are held to has learnt twice as many requests of the further domain, without replay and for
-twice as many passes. Acceptance is counted on the target's own answers to held-out prompts
-(`models.core.evaluation.scoring`).
+twice as many passes. Acceptance is counted on the target's own answers to held-out prompts.
 """
 
+import asyncio
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,16 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from infra.artifacts import open_artifact
+from transformers import AutoTokenizer
+
+from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.figures import draw_refreshes
 from infra.views.gate import DATA
-from infra.views.results import Grid, Report
-from infra.views.results import interval as shown
+from infra.views.results import Grid, Report, interval
 from models import catalog
+from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_of, open_draft
 from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length, summarise
 from models.core.evaluation.scoring import trace
@@ -38,18 +40,16 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.drafts import Draft
 from models.recipe import Traffic
-from models.sources import dataset
+from models.sources import Prompt, dataset
 from models.types import Estimate, GateReport
 from tasks.distill_draft import untrained
-from tasks.measure.answers import answers
-from tasks.measure.home import files_of, first_pair
-from tasks.measure.run import Run
+from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
+from tasks.measure.run import Run, files_of, first_pair
 from tasks.select_data import choose_more
 from tasks.stages.teachers import prepare_teachers
 
 QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
-WAYS = (FROZEN, OURS, ONLINE, SCRATCH, POOL)
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4
 NEAR = 0.9  # of the specialist's τ
 FILE_HELD_OUT = 100  # prompts of a file's domain that are never logged
@@ -83,11 +83,8 @@ class Stream(NamedTuple):
 def measure(run: Run, data: str, num_requests: int, num_windows: int, num_back: int, num_prompts: int) -> Report:
     """Let traffic shift and return, and follow it in every way.
 
-    `data` is the further domain and its prompts, such as "math=prompts.jsonl".
-
-    Raises:
-        ValueError: nothing was built or logged, the file is not there, or a domain has too few prompts.
-        RuntimeError: a command failed.
+    `data` is the further domain and its prompts, such as "math=prompts.jsonl". ValueError if nothing was built or
+    logged, the file is not there, or a domain has too few prompts; RuntimeError if a command failed.
     """
     served = run.served().champion
     run.logged().close()
@@ -139,24 +136,21 @@ def _stream(
 
 
 class _Lab:
-    """Makes drafts out of windows, and scores them."""
-
     def __init__(self, run: Run, target_dir: Path, champion: Path, stream: Stream) -> None:
         self._run, self._target_dir, self._champion, self._stream = run, target_dir, champion, stream
         self._params = run.recipe.refresh_distill()
 
     def scored(self, draft_dir: Path, seconds: float, samples: Sequence[Sample] | None = None) -> Row:
         """Return what a draft accepts of held-out answers, or of others, and how long it took to make it."""
-        recipe, device = self._run.recipe, self._run.settings.device
-        held_out = self._stream.held_out if samples is None else samples
+        recipe = self._run.recipe
         with self._run.bar(f"acceptance of {draft_dir.name}", 1) as bar:
             traces = trace(
                 open_draft(draft_dir, self._target_dir),
                 self._target_dir,
-                held_out,
+                self._stream.held_out if samples is None else samples,
                 recipe.num_draft_tokens,
                 self._run.folder / "states" / ("held-out" if samples is None else "window"),
-                device,
+                self._run.settings.device,
                 recipe.engine.rules.greedy,
             )
             bar.advance()
@@ -164,9 +158,9 @@ class _Lab:
 
     def ours(self, step: int, served: int) -> Row:
         """Log a window and refresh; what the registry then says serves."""
-        run, folder = self._run, self._run.folder / "windows"
-        folder.mkdir(exist_ok=True)
-        file = folder / f"{step}.jsonl"
+        run = self._run
+        file = run.folder / "windows" / f"{step}.jsonl"
+        file.parent.mkdir(exist_ok=True)
         rows = [
             {"prompt_ids": one.prompt_ids, "completion_ids": one.completion_ids, "domain": one.domain, "temperature": 0}
             for one in self._stream.windows[step - 1]
@@ -178,8 +172,12 @@ class _Lab:
         champion = open_registry(run.settings).champion("draft")
         assert champion is not None
         row = self.scored(open_artifact(files_of(run.settings, "draft", champion.number)), made["seconds"])
-        verdict = "too few rows" if made["gate"] is None else made["gate"]["verdict"]
-        return {**row, "newest": made["newest"], "champion": champion.number, "verdict": verdict}
+        return {
+            **row,
+            "newest": made["newest"],
+            "champion": champion.number,
+            "verdict": "too few rows" if made["gate"] is None else made["gate"]["verdict"],
+        }
 
     def online(self, step: int) -> Row:
         """Go on with the draft of the window before, eight requests at a time."""
@@ -195,16 +193,13 @@ class _Lab:
             "num_epochs": 1,
             "batch_tokens": sum(len(one.prompt_ids) + len(one.completion_ids) for one in requests),
         }
-        start, state = self._champion, None
-        if step > 1:
-            start, state = before / WEIGHTS, before / STATE
+        start, state = (before / WEIGHTS, before / STATE) if step > 1 else (self._champion, None)
         draft = untrained(self._run.recipe.draft, start, self._target_dir, requests)
         for place in range(0, len(requests), ONLINE_REQUESTS):
             part = requests[place : place + ONLINE_REQUESTS]
             self._train(draft, part, self._params.model_copy(update=changed), after / "work", state, after / STATE)
             state = after / STATE
-        seconds = time.monotonic() - started_s
-        return self._saved(draft, after / WEIGHTS, seconds)
+        return self._saved(draft, after / WEIGHTS, time.monotonic() - started_s)
 
     def scratch(self, step: int) -> Row:
         """Train a new draft on all requests so far."""
@@ -267,13 +262,30 @@ class _Lab:
         return self.scored(directory, seconds)
 
 
+def answers(
+    run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
+) -> list[Sample]:
+    """Let the target answer, in the order of the prompts, into a cell; an interrupted run asks only for the rest."""
+    generate = run.recipe.generate.model_copy(update={} if max_tokens is None else {"max_tokens": max_tokens})
+
+    async def answer() -> dict[str, Sample]:
+        directory = open_artifact(target)
+        async with open_engine(directory, run.recipe.engine) as engine:
+            encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(directory))
+            return await answer_prompts(engine, encoder, prompts, generate, run.folder / ANSWERS)
+
+    def ask() -> list[dict[str, object]]:
+        found = asyncio.run(answer())
+        gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
+        return [found[prompt.id]._replace(domain=prompt.domain)._asdict() for prompt in prompts]
+
+    return [Sample(**row) for row in run.cells.keep(cell, ask)]
+
+
 def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
-    """Return a domain and its prompts out of "domain=file".
+    """Return a domain and its prompts out of "domain=file"; ValueError if it is none, or the file is not there.
 
     Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
-
-    Raises:
-        ValueError: it is not of that form, or the file is not there.
     """
     domain, _, path = given.partition("=")
     if not domain or not path:
@@ -286,13 +298,9 @@ def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OU
 
 
 def refresh(run: Run, newest: int) -> Row:
-    """Refresh as a person would; what one that was interrupted has registered counts.
+    """Refresh as a person would; what one that was interrupted has registered counts. RuntimeError if it fails.
 
-    Returns:
-        Seconds, the newest version now, and what the gate said of it, None if no draft was made.
-
-    Raises:
-        RuntimeError: the refresh failed.
+    Returns seconds, the newest version now, and what the gate said of it, None if no draft was made.
     """
     started_s = time.monotonic()
     run.command("refresh", "--recipe", run.recipe_name)
@@ -341,8 +349,8 @@ def make_report(
         grids=[Grid("after the shift", ["", *columns], [[way, *_cells(one, domains)] for way, one in found.items()])],
         notes=[
             (
-                f"τ {stream.shifted} of the served draft before the shift {shown(before.model_dump())}, "
-                f"of the specialist {shown(best.model_dump())}."
+                f"τ {stream.shifted} of the served draft before the shift {interval(before.model_dump())}, "
+                f"of the specialist {interval(best.model_dump())}."
             ),
             f"What became of redraft's windows: {', '.join(row['verdict'] for row in rows[OURS])}.",
         ],
@@ -380,12 +388,11 @@ def _followed(
 
 
 def _cells(one: Row, domains: Sequence[str]) -> list[str]:
-    near = one["near"]
-    changes = [one["changes"][domain] for domain in domains]
+    near, changes = one["near"], (one["changes"][domain] for domain in domains)
     return [
-        shown(one["tau"]),
+        interval(one["tau"]),
         "–" if near is None else f"{near['requests']}",
         "–" if near is None else f"{near['seconds']:.0f}",
         *(f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})" for change in changes),
-        shown(one["back"]),
+        interval(one["back"]),
     ]

@@ -30,20 +30,18 @@ class ChatServer(ABC):
         self.url = f"http://{host}:{self.port}"
         self._max_tokens, self._grace_s = max_tokens, grace_s
         self._child: Child | None = None
-        self._client = self._asker = Client(self.url, api_key)
+        self.client = self._asker = Client(self.url, api_key)
 
     def __enter__(self) -> Self:
-        self._client.__enter__()
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self._client.__exit__()
+        self.client.__exit__()
 
     @property
     def runs(self) -> bool:
-        """Whether it was started and not stopped."""
         return self._child is not None
 
     @abstractmethod
@@ -104,10 +102,7 @@ class ChatServer(ABC):
 
 
 class Endpoint(ChatServer):
-    """The service."""
-
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
-        """Say what is to run."""
         grace_s = recipe.serve.drain_s + END_TIMEOUT_S
         super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens, grace_s)
         serve = recipe.serve.model_copy(update={"port": self.port})
@@ -119,13 +114,8 @@ class Endpoint(ChatServer):
         self._revoke()
 
     def start(self) -> None:
-        """Start the service and wait until it answers; RuntimeError if it ends by itself."""
-        config = configure_service.fn(self._recipe)
-        self._child, _ = start_service(config, self._settings)
-
-    def status(self) -> ServiceStatus:
-        """Return what the service says of itself."""
-        return self._client.status()
+        """See the base class."""
+        self._child, _ = start_service(configure_service.fn(self._recipe), self._settings)
 
     def ask_as_another(self) -> None:
         """Ask with a key of its own from now on, for which no earlier answer is looked up."""
@@ -134,18 +124,14 @@ class Endpoint(ChatServer):
         # An operator's, since those are told of each step.
         self._asker = Client(self.url, add_key(keys_path(self._settings), self._key_name, "operator"))
 
-    def speculate(self, on: bool) -> None:
-        """Switch speculation."""
-        self._client.speculate(on)
-
     def speculate_afresh(self, on: bool) -> None:
         """Switch speculation with nothing in the prefix cache, which is emptied when it is switched on."""
         for state in (False, True, on):
-            self._client.speculate(state)
+            self.client.speculate(state)
 
     def wait_for_draft(self, number: int) -> None:
         """Wait until the service drafts with a version that has passed its probation; see `Client.wait_for_draft`."""
-        self._client.wait_for_draft(number, ServiceStatus.has_proven)
+        self.client.wait_for_draft(number, ServiceStatus.has_proven)
 
     def _revoke(self) -> None:
         if self._key_name:
@@ -160,8 +146,9 @@ def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 def require_answers(rows: Sequence[Mapping[str, Any]]) -> None:
     """RuntimeError, by side where answers have one, if a request failed."""
-    failed = Counter(": ".join(filter(None, (row.get("side"), row["status"]))) for row in rows if row["status"] != "ok")
-    if failed:
+    if failed := Counter(
+        ": ".join(filter(None, (row.get("side"), row["status"]))) for row in rows if row["status"] != "ok"
+    ):
         raise RuntimeError(f"{failed.total()} of {len(rows)} requests failed: {dict(failed)}")
 
 

@@ -56,9 +56,9 @@ def own_loss(
     max_length: int,
     seed: int = 0,
 ) -> Mean:
-    """Return nats a token of a finished model that computes as it would in use, which may not be as a plain one.
+    """Return nats a token of a model that computes as these methods left it to, which may not be as a plain one.
 
-    It is as training left it by these methods, of which one may round stochastically. Longer documents are cut.
+    One of them may round stochastically. Longer documents are cut.
     """
     with ExitStack() as stack:
         for params in methods:

@@ -18,27 +18,21 @@ Bounds = Mapping[str, tuple[str, str]]
 
 
 class Bound(NamedTuple):
-    """One thing that is asked for."""
-
     spelt: str
     metric: str
     side: str
     value: float
 
-    def holds(self, value: float) -> bool:
-        """Whether a value is on the right side."""
-        return value <= self.value if self.side == "most" else value >= self.value
+    def holds(self, value: float | None) -> bool:
+        return value is not None and (value <= self.value if self.side == "most" else value >= self.value)
+
+    def straddled(self, figure: MethodFigure) -> bool:
+        interval = figure.interval
+        return interval is not None and self.holds(interval.low) != self.holds(interval.high)
 
 
 class Fit(NamedTuple):
-    """Which rows fit.
-
-    Attributes:
-        winner: the best of those that fit, or None.
-        fitting: all of them, the best first.
-        level: those of them whose interval of what is best reaches into the winner's.
-        open: row to the bounds that its interval lies on both sides of.
-    """
+    """Which rows fit, the best first; which of them are level with the winner; and row to the bounds it may keep to."""
 
     winner: str | None
     fitting: list[str]
@@ -47,11 +41,7 @@ class Fit(NamedTuple):
 
 
 def parse_bounds(text: str, words: Bounds) -> list[Bound]:
-    """Read "110 MiB, KL 0.1": a number and a word each, in either order, set apart by commas.
-
-    Raises:
-        ValueError: a part is not that, or a word is none of `words`.
-    """
+    """Read "110 MiB, KL 0.1": a number and one of `words` each, in either order; ValueError names what is not that."""
     spelt = {word.casefold(): word for word in words} | {"tau": "τ"}
     found = []
     for part in filter(None, map(str.strip, text.split(","))):
@@ -68,19 +58,13 @@ def parse_bounds(text: str, words: Bounds) -> list[Bound]:
 
 def choose(rows: Mapping[str, Mapping[str, MethodFigure]], bounds: Sequence[Bound], best: str) -> Fit:
     """Return which rows keep to all bounds by their means, and the one of them with the highest mean of `best`."""
-    fits: list[str] = []
-    open_: dict[str, list[str]] = {}
-    for row, figures in rows.items():
-        means = [figures[bound.metric].value for bound in bounds]
-        unsure = [bound.spelt for bound in bounds if _straddles(figures[bound.metric], bound)]
-        if unsure:
-            open_[row] = unsure
-        if all(mean is not None and bound.holds(mean) for mean, bound in zip(means, bounds, strict=True)):
-            fits.append(row)
+    fits = [row for row, found in rows.items() if all(bound.holds(found[bound.metric].value) for bound in bounds)]
     fits.sort(key=lambda row: rows[row][best].value or 0.0, reverse=True)
-    winner = fits[0] if fits else None
+    unsure = {
+        row: [bound.spelt for bound in bounds if bound.straddled(found[bound.metric])] for row, found in rows.items()
+    }
     level = [row for row in fits[1:] if _reaches(rows[row][best], rows[fits[0]][best])]
-    return Fit(winner, fits, level, open_)
+    return Fit(fits[0] if fits else None, fits, level, {row: spelt for row, spelt in unsure.items() if spelt})
 
 
 def told(fit: Fit, rows: Mapping[str, Mapping[str, MethodFigure]], best: str, heading: str) -> str:
@@ -109,8 +93,7 @@ def fitted(
         tables = comparison.recipe_tables(row, open_artifact(prepare_target.fn(recipe.target)))
         lines = toml(tables) or "# the target as it is"
         notes += [f"To be pasted into recipe {recipe.name}:", "", "```toml", lines, "```", ""]
-    figures = {**report.figures, "fit": fit._asdict()}
-    return report.model_copy(update={"notes": notes, "figures": figures})
+    return report.model_copy(update={"notes": notes, "figures": {**report.figures, "fit": fit._asdict()}})
 
 
 def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -121,15 +104,8 @@ def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _straddles(figure: MethodFigure, bound: Bound) -> bool:
-    interval = figure.interval
-    return interval is not None and bound.holds(interval.low) != bound.holds(interval.high)
-
-
 def _reaches(figure: MethodFigure, winner: MethodFigure) -> bool:
-    if figure.interval is None or winner.interval is None:
-        return True
-    return figure.interval.high >= winner.interval.low
+    return figure.interval is None or winner.interval is None or figure.interval.high >= winner.interval.low
 
 
 def _open(found: Mapping[str, Sequence[str]]) -> str:

@@ -56,7 +56,7 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:
     """Return τ of a draft on greedy answers to held-out documents that the seed draws, and at temperature 1."""
     prompts = opening(bench.held_out, min(NUM_HELD_OUT, num_answers(bench)), seed)
-    target, rng = _load(bench), torch.Generator(bench.device).manual_seed(seed)
+    target, rng = load_model(bench.target_dir, device=bench.device), torch.Generator(bench.device).manual_seed(seed)
     held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
     del target
     scores = score(draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out", bench.device)
@@ -64,10 +64,7 @@ def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:
 
 
 def head(bench: Bench, seed: int) -> Draft:
-    """Return a new EAGLE-3 head of one layer that was trained as `train` does.
-
-    It is kept for all rows of a seed, which share it: one that changes it takes a copy.
-    """
+    """Return a new EAGLE-3 head of one layer, trained as `train` does; kept, so one that changes it takes a copy."""
     documents = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
     return _head(bench.target_dir, documents, bench.budget, seed, bench.device)
 
@@ -108,7 +105,8 @@ def learn(
 
 def answered(bench: Bench, number: int, seed: int) -> list[Sample]:
     """Return the target's greedy answers to documents of the training part that the seed draws."""
-    return _samples("learnt", _load(bench), opening(bench.train, number, seed), None)
+    target = load_model(bench.target_dir, device=bench.device)
+    return _samples("learnt", target, opening(bench.train, number, seed), None)
 
 
 def opening(documents: dict[str, list[list[int]]], number: int, seed: int) -> list[list[int]]:
@@ -121,12 +119,7 @@ def opening(documents: dict[str, list[list[int]]], number: int, seed: int) -> li
 
 
 def num_answers(bench: Bench) -> int:
-    """Return how many answers a draft learns."""
     return max(2, round(NUM_ANSWERS * bench.budget))
-
-
-def _load(bench: Bench) -> PreTrainedModel:
-    return load_model(bench.target_dir, device=bench.device)
 
 
 def _samples(

@@ -21,12 +21,9 @@ NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 24, 48
 
 @torch.no_grad()
 def measure_likeness(bench: Bench, model: PreTrainedModel, held_out: list[list[int]]) -> dict[str, float]:
-    """Return `COLUMNS` of a changed target; NaN where its shape has none.
+    """Return `COLUMNS` of a changed target on documents, of which the first that are long enough begin its answers.
 
-    Args:
-        bench: its target is compared with, and its draft is asked if it has one.
-        model: the changed target.
-        held_out: documents to compare on; the first that are long enough begin the answers.
+    NaN where its shape has none; the bench's draft is asked if it has one.
     """
     target = load_model(bench.target_dir, device=bench.device)
     found = dict.fromkeys(COLUMNS, math.nan)

@@ -1,6 +1,6 @@
 """The process that answers with llama.cpp, in the environment of `make baselines`, where nothing of redraft is.
 
-`python llamacpp_process.py JOB.json`, see `tasks.measure.llamacpp`; answers go to a file of the job, a line each.
+`python llamacpp_process.py JOB.json`, see `tasks.measure.baselines`; answers go to a file of the job, a line each.
 """
 
 import json

@@ -1,17 +1,18 @@
 """Whether speculation ever loses, at any load and with any draft.
 
-The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
-off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
-A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and
-times no prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so
-that tokens over the seconds that requests took, times the streams, is the throughput. They begin one after the other,
-behind requests of growing length that are not timed: streams that begin at once and answer at one speed stay in step,
-as no traffic does, and those that draft can't. The ratio is of throughputs, paired by block and request. Where vLLM's
-own endpoint is measured too, its process can't run beside ours: the same prompts are asked there before or after.
+At each number of streams the same prompts are asked with speculation on and off, in blocks that take turns and change
+their order from pair to pair; before each block the prefix cache is emptied. A bad draft has noise for weights, the
+first one is fresh, the champion is adapted. A block has a key of its own and times no prompt twice, so that no answer
+is looked up that the same prompt had before. Streams ask without a pause, so that tokens over the seconds that requests
+took, times the streams, is the throughput. They begin one after the other, behind requests of growing length that are
+not timed: streams that begin at once and answer at one speed stay in step, as no traffic does, and those that draft
+can't. The ratio is of throughputs, paired by block and request. Where vLLM's own endpoint is measured too, its process
+can't run beside ours: the same prompts are asked there before or after.
 """
 
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,7 @@ from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
 from tasks.measure.endpoint import Endpoint, dump, require_answers, undivided
-from tasks.measure.home import Served
-from tasks.measure.run import Run
+from tasks.measure.run import Run, Served
 from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
 from tasks.promote import open_champions
 
@@ -47,7 +47,6 @@ class _Load(NamedTuple):
         prompts: domain to those that are asked in turn.
         primers: domain to those that are asked before them, so that the streams are not in step.
         least: prompts of a block, at least; it has two for each stream, as long as there are so many.
-        num_pairs: of blocks.
     """
 
     run: Run
@@ -85,10 +84,8 @@ def measure(
     """Measure each draft at each number of streams, ascending, in blocks of each domain's prompts.
 
     vLLM's own ways are each measured at an endpoint of its own; those that draft are held to PLAIN if that is named.
-
-    Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or baseline.
-        RuntimeError: a request failed, or the service did not take a draft.
+    ValueError if nothing was built, the recipe has fewer prompts, or there is no such draft or baseline; RuntimeError
+    if a request failed, or the service did not take a draft.
     """
     if unknown := [name for name in drafts if name not in DRAFTS]:
         raise ValueError(f'there is no draft "{unknown[0]}"{did_you_mean(unknown[0], DRAFTS)}')
@@ -102,36 +99,29 @@ def measure(
         raise ValueError(f'there is no baseline "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
-    run.prompts("held_out", num_prompts)
-    most_asked = max(num_prompts, 2 * max(streams))
-    prompts = {domain: found[:most_asked] for domain, found in _by_domain(run, "held_out").items()}
-    load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
-    cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *baselines))}
-    _ask_service(load, served, streams, {name: cells[name] for name in drafts})
+    run.prompts("held_out", num_prompts)  # which a recipe must have at least
+    most = max(num_prompts, 2 * max(streams))
+    prompts = {domain: found[:most] for domain, found in run.by_domain("held_out").items()}
+    load = _Load(run, prompts, run.by_domain("requests"), num_prompts, num_pairs)
+    names = dict.fromkeys((*drafts, *baselines))
+    cells = {name: {number: f"{name}-{number}" for number in streams} for name in names}
+    _ask_service(load, served, {name: cells[name] for name in drafts})
     for name in baselines:
-        if not all(map(run.cells.has, cells[name])):
+        if not all(map(run.cells.has, cells[name].values())):
             with Stock(run.recipe, run.settings, open_champions.fn().target_files.path, ways[name]) as endpoint:
                 endpoint.ask(run.warming(NUM_WARM), concurrency=len(prompts))
-                for number, cell in zip(streams, cells[name], strict=True):
+                for number, cell in cells[name].items():
                     run.cells.keep(cell, lambda: load.blocks(endpoint, number, name, [name != PLAIN]))  # noqa: B023
     found = {
-        name: {number: run.cells.read(cell) for number, cell in zip(streams, of_name, strict=True)}
-        for name, of_name in cells.items()
+        name: {number: run.cells.read(cell) for number, cell in of_name.items()} for name, of_name in cells.items()
     }
     return _report(run, served, found, run.cells.read("reference"))
 
 
-def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
-    found: dict[str, list[Prompt]] = {domain: [] for domain in run.recipe.traffic}
-    for prompt in run.prompts(part):
-        found[prompt.domain].append(prompt)
-    return found
-
-
-def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
+def _ask_service(load: _Load, served: Served, cells: Mapping[str, Mapping[int, str]]) -> None:
     """Measure what is missing of the service, draft by draft."""
     run = load.run
-    missing = {name: of_name for name, of_name in cells.items() if not all(map(run.cells.has, of_name))}
+    missing = {name: of_name for name, of_name in cells.items() if not all(map(run.cells.has, of_name.values()))}
     if not missing and run.cells.has("reference"):
         return
     registry, target_dir = open_registry(run.settings), open_champions.fn().target_files.path
@@ -143,11 +133,11 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
     with Endpoint(undivided(run.recipe), run.settings) as endpoint:
         endpoint.wait_for_draft(served.champion)
         for name, of_name in missing.items():
-            endpoint.speculate(True)
+            endpoint.client.speculate(True)
             registry.promote("draft", numbers[name])
             endpoint.wait_for_draft(numbers[name])
             endpoint.ask(run.warming(NUM_WARM), concurrency=len(load.prompts))
-            for number, cell in zip(streams, of_name, strict=True):
+            for number, cell in of_name.items():
                 run.cells.keep(cell, lambda: load.blocks(endpoint, number, f"{name} draft", [True, False]))  # noqa: B023
         asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
         run.cells.keep("reference", lambda: record_reference(run, endpoint, asked))
@@ -167,7 +157,6 @@ class _Way:
         self.gaps_ms = [[1000 * (end - start) for start, end in of_answer] for of_answer in spans]
 
     def figures(self, num_streams: int) -> Row:
-        """Return throughput, inter-token latency and time to the first token."""
         pooled = [ms for gaps in self.gaps_ms for ms in gaps]
         every = [one for block in self.requests for one in block.values()]
         first_ms = [row["first_token_ms"] for row in self.answers]
@@ -185,29 +174,29 @@ def _report(
         row for of_name in cells.values() for blocks in of_name.values() for one in blocks for row in one["answers"]
     ]
     require_answers(answers)
-    figures: Row = {}
-    grids, own = [], [name for name in cells if name in DRAFTS]
-    for domain in run.recipe.traffic:
-        figures[domain] = {name: {} for name in cells}
-        for name, of_name in cells.items():
-            for number, blocks in of_name.items():
-                of_off = blocks if name in (*DRAFTS, PLAIN) else cells.get(PLAIN, {}).get(number, ())
-                on = _Way([one for one in blocks if one["domain"] == domain and one["on"]])
-                off = _Way([one for one in of_off if one["domain"] == domain and not one["on"]])
-                figures[domain][name][number] = _compare(on, off, number, run.recipe.seed)
-        grids.append(_grid(domain, figures[domain]))
-    ours = [row for name in own for blocks in cells[name].values() for one in blocks for row in one["answers"]]
+    figures: Row = {domain: {name: {} for name in cells} for domain in run.recipe.traffic}
+    for domain, (name, of_name) in product(figures, cells.items()):
+        for number, blocks in of_name.items():
+            of_off = blocks if name in (*DRAFTS, PLAIN) else cells.get(PLAIN, {}).get(number, ())
+            on = _Way([one for one in blocks if one["domain"] == domain and one["on"]])
+            off = _Way([one for one in of_off if one["domain"] == domain and not one["on"]])
+            figures[domain][name][number] = _compare(on, off, number, run.recipe.seed)
+    own = [blocks for name, of_name in cells.items() if name in DRAFTS for blocks in of_name.values()]
+    ours = [row for blocks in own for one in blocks for row in one["answers"]]
     verdicts = answer_verdicts(references, ours)
+    further = {
+        "The champion is the first draft.": served.champion == 1,
+        f"{PLAIN} is its own endpoint, compiled; each way ran in turn, its ratio is over {PLAIN} without.": any(
+            name not in DRAFTS for name in cells
+        ),
+    }
     notes = [
         f"Greedy, K = {run.recipe.num_draft_tokens} at most; the champion is draft {served.originals[-1]}.",
         "tokens/s are streams × tokens ÷ seconds of the requests, first token included; streams begin one by one.",
         "Ratios are on ÷ off, with a 95% interval that resamples pairs of blocks and the requests in them.",
         sentence(verdicts),
+        *(note for note, holds in further.items() if holds),
     ]
-    if served.champion == 1:
-        notes.append("The champion is the first draft.")
-    if any(name not in DRAFTS for name in cells):
-        notes.append(f"{PLAIN} is its own endpoint, compiled; each way ran in turn, its ratio is over {PLAIN} without.")
     lines = {
         domain: {
             name: [(n, *(one["ratio"][end] for end in ("value", "low", "high"))) for n, one in of_name.items()]
@@ -218,7 +207,7 @@ def _report(
     }
     return Report(
         figures={"domains": figures, "outputs": dict(verdicts), "drafts": list(served.originals)},
-        grids=grids,
+        grids=[_grid(domain, of_domain) for domain, of_domain in figures.items()],
         notes=notes,
         failures=differing(verdicts),
         picture=draw_ratios(lines, FLOOR, "streams", "throughput, on ÷ off", run.folder / "load.png"),
@@ -238,8 +227,8 @@ def _compare(on: _Way, off: _Way, num_streams: int, seed: int) -> Row:
 
 
 def _grid(domain: str, figures: Mapping[str, Mapping[int, Row]]) -> Grid:
-    columns = ["draft", "streams", "tokens/s on", "off", "on ÷ off", "p50 ms on, off", "p99 ms on, off", "p99 on ÷ off"]
-    columns += ["first token p50 ms on, off"]
+    columns = ["draft", "streams", "tokens/s on", "off", "on ÷ off", "p50 ms on, off", "p99 ms on, off"]
+    columns += ["p99 on ÷ off", "first token p50 ms on, off"]
     rows = []
     for name, of_name in figures.items():
         for number, one in of_name.items():
@@ -262,10 +251,7 @@ def register_random(registry: Registry, number: int, target_dir: Path, folder: P
     """Register a draft with noise of another one's mean and spread for each weight, and return its number.
 
     It promises nothing on golden prompts, so that a service takes it, and its domains what they promised of the other,
-    as where the traffic has changed. It is written into the folder first; what was there is lost.
-
-    Raises:
-        ValueError: drafts of the family have no weights.
+    as where the traffic has changed. The folder is emptied and written first. ValueError if the family has no weights.
     """
     version = registry.get("draft", number)
     files = registry.download(version, folder.with_name(f"{folder.name}-like"))

@@ -1,27 +1,53 @@
-"""What every benchmark is given: the recipe, a home of its own, its finished cells, and where to show progress."""
+"""What every benchmark is given: the recipe, a home of its own, its finished cells, and where to show progress.
 
+That home holds copies of the target, of the served draft's line, and of the log.
+"""
+
+import shutil
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress, TaskID
 
+from infra.artifacts import Artifact, publish
 from infra.environment import environment_of
+from infra.lines import ancestors
 from infra.machine import describe_machine, git_commit
 from infra.processes import Child
 from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.secret import NAME, home_secret
 from infra.settings import Settings, load_settings
+from infra.versions import Kind, Pair
 from infra.views.results import counting
 from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
+from models.types import Frozen
 from tasks.measure.cells import Cells
-from tasks.measure.home import Served, copy_log, copy_served
+from tasks.promote import MADE_BY
 from tasks.select_data import choose_prompts
 
 POLL_S = 0.5
+
+
+class Served(Frozen):
+    """What a home's registry holds, numbered from 1.
+
+    `originals` are the numbers of the drafts where they were copied from, oldest first; the last one is the champion.
+    """
+
+    originals: tuple[int, ...]
+
+    @property
+    def champion(self) -> int:
+        """The number of the champion's copy; that of the first draft is 1."""
+        return len(self.originals)
 
 
 class Run:
@@ -31,8 +57,7 @@ class Run:
         recipe: parsed; `recipe_name` is what the command was given.
         redraft: the program itself, for benchmarks of whole commands.
         settings: of the benchmark's own home.
-        folder: where everything of it lies.
-        cells: what is measured already.
+        folder: where everything of it lies, of which `cells` are measured already.
         setup: what the figures depend on.
     """
 
@@ -48,9 +73,8 @@ class Run:
     ) -> None:
         """Open the cells that an earlier run has finished; ValueError if the folder holds cells of another setup."""
         self.folder = folder
-        self.settings = load_settings()
-        self.recipe, self.recipe_name = recipe, recipe_name
-        self.redraft = tuple(redraft)
+        self.settings, self._source = load_settings(), source
+        self.recipe, self.recipe_name, self.redraft = recipe, recipe_name, tuple(redraft)
         self.setup = {
             "name": name,
             "options": options,
@@ -62,8 +86,6 @@ class Run:
             },
         }
         self.cells = Cells(folder / "cells", self.setup)
-        self._source = source
-        self._prompts: dict[str, dict[str, list[Prompt]]] = {}
 
     def served(self) -> Served:
         """Copy what is served into this home, once; ValueError if nothing was built yet."""
@@ -74,24 +96,25 @@ class Run:
         copy_log(self._source, self.settings)
         return QueryLog(self.settings.querylog)
 
-    def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
-        """Return the first prompts of a part, "held_out" or "requests", domain by domain; all for 0.
+    @cached_property
+    def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
+        """Domain to part to prompts; mining a source takes seconds."""
+        recipe = self.recipe
+        return {domain: choose_prompts(domain, table, recipe.seed) for domain, table in recipe.traffic.items()}
 
-        Raises:
-            ValueError: a domain has fewer.
-        """
-        found: list[Prompt] = []
-        for domain, traffic in self.recipe.traffic.items():
-            if domain not in self._prompts:  # mining a source takes seconds
-                self._prompts[domain] = choose_prompts(domain, traffic, self.recipe.seed)
-            prompts = self._prompts[domain][part]
-            if len(prompts) < per_domain:
+    def by_domain(self, part: str, per_domain: int = 0) -> dict[str, list[Prompt]]:
+        """Return domain to its first prompts of "held_out" or "requests", all for 0; ValueError if it has fewer."""
+        for domain, parts in self._chosen.items():
+            if len(parts[part]) < per_domain:
                 raise ValueError(
-                    f'domain "{domain}" of recipe {self.recipe.name} has {len(prompts)} {part} prompts, '
+                    f'domain "{domain}" of recipe {self.recipe.name} has {len(parts[part])} {part} prompts, '
                     f"got {per_domain} to measure with"
                 )
-            found += prompts[: per_domain or None]
-        return found
+        return {domain: parts[part][: per_domain or None] for domain, parts in self._chosen.items()}
+
+    def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
+        """Return the same in one list, domain by domain."""
+        return [prompt for of_domain in self.by_domain(part, per_domain).values() for prompt in of_domain]
 
     def warming(self, most: int = 1) -> list[Prompt]:
         """Return the first requests of each domain to warm an endpoint with: so many, or as many as all have."""
@@ -110,21 +133,83 @@ class Run:
 
     @contextmanager
     def bar(self, what: str, total: int) -> "Iterator[Bar]":
-        """Show how far a cell is."""
         with counting() as progress:
             yield Bar(progress, progress.add_task(what, total=total))
 
 
-class Bar:
-    """A cell's progress."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+class Bar(NamedTuple):
+    progress: Progress
+    task: TaskID
 
     def advance(self, *_: object) -> None:
         """One more is done; takes whatever a callback is given."""
-        self._progress.advance(self._task)
+        self.progress.advance(self.task)
 
     def show(self, done: float) -> None:
-        """So much is done."""
-        self._progress.update(self._task, completed=done)
+        self.progress.update(self.task, completed=done)
+
+
+def copy_served(source: Settings, home: Settings) -> Served:
+    """Register copies of the champion target, the champion draft and the drafts that it descends from.
+
+    A copy that was not finished is made anew. ValueError if nothing was built yet.
+    """
+    file = home.home / "copied.json"
+    if file.is_file():
+        return Served.model_validate_json(file.read_bytes())
+    registry = open_registry(source)
+    target, draft = registry.champion("target"), registry.champion("draft")
+    if target is None or draft is None:
+        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+    line = ancestors(registry, draft)[::-1]
+    fetched = home.home / "fetched"
+    for path in (fetched, home.artifacts, home.cache):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in home.home.glob("mlflow.db*"):
+        path.unlink()
+    copies = open_registry(home)
+    made_by = {MADE_BY: target.tags[MADE_BY]} if MADE_BY in target.tags else {}  # a recipe is known by it
+    copied = copies.register("target", registry.download(target, fetched), target.target.to_tags() | made_by)
+    copies.promote("target", copied.number)
+    for number, version in enumerate(line, start=1):
+        # Whom it was gated against may not be among the copies.
+        numbers = {"parent": number - 1 or None, "gated_against": None, "target_version": copied.number}
+        lineage = version.lineage.model_copy(update=numbers)
+        copies.register("draft", registry.download(version, fetched), lineage.to_tags())
+        copies.promote("draft", number)
+    shutil.rmtree(fetched)
+    served = Served(originals=tuple(version.number for version in line))
+    file.write_text(served.model_dump_json() + "\n")
+    return served
+
+
+def files_of(home: Settings, kind: Kind, number: int) -> Artifact:
+    registry = open_registry(home)
+    return publish(registry.download(registry.get(kind, number), home.cache), kind)
+
+
+def first_pair(home: Settings) -> Pair:
+    """Return the target and the first draft of the line that was copied."""
+    registry = open_registry(home)
+    return Pair(
+        target=registry.get("target", 1),
+        draft=registry.get("draft", 1),
+        target_files=files_of(home, "target", 1),
+        draft_files=files_of(home, "draft", 1),
+    )
+
+
+def copy_log(source: Settings, home: Settings) -> None:
+    """Copy the log once, with cursor, regression sets and the secret of splits; ValueError if nothing was logged."""
+    if home.querylog.is_file():
+        return
+    if not source.querylog.is_file():
+        raise ValueError(f"there is no query log {source.querylog}; serve some requests first, or run: redraft demo")
+    home.querylog.parent.mkdir(parents=True, exist_ok=True)
+    home_secret(source.home)  # one that was never drawn is drawn there, so that both split alike
+    shutil.copy(source.home / NAME, home.home / NAME)
+    temporary = home.querylog.with_suffix(".copying")
+    temporary.unlink(missing_ok=True)
+    with closing(sqlite3.connect(source.querylog)) as rows, closing(sqlite3.connect(temporary)) as copy:
+        rows.backup(copy)
+    temporary.replace(home.querylog)

@@ -1,26 +1,27 @@
 """Spec-Bench: how much faster configurations of the reference engine answer than the same engine without a draft.
 
-All of them share one process, one copy of the target's weights and the same prompts, one stream. Prompt by prompt plain
-decoding and the configurations take turns, in an order that is turned round each time, and ratios are paired by prompt.
-A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench, and once more from
-its first token. The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
+All of them share one process and one copy of the target's weights, one stream. Prompt by prompt plain decoding and the
+configurations take turns, in an order that is turned round each time, and ratios are paired by prompt. A speed counts
+from the start of a request to its last token, the prompt included, as in Spec-Bench, and once more from its first
+token. The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
 
 Greedy outputs are held to plain decoding's. Above temperature 0 each way draws an answer of its own, so there is
 nothing to hold them to: that a rule keeps the target's distribution is tested elsewhere, and one that doesn't is named.
 
 A cell is a few prompts of a task at one temperature. What a draft remembers of earlier requests is forgotten between
-cells, so that an interrupted run goes on with the same figures. Drafts that have to be made are made before the first
-(`tasks.measure.configurations`).
+cells, so that an interrupted run goes on with the same figures.
 """
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer
 
 from infra.views.figures import draw_speeds
@@ -31,6 +32,9 @@ from models.core.evaluation.acceptance import summarise
 from models.core.evaluation.latency import Decoded, compare_speed, spread
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
+from models.params import validate
+from models.rowfiles import read_rows
+from models.sources import Message, Prompt
 from tasks.measure.compare_traffic import output_verdicts, traces_of
 from tasks.measure.configurations import (
     Configuration,
@@ -40,7 +44,6 @@ from tasks.measure.configurations import (
     open_target,
     read_configurations,
 )
-from tasks.measure.questions import Question, as_questions, chat_before, fingerprint, read_questions
 from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
 from tasks.register import first_samples
@@ -48,10 +51,77 @@ from tasks.register import first_samples
 QUESTION = "which way of drafting is the fastest, task by task?"
 PLAIN, ALL = "plain decoding", "all tasks"
 VERDICTS = ("equal", "near-tie", "different")
-TOLD_APART = "equal / near tie / different"
 WARM_TOKENS = 8
 
 Row = dict[str, Any]
+
+
+class Question(BaseModel):
+    """A question in Spec-Bench's fields; what else its row has is not read.
+
+    A message of the user that none of the assistant follows is a turn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str = Field(min_length=1)
+    domain: str = Field(min_length=1)
+    messages: tuple[Message, ...] = Field(min_length=1)
+
+    @property
+    def turns(self) -> list[int]:
+        """How many messages come before each answer that it waits for."""
+        roles = [*(message.role for message in self.messages), ""]
+        steps = enumerate(pairwise(roles), start=1)
+        return [place for place, (role, after) in steps if role == "user" and after != "assistant"]
+
+
+def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
+    """Return task to its first questions, in the file's order, all for 0.
+
+    ValueError names the row that can't be read, whose id occurs twice, or in which nobody waits for an answer.
+    """
+    tasks: dict[str, list[Question]] = {}
+    seen: set[str] = set()
+    for place, row in read_rows(file):
+        question = validate(Question, row, f"{file}, {place}")
+        if question.id in seen:
+            raise ValueError(f"{file}, {place}: id {question.id} occurs twice")
+        if not question.turns:
+            raise ValueError(f"{file}, {place}: no message of the user waits for an answer")
+        seen.add(question.id)
+        of_task = tasks.setdefault(question.domain, [])
+        if not per_task or len(of_task) < per_task:
+            of_task.append(question)
+    if not tasks:
+        raise ValueError(f"{file} has no rows")
+    return tasks
+
+
+def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
+    """Return domain to its prompts as questions of one turn; ValueError if one has tools or template arguments."""
+    tasks: dict[str, list[Question]] = {}
+    for prompt in prompts:
+        if prompt.fields():
+            raise ValueError(f"a prompt of {prompt.domain} has {', '.join(prompt.fields())}, which no question has")
+        question = Question(id=prompt.id, domain=prompt.domain, messages=prompt.messages)
+        tasks.setdefault(prompt.domain, []).append(question)
+    return tasks
+
+
+def fingerprint(tasks: dict[str, list[Question]]) -> str:
+    asked = "".join(question.model_dump_json() for of_task in tasks.values() for question in of_task)
+    return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def chat_before(question: Question, place: int, answers: dict[int, str]) -> list[dict[str, Any]]:
+    """Return the messages that the answer at a place follows, see `Question.turns`, with the answers before."""
+    chat: list[dict[str, Any]] = []
+    for number, message in enumerate(question.messages[:place], start=1):
+        chat.append(message.as_openai())
+        if number in answers:
+            chat.append({"role": "assistant", "content": answers[number]})
+    return chat
 
 
 def measure(
@@ -67,11 +137,8 @@ def measure(
     """Answer every question in every configuration at every temperature.
 
     Without a file of questions they are the recipe's held-out prompts; without one of configurations every family
-    is measured where drafts are made, which 0 minutes don't, else what there is without that.
-
-    Raises:
-        ValueError: a file is wrong, nothing was built, a temperature is below 0, or the cells are of other questions or
-            configurations.
+    is measured where drafts are made, which 0 minutes don't, else what there is without that. ValueError if a file is
+    wrong, nothing was built, a temperature is below 0, or the cells are of other questions or configurations.
     """
     if below := [one for one in temperatures if one < 0]:
         raise ValueError(f"a temperature is 0 or more; got {below[0]:g}")
@@ -104,7 +171,7 @@ def measure(
                     if minutes:
                         ways = make_drafts(run.recipe, pair.target_files, first_samples(pair.draft), ways, minutes)
                     target = _warm(open_target(run), ways)
-                total = (1 + len(ways)) * sum(question.num_turns for question in share)
+                total = (1 + len(ways)) * sum(len(question.turns) for question in share)
                 told = f"{task}{_at(temperature)}, {start + 1} to {start + len(share)} of {len(questions)}"
                 with run.bar(told, total) as bar:
                     content = _answer(target, ways, share, max_tokens, bar, temperature, run.recipe.seed)
@@ -143,7 +210,7 @@ def _answer(
     turned = False
     for question in questions:
         answered: dict[int, str] = {}
-        for turn, place in enumerate(question.turns()):
+        for turn, place in enumerate(question.turns):
             prompt_ids = encoder.encode(chat_before(question, place, answered))
             fits = len(prompt_ids) <= limit
             about = {"prompt_id": f"{question.id}-{turn}", "domain": question.domain, "fits": fits}
@@ -193,16 +260,18 @@ def make_report(
         for way in (ways if 0 in over_all else ())
         if (number := over_all[0][way]["outputs"].get("different"))
     ]
+    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
+    lossy, left_out = ", ".join(name for name, rule in rules.items() if not rule.LOSSLESS), num_rows - num_told
+    further = {
+        f"Above temperature 0 these draw from another distribution than the target: {lossy}.": any(over_all) and lossy,
+        f"{left_out} turns did not fit the context, and no later turn of their chats was asked.": left_out,
+    }
     notes = [
         "One stream; seconds of a whole request, its prompt included. In brackets 95% intervals over prompts.",
         "Speeds are only of prompts whose output passed. Drafts forget earlier requests after each cell.",
         "Of a tree, acceptance by place is the share of steps that accepted so many tokens.",
+        *(note for note, holds in further.items() if holds),
     ]
-    rules = {name: catalog.load("verify", Params(**way.engine).verify.name) for name, way in ways.items()}
-    if any(over_all) and (lossy := [name for name, rule in rules.items() if not rule.LOSSLESS]):
-        notes.append(f"Above temperature 0 these draw from another distribution than the target: {', '.join(lossy)}.")
-    if left_out := num_rows - num_told:
-        notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
     speeds = {
         f"{task}{_at(at)}": {way: of[way]["speedup"]["prompts"] for way in ways if of[way]["speedup"]}
         for at, tasks in found.items()
@@ -224,14 +293,15 @@ def _by_task(
     rows: Sequence[Row], ways: Sequence[str], greedy: bool, target_dir: Path, seed: int
 ) -> dict[str, dict[str, Row]]:
     """Return task to side to figures, the last task being all of them."""
-    figures: dict[str, dict[str, Row]] = {}
-    for task in (*dict.fromkeys(row["domain"] for row in rows), ALL):
-        of = {
-            side: [row for row in rows if row["side"] == side and task in (row["domain"], ALL)]
-            for side in (PLAIN, *ways)
-        }
-        figures[task] = {side: _figures(of[PLAIN], of[side], greedy, target_dir, seed) for side in of}
-    return figures
+    tasks, sides = (*dict.fromkeys(row["domain"] for row in rows), ALL), (PLAIN, *ways)
+
+    def of(task: str, side: str) -> list[Row]:
+        return [row for row in rows if row["side"] == side and task in (row["domain"], ALL)]
+
+    return {
+        task: {side: _figures(of(task, PLAIN), of(task, side), greedy, target_dir, seed) for side in sides}
+        for task in tasks
+    }
 
 
 def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir: Path, seed: int) -> Row:
@@ -291,7 +361,14 @@ def _over_all(over_all: Mapping[float, Mapping[str, Row]], ways: Iterable[str]) 
             ]
             for side in sides
         ]
-        columns = ["way", "tokens/s", "τ", "τ without loops", "acceptance by place", *([] if at else [TOLD_APART])]
+        columns = [
+            "way",
+            "tokens/s",
+            "τ",
+            "τ without loops",
+            "acceptance by place",
+            *([] if at else ["equal / near tie / different"]),
+        ]
         yield Grid(f"over all tasks{_at(at)}", columns, rows)
 
 

@@ -1,11 +1,10 @@
 """How fast the served pair is at one stream, against everything that could serve the target instead.
 
 The baseline is what a user would run who had no redraft: vLLM's own endpoint, compiled, without a draft. It, the ways
-in which it drafts by itself, the served pair's endpoint and the process of the offline baselines follow each other in
-rounds, every other round in reverse; all endpoints are asked by one client. Within the pair's endpoint speculation is
-switched on and off prompt by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The
-offline baselines have no HTTP on their way, which is to their advantage. The reference engine without a draft is among
-them, so that its distance to vLLM is known, whatever drafting does for either.
+in which it drafts by itself, the served pair's endpoint and the offline baselines follow each other in rounds, every
+other round in reverse. Within the pair's endpoint speculation is switched on and off prompt by prompt, and the first
+draft takes its turn once a round. Ratios are paired by prompt. The offline baselines have no HTTP on their way, which
+is to their advantage.
 
 The speed of decoding leaves the first token out, and so trusts the moment at which it came. On few cores tokens can be
 held up on their way and come in a bunch, which makes decoding look faster than it was; so whole requests are compared
@@ -15,7 +14,6 @@ too, from sending to the last token, and no bunch can flatter those.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.installed import SUFFIX_PACKAGE, suffix_version
@@ -29,19 +27,16 @@ from models.core.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
 from models.precision import engine_dtype
 from models.sources import Prompt
-from tasks.measure.baselines import Job, run_offline
+from tasks.measure.baselines import LLAMACPP, SIDES, Job, run_llamacpp, run_offline, why_not
 from tasks.measure.compare_traffic import output_verdicts
 from tasks.measure.endpoint import ChatServer, Endpoint, dump, require_answers
-from tasks.measure.home import Served
-from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
-from tasks.measure.run import Bar, Run
+from tasks.measure.run import Bar, Run, Served
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
 
 QUESTION = "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
-OVER_STOCK = ("over_stock", "request_over_stock")
 OURS = "pair"  # what is started for the pair
 UNHELD = "not held to them"  # the verdict on an output of other number formats
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
@@ -60,34 +55,32 @@ class Stage(NamedTuple):
 
     def ask(self, endpoint: ChatServer, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
         """Ask prompts one after the other and return the answers as rows of a side."""
-        rows: list[Row] = []
-        for prompt in prompts:  # a connection each, so that no side has older ones
-            rows += dump(endpoint.ask([prompt], gaps=gaps, on_answer=self.bar.advance))
-        return [{"side": side, **row} for row in rows]
+        return [
+            {"side": side, **row}
+            for prompt in prompts  # a connection each, so that no side has older ones
+            for row in dump(endpoint.ask([prompt], gaps=gaps, on_answer=self.bar.advance))
+        ]
 
 
 def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
-    """Measure every side on the same held-out prompts of each domain, all baselines if none is named.
+    """Measure every side on its share of each domain's held-out prompts a round, all baselines if none is named.
 
-    Each round has its share of the prompts.
-
-    Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such baseline.
-        RuntimeError: a request failed, or a side could not be started.
+    ValueError if nothing was built, the recipe has fewer prompts, or there is no such baseline; RuntimeError if a
+    request failed, or a side could not be started.
     """
     served = run.served()
     prompts = run.prompts("held_out", num_prompts)
     num_rounds = min(num_rounds, num_prompts)
     rows: list[Row] = []
     ways = speculations(run.recipe.num_draft_tokens, served, run.settings)
-    hosts = {
+    every = {
         OURS: _Host(_pair, 3 if served.champion > 1 else 2),
         PLAIN: _Host(partial(_stock, PLAIN, None), 2),
         **{side: _Host(partial(_stock, side, way), 1) for side, way in ways.items()},
         "offline": _Host(_offline, 4),
         **({} if why_not(run.recipe) else {LLAMACPP: _Host(_llamacpp, len(SIDES))}),
     }
-    hosts = _chosen(hosts, baselines)
+    hosts = _chosen(every, baselines)
     for number in range(num_rounds):
         share = prompts[number::num_rounds]
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
@@ -123,23 +116,24 @@ def _pair(stage: Stage) -> list[Row]:
 
     Before each answer speculation is switched on anew, which empties the prefix cache: a prompt is read alike by both.
     """
-    registry = open_registry(stage.run.settings)
-    registry.promote("draft", stage.served.champion)
+    run, champion = stage.run, stage.served.champion
     rows: list[Row] = []
-    with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
-        endpoint.wait_for_draft(stage.served.champion)
-        endpoint.ask(stage.run.warming(NUM_WARM))
+    registry = open_registry(run.settings)
+    registry.promote("draft", champion)
+    with Endpoint(run.recipe, run.settings) as endpoint:
+        endpoint.wait_for_draft(champion)
+        endpoint.ask(run.warming(NUM_WARM))
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
                 endpoint.speculate_afresh(side == PAIR)
                 rows += stage.ask(endpoint, side, [prompt])
-        endpoint.speculate(True)
-        if stage.served.champion > 1:
+        endpoint.client.speculate(True)
+        if champion > 1:
             registry.promote("draft", 1)
             endpoint.wait_for_draft(1)
             endpoint.ask_as_another()  # else the answers of before would be looked up
             rows += stage.ask(endpoint, FIRST, stage.prompts)
-    registry.promote("draft", stage.served.champion)
+    registry.promote("draft", champion)
     return rows
 
 
@@ -153,7 +147,6 @@ def _stock(side: str, speculation: Mapping[str, Any] | None, stage: Stage) -> li
 
 
 def _offline(stage: Stage) -> list[Row]:
-    """Ask the baselines that have no endpoint."""
     run, pair = stage.run, open_champions.fn()
     folder = run.folder / "offline"
     job = Job(
@@ -166,28 +159,31 @@ def _offline(stage: Stage) -> list[Row]:
         prompts=tuple(stage.prompts),
         answers=folder / "answers.jsonl",
     )
-    answers = run_offline(job, folder, stage.bar)
-    return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
+    return run_offline(job, folder, stage.bar)
 
 
 def _llamacpp(stage: Stage) -> list[Row]:
-    """Ask llama.cpp."""
     run, target_dir = stage.run, open_champions.fn().target_files.path
-    answers = run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
-    return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
+    return run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
 
 
 def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     target_dir = open_champions.fn().target_files.path
-    domains = list(run.recipe.traffic)
     figures, grids, failures = {}, [], []
-    for domain in domains:
+    for domain in run.recipe.traffic:
         of = {
             side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)]
             for side in dict.fromkeys(row["side"] for row in rows)
         }
         references = of.pop(REFERENCE)
-        sides = {side: _Side(answers, _verdicts(side, references, answers, target_dir)) for side, answers in of.items()}
+        # The weights of llama.cpp's sides are others, so they are held to nothing.
+        verdicts = {
+            side: dict.fromkeys((row["prompt_id"] for row in answers), UNHELD)
+            if side in SIDES
+            else output_verdicts(references, answers, target_dir)
+            for side, answers in of.items()
+        }
+        sides = {side: _Side(answers, verdicts[side]) for side, answers in of.items()}
         figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
         grids.append(_grid(domain, figures[domain]))
         failures += [
@@ -197,6 +193,12 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         ]
         if (target_dir / GRID).is_file() and load_settings().device == "cpu":  # else more rows may change a row's bits
             failures += [f"{domain}, {failure}" for failure in unequal(of)]
+    missing, compiled = why_not(run.recipe), suffix_version()
+    further = {
+        f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make baselines` compiles it.": not compiled,
+        f"{LLAMACPP} was left out: {missing}.": missing,
+        "The served draft is the first one, so there is no static draft to compare with.": served.champion == 1,
+    }
     notes = [
         f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out of tokens/s.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
@@ -204,35 +206,23 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         "Speeds are only of prompts whose output passed. In brackets p10 to p90 over prompts.",
         "The last column is over all tokens and seconds, with a 95% interval that resamples prompts.",
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
+        *(note for note, holds in further.items() if holds),
     ]
-    if suffix_version() is None:
-        notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make baselines` compiles it.")
-    if missing := why_not(run.recipe):
-        notes.append(f"{LLAMACPP} was left out: {missing}.")
-    if served.champion == 1:
-        notes.append("The served draft is the first one, so there is no static draft to compare with.")
     speeds = {
         domain: {side: one["tokens_per_s"] for side, one in sides.items() if one["tokens_per_s"]}
         for domain, sides in figures.items()
     }
-    picture = draw_speeds(speeds, "tokens/s, one stream", run.folder / "speed.png")
     return Report(
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
         notes=notes,
         failures=failures,
-        picture=picture,
+        picture=draw_speeds(speeds, "tokens/s, one stream", run.folder / "speed.png"),
     )
 
 
-def _verdicts(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
-    if side in SIDES:
-        return {row["prompt_id"]: UNHELD for row in answers}
-    return output_verdicts(references, answers, target_dir)
-
-
 def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
-    """Return the failures that the pair's answers are which differ from its own without speculation, by one token even.
+    """Return as failures how many answers of the pair differ from its own without speculation, by one token even.
 
     Within one engine and at one stream there are no near ties.
     """
@@ -244,8 +234,6 @@ def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 class _Side:
-    """One side's answers to one domain's prompts."""
-
     def __init__(self, rows: Sequence[Row], verdicts: Mapping[str, str]) -> None:
         self.verdicts = Counter(verdicts.values())
         self.rows = [row for row in rows if verdicts[row["prompt_id"]] != "different"]
@@ -258,10 +246,6 @@ class _Side:
             for row in self.rows
         }  # from sending to the last token
 
-    def speeds(self) -> list[float]:
-        """Tokens/s, prompt by prompt."""
-        return [one.num_tokens / one.seconds for one in self.decoded.values()]
-
     def figures(self, stock: "_Side", pair: "_Side", seed: int) -> Row:
         """Return this side's figures, and how it stands to vLLM without a draft and to the served pair."""
         counted = [row for row in self.rows if row["accepted_per_step"] is not None]
@@ -271,6 +255,7 @@ class _Side:
             max(len(row["accepted_per_step"]), row["num_tokens"] - 1 - num)
             for row, num in zip(counted, accepted, strict=True)
         ]
+        speeds = [one.num_tokens / one.seconds for one in self.decoded.values()]  # prompt by prompt
         first_ms = [row["first_token_ms"] for row in self.rows]
         spans = [span for row in self.rows for span in inter_token_spans(0.0, row["arrival_ms"])]
         inter_token_ms = [1000 * (end - start) for start, end in spans]
@@ -282,7 +267,7 @@ class _Side:
         return {
             "outputs": dict(self.verdicts),
             "num_prompts": len(self.decoded),
-            "tokens_per_s": spread_of(self.speeds()).model_dump() if self.decoded else None,
+            "tokens_per_s": spread_of(speeds).model_dump() if speeds else None,
             "first_token_ms": spread_of(first_ms).model_dump() if first_ms else None,
             "inter_token_ms": {f"p{p}": percentile(inter_token_ms, p) for p in (50, 99)} if inter_token_ms else None,
             "tau": 1 + sum(accepted) / sum(steps) if sum(steps) else None,
@@ -301,29 +286,21 @@ def _decoded(row: Row) -> Decoded | None:
 def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
     columns = ["side", "outputs", "tokens/s", "first ms", "p50 ms", "p99 ms", "τ"]
     columns += [f"× {PLAIN}", f"whole request × {PLAIN}", "pair ÷ it"]
-    rows = []
-    for side, one in figures.items():
-        if one["tokens_per_s"] is None:
-            rows.append([side, _outputs(one), *["none"] * 8])
-            continue
-        itl, pair = one["inter_token_ms"], one["pair_over_it"]
-        rows.append(
-            [
-                side,
-                _outputs(one),
-                spread(one["tokens_per_s"]),
-                spread(one["first_token_ms"], 0),
-                *(f"{itl[p]:.1f}" if itl else "–" for p in ("p50", "p99")),
-                f"{one['tau']:.2f}" if one["tau"] else "–",
-                *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in OVER_STOCK),
-                interval(pair["overall"]) if pair else "none",
-            ]
-        )
-    return Grid(f"{domain}, held-out prompts", columns, rows)
+    return Grid(f"{domain}, held-out prompts", columns, [[side, *_cells(one)] for side, one in figures.items()])
 
 
-def _outputs(figures: Row) -> str:
-    counts = figures["outputs"]
-    return ", ".join(
-        f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict)
-    )
+def _cells(one: Row) -> list[str]:
+    counts, itl, pair = one["outputs"], one["inter_token_ms"], one["pair_over_it"]
+    verdicts = (verdict for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict))
+    outputs = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
+    if one["tokens_per_s"] is None:
+        return [outputs, *["none"] * 8]
+    return [
+        outputs,
+        spread(one["tokens_per_s"]),
+        spread(one["first_token_ms"], 0),
+        *(f"{itl[p]:.1f}" if itl else "–" for p in ("p50", "p99")),
+        f"{one['tau']:.2f}" if one["tau"] else "–",
+        *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in ("over_stock", "request_over_stock")),
+        interval(pair["overall"]) if pair else "none",
+    ]

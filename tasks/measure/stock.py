@@ -24,7 +24,7 @@ from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.precision import engine_dtype
 from models.recipe import Recipe
 from tasks.measure.endpoint import ChatServer
-from tasks.measure.home import Served
+from tasks.measure.run import Served
 
 LOOPBACK = "127.0.0.1"  # where it needs no key
 # A cold start compiles for minutes.
@@ -47,10 +47,8 @@ class Stock(ChatServer):
     ) -> None:
         """Say what is to run, with which `speculative_config` of vLLM's; None is no draft.
 
-        The log and the compiled graphs are kept in the settings' home; a later start reads those.
-
-        Raises:
-            ValueError: the recipe is served by another engine.
+        The log and the compiled graphs stay in the home, for a later start. ValueError if the recipe has another
+        engine.
         """
         super().__init__(LOOPBACK, None, recipe.generate.max_tokens)
         if not isinstance(recipe.engine, Params):
@@ -73,17 +71,19 @@ class Stock(ChatServer):
         if self._speculation is not None:
             arguments |= {"speculative_config": self._speculation, "per_request_spec_decode_metrics": "detailed"}
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
-        forgetful = {"VLLM_SERVER_DEV_MODE": "1"}  # adds the route that empties the prefix cache, among others
-        as_shipped = {SPLIT_KV: "1"}
-        environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful, **as_shipped}
+        environment = {
+            **child_environment(self._engine),
+            **openmp_preload(),
+            "VLLM_CACHE_ROOT": str(self._settings.home / "stock"),
+            "VLLM_SERVER_DEV_MODE": "1",  # adds the route that empties the prefix cache, among others
+            SPLIT_KV: "1",  # as shipped
+        }
         if self._speculation is not None and self._speculation.get("method") == SUFFIX_METHOD:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUFFIX_TREES), os.environ.get("PYTHONPATH")]))
-        log = self._settings.home / "logs" / "stock.log"
-        self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
+        self._child = Child.start(argv, environment, self._settings.home / "logs" / "stock.log", "vLLM's own endpoint")
 
     def start(self) -> None:
-        """Start it unless that has begun, and wait until it answers; RuntimeError if it ends by itself."""
+        """See the base class; what `begin` started is only waited for."""
         if self._child is None:
             self.begin()
         try:
@@ -128,10 +128,7 @@ def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
 
 
 def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the ways in which vLLM drafts by itself, by the name of the side: its look-ups, and the served drafts.
-
-    K is not that of suffix trees, which choose their own.
-    """
+    """Return the ways in which vLLM drafts by itself, by side; suffix trees choose their own number of tokens."""
     ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
     if suffix_version() is not None:
         ways[SUFFIX] = {"method": SUFFIX_METHOD}
@@ -151,5 +148,5 @@ def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str
         (max(max_num_seqs, ONE_UP_TO + 1), 0),
     ]
     starts = (1, *(end + 1 for end, _ in ends))
-    table = [[start, end, num_tokens] for start, (end, num_tokens) in zip(starts, ends, strict=False)]
+    table = [[start, *end] for start, end in zip(starts, ends, strict=False)]
     return {**speculation, "num_speculative_tokens_per_batch_size": table}

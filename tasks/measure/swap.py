@@ -44,13 +44,9 @@ Load = Callable[[], AbstractContextManager[list[Answer]]]
 
 
 def measure(run: Run, num_prompts: int, num_swaps: int, per_cell: int, concurrency: int) -> Report:
-    """Swap under load, then restart under load.
+    """Swap under load, `per_cell` swaps kept together, then restart under load; prompts are asked over and over.
 
-    The prompts are asked over and over; so many swaps are measured and kept together.
-
-    Raises:
-        ValueError: nothing was built, or the recipe has fewer prompts.
-        RuntimeError: the service did not take a draft.
+    ValueError if nothing was built, or the recipe has fewer prompts; RuntimeError if the service did not take a draft.
     """
     served = run.served()
     prompts = run.prompts("held_out", num_prompts)
@@ -81,7 +77,6 @@ def _same_twice(run: Run, registry: Registry) -> tuple[int, int]:
 
 
 def _swaps(run: Run, endpoint: Endpoint, load: Load, versions: tuple[int, int], num_swaps: int) -> Row:
-    """Return the swaps with their times, on the monotonic clock, and all answers."""
     swaps, registry = [], open_registry(run.settings)
     with run.bar("swaps under load", num_swaps) as bar, load() as answers:
         _watch(endpoint, SETTLE_S)
@@ -100,7 +95,7 @@ def _swap(endpoint: Endpoint, registry: Registry, versions: tuple[int, int]) -> 
     until_s = time.monotonic() + SWAP_TIMEOUT_S
     while True:
         asked_before_s, asked_s = asked_s, time.monotonic()
-        status = endpoint.status()
+        status = endpoint.client.status()
         if status.swaps > before.swaps and "seen_s" not in times:
             times |= {"unseen_s": asked_before_s, "seen_s": time.monotonic()}
         if status.has_proven(wanted) and status.swap_ms is not None and "seen_s" in times:
@@ -114,14 +109,13 @@ def _watch(endpoint: Endpoint, seconds: float) -> tuple[ServiceStatus, float]:
     """Ask for the status as often as during a swap, so that asking costs the same; return the last and its time."""
     until_s = time.monotonic() + seconds
     while True:
-        status, asked_s = endpoint.status(), time.monotonic()
+        status, asked_s = endpoint.client.status(), time.monotonic()
         if asked_s > until_s:
             return status, asked_s
         time.sleep(POLL_S)
 
 
 def _restart(run: Run, endpoint: Endpoint, load: Load) -> Row:
-    """Stop the service and start it again while clients go on asking."""
     with run.bar("restart under load", 1) as bar:
         with load() as answers:
             time.sleep(SETTLE_S)
@@ -164,14 +158,17 @@ def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[R
     p99 = compare_percentiles(groups["near a swap"], groups["without"], 99, run.recipe.seed)
     pooled = {kind: [ms for group in of_kind for ms in group] for kind, of_kind in groups.items()}
     longest = max(pooled["near a swap"]) / max(pooled["without"])
-    statuses = Counter(row["status"] for row in answers)
     verdicts = answer_verdicts(references, answers)
     figures: Row = {
         "num_swaps": len(swaps),
         "num_requests": len(answers),
-        "failed": {status: count for status, count in statuses.items() if status != "ok"},
+        "failed": _failed(answers),
         "outputs": dict(verdicts),
-        "inter_token_ms": {kind: _figures(of_kind) for kind, of_kind in pooled.items() if of_kind},
+        "inter_token_ms": {
+            kind: {"count": len(ms), "p50": percentile(ms, 50), "p99": percentile(ms, 99), "max": max(ms)}
+            for kind, ms in pooled.items()
+            if ms
+        },
         "p99_ratio": p99.model_dump(),
         "max_ratio": longest,
         "swap_ms": spread_of([swap["swap_ms"] for swap in swaps]).model_dump(),
@@ -184,43 +181,39 @@ def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[R
         for kind, one in figures["inter_token_ms"].items()
     ]
     outage = figures["restart"]
-    failed = sum(figures["failed"].values())
     costs = Grid(
         "what it costs",
         ["", "swaps", "restart"],
         [
             ["events", f"{len(swaps)}", "1"],
             ["requests", f"{len(answers)}", f"{outage['num_requests']}"],
-            ["failed or truncated", f"{failed}", f"{sum(outage['failed'].values())}"],
-            [
-                "longest stall, s",
-                f"{max(pooled['near a swap']) / 1000:.2f}",
-                f"{outage['outage_s']:.1f}",
-            ],
+            ["failed or truncated", *(f"{sum(one['failed'].values())}" for one in (figures, outage))],
+            ["longest stall, s", f"{max(pooled['near a swap']) / 1000:.2f}", f"{outage['outage_s']:.1f}"],
             ["swap, ms", spread(figures["swap_ms"]), "–"],
             ["p99 near ÷ without", interval(p99.model_dump()), "–"],
             ["max near ÷ without", f"{longest:.2f}", "–"],
         ],
     )
-    notes = [sentence(verdicts), "While the service restarts, a client that was refused asks again after 0.2 s."]
-    if same_files:
-        notes.append("There is one draft only: the swaps load its own files again, under another version.")
+    same = "There is one draft only: the swaps load its own files again, under another version."
     return Report(
         figures=figures,
         grids=[Grid("under constant load", columns, rows), costs],
-        notes=notes,
+        notes=[
+            sentence(verdicts),
+            "While the service restarts, a client that was refused asks again after 0.2 s.",
+            *([same] if same_files else []),
+        ],
         failures=differing(verdicts),
         picture=draw_latency({"all clients": points}, "seconds from a swap", run.folder / "swap.png"),
     )
 
 
-def _figures(values: Sequence[float]) -> dict[str, float]:
-    return {"count": len(values), "p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)}
+def _failed(answers: Sequence[Row]) -> dict[str, int]:
+    return dict(Counter(row["status"] for row in answers if row["status"] != "ok"))
 
 
 def _restarted(cell: Row) -> Row:
     answers = cell["answers"]
     moments = [row["sent_s"] + ms / 1000 for row in answers for ms in row["arrival_ms"]]
     start, end = longest_silence(moments, (cell["started_s"], cell["ended_s"]))
-    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
-    return {"outage_s": end - start, "num_requests": len(answers), "failed": dict(failed)}
+    return {"outage_s": end - start, "num_requests": len(answers), "failed": _failed(answers)}

@@ -1,9 +1,9 @@
 """The learning rate that suits a row, so that no method is ahead because one rate for all happens to suit it.
 
-A row that trains says in its settings at which `learning_rate` its search begins. It is trained at that, at a third of
-it and at three times as much, and further on while the best of them is the outermost, `MOST_RUNS` times at most. The
-one with the least loss is the row's own under every seed. Looked for is it under one seed, on documents of the training
-part that are set aside: they are neither learnt meanwhile nor among those that the table reports.
+A row is trained at the `learning_rate` of its settings, at a third of it and at three times as much, and further on
+while the best of them is the outermost, `MOST_RUNS` times at most. The one with the least loss is the row's own under
+every seed. Looked for is it under one seed, on documents of the training part that are set aside: they are neither
+learnt meanwhile nor among those that the table reports.
 """
 
 import math
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Row
@@ -24,51 +24,38 @@ SET_ASIDE = 8  # one document of so many of each domain
 PLAN = {"factor": FACTOR, "most_runs": MOST_RUNS, "seed": SEED, "set_aside": SET_ASIDE}
 
 
-class Swept(NamedTuple):
-    """What a sweep found.
+def find_rate(start: float, loss_at: Callable[[float], float]) -> dict[float, float]:
+    """Return rate to loss of a few rates, each `FACTOR` times the one below, in the order in which they were tried.
 
-    Attributes:
-        rate: with the least loss.
-        losses: rate to loss, infinite where training diverged, in the order in which they were tried.
-    """
-
-    rate: float
-    losses: dict[float, float]
-
-
-def find_rate(start: float, loss_at: Callable[[float], float]) -> Swept:
-    """Return the best of a few rates, each `FACTOR` times the one below.
-
-    `loss_at` trains at one; training diverges where it returns NaN or raises FloatingPointError.
-
-    Raises:
-        ValueError: training diverges at all rates that were tried.
+    `loss_at` trains at one; training diverges where it returns NaN or raises FloatingPointError: its loss is infinite.
+    ValueError if it does at all of them.
     """
     losses: dict[int, float] = {}
 
     def rate(place: int) -> float:
         return float(f"{start * FACTOR**place:.3g}")
 
-    def best() -> int:
-        return min(losses, key=lambda place: losses[place])
-
     wanted = [0, -1, 1]
     while wanted and len(losses) < MOST_RUNS:
         place = wanted.pop(0)
-        losses[place] = _finite(loss_at, rate(place))
-        if not wanted and (one := best()) in (outer := {min(losses): -1, max(losses): 1}):
-            wanted = [one + outer[one]]
-    if math.isinf(losses[best()]):
+        try:
+            loss = loss_at(rate(place))
+        except FloatingPointError:
+            loss = math.inf
+        losses[place] = math.inf if math.isnan(loss) else loss
+        best = min(losses, key=losses.__getitem__)
+        if not wanted and best in (outer := {min(losses): -1, max(losses): 1}):
+            wanted = [best + outer[best]]
+    if math.isinf(losses[best]):
         tried = ", ".join(f"{rate(place):g}" for place in sorted(losses))
         raise ValueError(f"training diverges at every learning rate of the sweep: {tried}")
-    return Swept(rate(best()), {rate(place): loss for place, loss in losses.items()})
+    return {rate(place): loss for place, loss in losses.items()}
 
 
 def set_aside(bench: Bench) -> Bench:
     """Return a bench whose held-out documents are the last of each domain's training part, which it lacks itself.
 
-    Raises:
-        ValueError: a domain has fewer than two documents to train on; names it.
+    ValueError names a domain with fewer than two documents to train on.
     """
     train, held_out = {}, {}
     for domain, documents in bench.train.items():
@@ -80,13 +67,10 @@ def set_aside(bench: Bench) -> Bench:
 
 
 def sweep_row(comparison: ModuleType, bench: Bench, row: Row) -> dict[str, Any]:
-    """Look for a row's rate, from its `learning_rate` on; returns `rate`, `losses` and `seconds`.
+    """Look for a row's rate by the comparison's `tune`, from its `learning_rate` on.
 
-    `losses` are pairs of rate and loss, None for infinite, by the comparison's `tune`, which trains and returns that on
-    `bench.held_out`.
-
-    Raises:
-        ValueError: as `find_rate` and `set_aside`, or as the method raises it; names the row.
+    Returns `rate`, `losses`, pairs of rate and loss, None for infinite, and `seconds`. ValueError, as `find_rate`,
+    `set_aside` or the method raises it, names the row.
     """
     started_s, aside = time.monotonic(), set_aside(bench)
 
@@ -96,11 +80,14 @@ def sweep_row(comparison: ModuleType, bench: Bench, row: Row) -> dict[str, Any]:
             return loss
 
     try:
-        found = find_rate(row.settings["learning_rate"], loss_at)
+        losses = find_rate(row.settings["learning_rate"], loss_at)
     except ValueError as error:
         raise ValueError(f"row {row.name}: {error}") from error
-    losses = [[rate, None if math.isinf(loss) else loss] for rate, loss in found.losses.items()]
-    return {"rate": found.rate, "losses": losses, "seconds": time.monotonic() - started_s}
+    return {
+        "rate": min(losses, key=losses.__getitem__),
+        "losses": [[rate, None if math.isinf(loss) else loss] for rate, loss in losses.items()],
+        "seconds": time.monotonic() - started_s,
+    }
 
 
 def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
@@ -118,19 +105,16 @@ def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
 
 
 def seconds(row: Row, cells: Cells) -> float:
-    """Return what the sweep of a row took, 0 where it has none."""
     return float(cells.read(_cell(row))["seconds"]) if cells.has(_cell(row)) else 0.0
 
 
 def at_rate(row: Row, rate: float) -> Row:
-    """Return a row that trains at a rate."""
     return row._replace(settings={**row.settings, "learning_rate": rate})
 
 
 def rate_of(row: Row) -> float:
     """Return what stands in the column of `COLUMNS`, NaN for a row that does not train."""
-    rate: float | None = row.settings.get("learning_rate")
-    return math.nan if rate is None else rate
+    return float(row.settings.get("learning_rate") or math.nan)
 
 
 def _rate(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> float:
@@ -139,11 +123,3 @@ def _rate(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> float
 
 def _cell(row: Row) -> str:
     return f"{row.name}-sweep"
-
-
-def _finite(loss_at: Callable[[float], float], rate: float) -> float:
-    try:
-        loss = loss_at(rate)
-    except FloatingPointError:
-        return math.inf
-    return math.inf if math.isnan(loss) else loss

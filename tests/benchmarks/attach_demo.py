@@ -354,7 +354,7 @@ def demonstrate(run: Run) -> dict[str, Any]:
         found["tau"] = {name: [_tau(one.before), _tau(one.after)] for name, one in compared.items()}
         found["gain"] = {name: [round(one.gain.value, 3), round(one.gain.low, 3)] for name, one in compared.items()}
         found["tau"] = phase("τ on held-out prompts", found["tau"])
-        found["outputs"] = phase("outputs", compare_outputs(before, after, shown.target).verdicts)
+        found["outputs"] = phase("outputs", compare_outputs(before, after, shown.target)["verdicts"])
         found["tau of the second server"] = {
             name: _tau(one.after) for name, one in compare_acceptance(before, other).items()
         }

@@ -37,9 +37,8 @@ from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Refresh
 from models.sources import Prompt
-from tasks.measure.answers import answers
-from tasks.measure.home import files_of, first_pair
-from tasks.measure.run import Run
+from tasks.measure.drift import answers
+from tasks.measure.run import Run, files_of, first_pair
 from tasks.select_data import choose_more
 from tasks.stages.samples import Split as SampleSplit
 from tasks.stages.samples import read_samples, usable

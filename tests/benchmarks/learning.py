@@ -27,10 +27,8 @@ from models.core.evaluation.acceptance import summarise
 from models.core.evaluation.scoring import trace
 from models.core.learning.hidden import Sample
 from models.recipe import Traffic
-from tasks.measure.answers import answers
-from tasks.measure.drift import file_traffic
-from tasks.measure.home import first_pair
-from tasks.measure.run import Run
+from tasks.measure.drift import answers, file_traffic
+from tasks.measure.run import Run, first_pair
 from tasks.register import first_samples
 from tasks.select_data import choose_more
 from tasks.stages.samples import draw_per_domain, read_samples

@@ -87,7 +87,7 @@ def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], streams: int
     size = BLOCK_PER_STREAM * streams
     pairs: list[dict[str, list[Row]]] = []
     with run.bar(f"{streams} at once, logging off and on in turn", 3 * len(prompts)) as bar:
-        before = endpoint.status().log
+        before = endpoint.client.status().log
         for turn, start in enumerate(range(0, len(prompts), size), start=number):
             block = prompts[start : start + size]
             endpoint.ask(block, concurrency=streams, on_answer=bar.advance)
@@ -102,7 +102,7 @@ def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], streams: int
 def _logged(endpoint: Endpoint, before: LogCounts, expected: int) -> dict[str, int]:
     until_s = time.monotonic() + SETTLE_S
     while True:
-        log = endpoint.status().log
+        log = endpoint.client.status().log
         written, dropped = log.written - before.written, log.dropped - before.dropped
         if written + dropped >= expected or time.monotonic() > until_s:
             return {"expected": expected, "written": written, "dropped": dropped}

@@ -13,7 +13,7 @@ from infra.installed import suffix_version
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.versions import OWN_TAGS
-from tasks.measure.drift import WAYS
+from tasks.measure.drift import FROZEN, ONLINE, OURS, POOL, SCRATCH
 from tasks.measure.stock import BY_BATCH_SIZE
 from tests.benchmarks import falls, gate, rollback_delay
 from tests.flows.conftest import Cli
@@ -230,7 +230,7 @@ def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, sums, tmp
     options = ("--requests", "16", "--windows", "2", "--prompts", "6", "--data", sums)
     found = run(served, "drift", tmp_path / "drift", *options)
     assert (found["shifted"], found["known"]) == ("sums", "code")
-    assert found["ways"].keys() == set(WAYS)
+    assert found["ways"].keys() == {FROZEN, OURS, ONLINE, SCRATCH, POOL}
     for way in found["ways"].values():
         assert way["changes"].keys() == {"chat", "code"}
         assert way["back"]["value"] >= 1

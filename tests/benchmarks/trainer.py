@@ -36,8 +36,7 @@ from models.core.evaluation.latency import (
 from models.sources import Prompt
 from tasks.measure.compare_traffic import answer_verdicts, record_reference
 from tasks.measure.endpoint import Endpoint, dump, forgetful
-from tasks.measure.home import copy_served
-from tasks.measure.run import Run
+from tasks.measure.run import Run, copy_served
 from tests.benchmarks.scripts import arguments, open_run, require_equal, show
 
 QUIET, TRAINING = "no refresh", "a refresh trains"

@@ -9,7 +9,7 @@ from infra.consent import GROUP
 from models.recipe import Traffic
 from models.sources import Message, Prompt
 from models.sources.synthetic import Params
-from tasks.measure.questions import as_questions
+from tasks.measure.specbench import as_questions
 from tasks.select_data import as_chats, choose_more, choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)

@@ -51,13 +51,10 @@ class Bench(NamedTuple):
 
     Attributes:
         target_dir: the model that is trained, pruned or quantized.
-        train: token ids of documents to train or calibrate on, by domain.
-        held_out: the same, of other groups, to measure on.
+        train, held_out: token ids of documents by domain, to train or calibrate on, and of other groups to measure on.
         budget: as given to `rows`.
         work_dir: an empty folder of this cell's own, removed afterwards.
-        draft_dir: the champion draft of that target, where there is one.
-        num_draft_tokens: K as served.
-        device: models are measured on it.
+        draft_dir: the champion draft of that target, where there is one; `num_draft_tokens` is K as served.
     """
 
     target_dir: Path
@@ -83,16 +80,9 @@ def load_comparison(family: str) -> ModuleType:
 
 
 def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:
-    """Draw documents of all domains in turn, in an order of the seed's, cut to a length.
+    """Draw documents of all domains in turn, in an order of the seed's; ValueError if none has two tokens.
 
-    Args:
-        documents: token ids, by domain.
-        num_tokens: in all, at most; the last document is cut to it.
-        max_length: of one document; what is longer loses its end.
-        seed: another seed draws another sample.
-
-    Raises:
-        ValueError: there is no document of two tokens.
+    Each loses what is longer than `max_length`, and the last one what is more than `num_tokens` in all.
     """
     rng = random.Random(seed)
     drawn: list[list[int]] = []
@@ -107,7 +97,6 @@ def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_leng
 
 
 def shuffled(items: Sequence[ItemT], rng: "torch.Generator") -> list[ItemT]:
-    """Return all items in an order of the generator's."""
     import torch
 
     return [items[place] for place in torch.randperm(len(items), generator=rng).tolist()]

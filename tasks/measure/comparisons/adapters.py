@@ -1,9 +1,8 @@
 """The LoRA paper's table at our scale: each adapter on a new domain, with full finetuning and the untouched base.
 
-The whole target learns the first domain by name from a few documents, cut to `LENGTH` tokens, and is measured on
-held-out ones of that domain and of all others, which shows what it forgot. The seed draws documents, first weights and
-the order of batches. Each method trains at a rate of its own: the sweep begins at the one that its file says, and asks
-for the least loss on other documents of the domain than are learnt or measured on.
+The whole target learns the first domain by name from a few documents, and is measured on held-out ones of that domain
+and of all others, which shows what it forgot. The seed draws documents, first weights and the order of batches. Each
+method trains at a rate of its own: the sweep begins at the one that its file says.
 Memory is what one batch keeps for the backward pass, and what weights, gradients and optimizer take; it is counted, not
 read off the process.
 """
@@ -43,33 +42,30 @@ _MIB = 1 << 20
 
 def rows(budget: float) -> list[Row]:
     """Return the base, full finetuning and every method; `budget` scales the documents learnt, 1 being 16."""
-    methods = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
+    rates = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
     return [
         Row("base", {"adapter": None, "learning_rate": None}),
         Row("full", {"adapter": None, "learning_rate": FULL_LEARNING_RATE}),
-        *(Row(name, {"adapter": {"name": name}, "learning_rate": rate}) for name, rate in methods.items()),
+        *(Row(name, {"adapter": {"name": name}, "learning_rate": rate}) for name, rate in rates.items()),
     ]
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train as `row` says; see `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
     _learn(bench, row, model, seed)
     return _loss(model, bench.held_out[min(bench.train)][:NUM_HELD_OUT])
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train as `row` says and measure; see `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
-    if row.settings["learning_rate"] is None:
-        nothing = dict.fromkeys(("held_mib", "train_s"), math.nan)
-        costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": _num_bytes(model) / _MIB}
-    else:
+    costs = {"trained_pct": 0.0, "saved_mib": 0.0, **dict.fromkeys(("held_mib", "train_s"), math.nan)}
+    costs["state_mib"] = model.get_memory_footprint() / _MIB
+    if row.settings["learning_rate"] is not None:
         costs = _learn(bench, row, model, seed)
     new = min(bench.train)
     documents = [document[:LENGTH] for document in bench.held_out[new][:NUM_HELD_OUT]]
-    of_others = (bench.held_out[domain][:NUM_HELD_OUT] for domain in sorted(bench.held_out) if domain != new)
-    others = [document for of_domain in of_others for document in of_domain][:NUM_HELD_OUT]
+    rest = (domain for domain in sorted(bench.held_out) if domain != new)
+    others = [document for domain in rest for document in bench.held_out[domain]][:NUM_HELD_OUT]
     return {
         "loss": _loss(model, documents),
         "other_loss": _loss(model, others) if others else math.nan,
@@ -81,12 +77,11 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
     """Train in place on documents that the seed draws, and say what it took."""
-    pool = shuffled(bench.train[min(bench.train)], torch.Generator().manual_seed(seed))
+    rng, of_weights = (torch.Generator().manual_seed(seed) for _ in range(2))
+    pool = shuffled(bench.train[min(bench.train)], rng)
     documents = [document[:LENGTH] for document in pool[: max(1, round(16 * bench.budget))]]
-    rng = torch.Generator().manual_seed(seed)
-    num_base, adapted = model.num_parameters(), None
-    if row.settings["adapter"] is not None:
-        adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
+    num_base, adapter = model.num_parameters(), row.settings["adapter"]
+    adapted = None if adapter is None else adapters.attach(model, catalog.parse("adapters", adapter), of_weights)
     num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
     read, wanted = batch.token_ids.to(bench.device), batch.labels.to(bench.device)
@@ -98,8 +93,7 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         max_length=LENGTH,
         weight_decay=0.0,
     )
-    trained = train(model, documents, settings, seed=seed)
-    num_saved = 4 * num_trained
+    trained, num_saved = train(model, documents, settings, seed=seed), 4 * num_trained
     if adapted:
         adapters.save(adapted, bench.work_dir)
         num_saved = sum(file.stat().st_size for file in bench.work_dir.iterdir())
@@ -108,14 +102,10 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         "saved_mib": num_saved / _MIB,
         "held_mib": held / _MIB,
         # A gradient and AdamW's two moments in float32 for each trained parameter.
-        "state_mib": (_num_bytes(model) + 12 * num_trained) / _MIB,
+        "state_mib": (model.get_memory_footprint() + 12 * num_trained) / _MIB,
         "train_s": trained.seconds,
     }
 
 
 def _loss(model: PreTrainedModel, documents: list[list[int]]) -> Mean:
     return nats_per_token(score(model, [document[:LENGTH] for document in documents], max_length=LENGTH))
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])

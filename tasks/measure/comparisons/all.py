@@ -1,10 +1,9 @@
 """One view over families: what each smaller form of the target keeps, and what it gains where it counts, when served.
 
-Every form that the engine reads on a CPU, quantized, cut, pruned or several of these, is made by the tables of a recipe
-as the build makes it, compared with the target, and then asked for answers without a draft. One stream waits for memory
-more than it computes, so that fewer bytes pay there first; eight at once share each weight that is read. Peak memory is
-that of the engine's processes, the room for keys and values included. The seed draws the text to calibrate and compare
-on, and the prompts.
+Every form that the engine reads on a CPU is made by the tables of a recipe as the build makes it, compared with the
+target, and asked for answers without a draft: one stream waits for memory more than it computes, eight at once share
+each weight that is read. Peak memory is that of the engine's processes, the room for keys and values included. The seed
+draws the text to calibrate and compare on, and the prompts.
 """
 
 import asyncio
@@ -93,7 +92,6 @@ def recipe_tables(row: Row, target_dir: Path) -> dict[str, Any]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     directory = chain.make(bench, recipe_tables(row, bench.target_dir), seed)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     like = likeness.measure_likeness(bench, load_model(directory, device=bench.device), held_out)

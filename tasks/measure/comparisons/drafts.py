@@ -1,9 +1,8 @@
 """What drafts of each trained family are accepted for after the same steps on the same answers.
 
 Each is new, of its family's default shape, and is trained as its paper says (`tasks.measure.lesson`): loss, rows and
-weights of steps are its own, the number of steps is the same, and the learning rate is the one that suits it best.
-Chains of K tokens are scored; trees and speed, to which families come in different ways, are for `redraft bench
-specbench`, which takes their directories.
+weights of steps are its own, and so is the learning rate. Chains of K tokens are scored; trees and speed are for
+`redraft bench specbench`.
 """
 
 from models import catalog
@@ -27,7 +26,5 @@ tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train one draft; see `tasks.measure.comparisons`."""
     draft, figures = lesson.teach(bench, row, seed)
-    trained = sum(one.numel() for one in draft.parameters() if one.requires_grad)
-    return {**figures, "parameters_m": trained / 1e6}
+    return {**figures, "parameters_m": sum(one.numel() for one in draft.parameters() if one.requires_grad) / 1e6}

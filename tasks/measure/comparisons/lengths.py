@@ -19,12 +19,14 @@ TREES = {"hardware_aware": "sequoia"}  # what it chooses the size of
 def rows(budget: float) -> list[Row]:
     """Return every policy, and fixed lengths below; `budget` scales the prompts, 1 being 6 answers of 32 tokens."""
     ways = [(name, LIMIT) for name in catalog.names("lengths")] + [("fixed", number) for number in SHORTER]
-    found = []
-    for name, number in ways:
-        trees = {"name": TREES.get(name, "chain")}
-        engine = {"lengths": {"name": name}, "trees": trees, "num_draft_tokens": number}
-        found.append(Row(f"{name}, at most {number}", {"engine": engine}))
-    return found
+    trees = {name: {"name": TREES.get(name, "chain")} for name, _ in ways}
+    return [
+        Row(
+            f"{name}, at most {number}",
+            {"engine": {"lengths": {"name": name}, "trees": trees[name], "num_draft_tokens": number}},
+        )
+        for name, number in ways
+    ]
 
 
 measure = decoding.measure

@@ -1,10 +1,8 @@
 """What a draft accepts after the same steps on the same answers, under each loss.
 
-The recipe's way to draft is not asked: every row trains a new EAGLE-3 head of one layer from one start, as
-`tasks.measure.lesson` says, at the learning rate that suits its loss best. Losses that aim at what is kept should be
-ahead at temperature 1.
-
-A loss that reads what an EAGLE-3 head has not is not here.
+Every row trains a new EAGLE-3 head of one layer from one start, as `tasks.measure.lesson` says, at the learning rate
+that suits its loss best. Losses that aim at what is kept should be ahead at temperature 1. A loss that reads what such
+a head has not is not here.
 """
 
 from models import catalog
@@ -26,5 +24,4 @@ tune = lesson.tune
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train one draft; see `tasks.measure.comparisons`."""
     return lesson.teach(bench, row, seed)[1]

@@ -1,7 +1,6 @@
 """Pruning: what zeroing weights costs a model that is not trained again, over shares of zeroes.
 
-Each method prunes the whole target once for each pattern, any weights up to a half of them and two of each four;
-"random" is the control that chooses weights by lot. A seed
+Each method prunes the whole target once for each pattern; "random" is the control that chooses weights by lot. A seed
 draws the documents to calibrate on and those to read, the same for all rows. Calibrated is on `ENOUGH` tokens for each
 input of the widest layer: on fewer, methods that update weights fit the sample, and lose to those that don't. How much
 text is enough shows in the rows "…, a quarter of the text" and "…, half of the text".
@@ -60,7 +59,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     model = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     costs = dict.fromkeys(("calibrated_tokens", "missed", "seconds"), math.nan)

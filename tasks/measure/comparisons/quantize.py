@@ -3,18 +3,16 @@
 Rows of three kinds, each with a float row of its own to be read against:
 
 - plain names: the target as it is, each method at its defaults but for one grid that all of 4 bits share, groups of 64
-  (128 does not divide every width) with zero points; "…, symmetric" is without those. Those that train first do so on a
-  few documents; "finetuned, then …" trains as much without rounding, so that what is learnt of the text is not put down
-  to the method; "2:4, then …" rounds what was pruned before, and the zeroes are looked for in what comes out; "…, a
-  quarter of the text", "…, half of the text" and "…, twice the text" are calibrated on less and on more than the
-  others; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
+  (128 does not divide every width) with zero points; "…, symmetric" is without those. "finetuned, then …" trains as
+  much without rounding as those that train first, so that what is learnt of the text is not put down to the method;
+  "2:4, then …" rounds what was pruned before, and the zeroes are looked for in what comes out; "… of the text" are
+  calibrated on less and on more; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
 - "outliers …": the target after some features were scaled up and the weights that read them down, which changes nothing
   in floats. The rows are those of LLM.int8()'s Table 1;
 - "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
 
-The seed draws the documents to calibrate, train and measure on; calibrated is on `ENOUGH` tokens for each input of the
-widest layer. Rows that train do so at the learning rate that suits each best. Seconds are the simulation's, not an
-engine's.
+The seed draws the documents; calibrated is on `ENOUGH` tokens for each input of the widest layer. Rows that train do so
+at the learning rate that suits each best. Seconds are the simulation's, not an engine's.
 """
 
 import math
@@ -33,6 +31,7 @@ from models.core.evaluation.perplexity import score
 from models.core.evaluation.spread import nats_per_token, perplexity
 from models.core.layers.layout import blocks
 from models.core.layers.linears import enough_tokens
+from models.core.layers.reshape import head_dim
 from models.core.learning import training
 from models.params import TrainingParams
 from models.prune import prune_model
@@ -77,64 +76,58 @@ SCRATCH = ({"name": "bitnet"}, {"name": "bitnet", "weights": "binary"})
 
 
 def rows(budget: float) -> list[Row]:
-    """See `tasks.measure.comparisons`."""
-    on_target = {"model": "target", "num_tokens": int(1024 * budget)}
-    found = [Row(BASELINE, on_target)]
-    for name in catalog.names("quantize"):
-        rate = RATE if hasattr(catalog.load("quantize", name), "Hooks") else None
-        found.append(Row(name, {**on_target, "method": _table(name), "learning_rate": rate}))
-    found += [
-        Row(f"{name}, symmetric", {**on_target, "method": {**_table(name), "symmetric": True}})
-        for name in ("rtn", "gptq", "awq")
+    methods = {name: catalog.load("quantize", name) for name in catalog.names("quantize")}
+    rates = {name: RATE if hasattr(method, "Hooks") else None for name, method in methods.items()}
+    rescued = {"method": _table("int8_static"), "exceptions": {"*.mlp.down_proj": {"name": "int8_dynamic"}}}
+    finetuned = {"finetune": True, "learning_rate": RATE}
+    on_target: dict[str, dict[str, Any]] = {
+        BASELINE: {},
+        **{name: {"method": _table(name), "learning_rate": rate} for name, rate in rates.items()},
+        **{f"{name}, symmetric": {"method": {**_table(name), "symmetric": True}} for name in ("rtn", "gptq", "awq")},
+        **{f"2:4, then {name}": {"prune": {"name": "sparsegpt"}, "method": _table(name)} for name in ("rtn", "gptq")},
+        **{
+            f"{name}, {heading}": {"method": _table(name), "text": CURVE[heading]}
+            for name, headings in CURVES.items()
+            for heading in headings
+        },
+        "int8_static, down_proj dynamic": rescued,
+        "finetuned": finetuned,
+        "finetuned, then rtn": {**finetuned, "method": _table("rtn")},
+    }
+    outliers: dict[str, Any] = {heading: {"method": {"name": "llm_int8", **of}} for heading, of in TABLE_1.items()}
+    scratch = {"float": {"finetune": True}} | {", ".join(table.values()): {"method": table} for table in SCRATCH}
+    few, many = ({"num_tokens": int(number * budget)} for number in (1024, 16384))
+    return [
+        *(Row(name, {"model": "target", **few, **settings}) for name, settings in on_target.items()),
+        *(
+            Row(f"outliers, {name}", {"model": "outliers", **few, **settings})
+            for name, settings in {"float": {}, **outliers}.items()
+        ),
+        *(
+            Row(f"scratch, {name}", {"model": "scratch", **many, "learning_rate": SCRATCH_RATE, **settings})
+            for name, settings in scratch.items()
+        ),
     ]
-    found += [
-        Row(f"2:4, then {name}", {**on_target, "prune": {"name": "sparsegpt"}, "method": _table(name)})
-        for name in ("rtn", "gptq")
-    ]
-    found += [
-        Row(f"{name}, {heading}", {**on_target, "method": _table(name), "text": CURVE[heading]})
-        for name, headings in CURVES.items()
-        for heading in headings
-    ]
-    rescued = {"*.mlp.down_proj": {"name": "int8_dynamic"}}
-    found.append(
-        Row("int8_static, down_proj dynamic", {**on_target, "method": _table("int8_static"), "exceptions": rescued})
-    )
-    finetuned = {**on_target, "finetune": True, "learning_rate": RATE}
-    found += [Row("finetuned", finetuned), Row("finetuned, then rtn", {**finetuned, "method": _table("rtn")})]
-    found.append(Row("outliers, float", {**on_target, "model": "outliers"}))
-    for heading, settings in TABLE_1.items():
-        method = {"name": "llm_int8", **settings}
-        found.append(Row(f"outliers, {heading}", {**on_target, "model": "outliers", "method": method}))
-    scratch = {"model": "scratch", "num_tokens": int(16384 * budget), "learning_rate": SCRATCH_RATE}
-    found.append(Row("scratch, float", {**scratch, "finetune": True}))
-    for table in SCRATCH:
-        found.append(Row("scratch, " + ", ".join(table.values()), {**scratch, "method": table}))
-    return found
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """See `tasks.measure.comparisons`."""
-    model = _quantize(bench, row.settings, seed)[0].model
-    return nats_per_token(score(model, _held_out(bench, seed), max_length=MAX_LENGTH))
+    quantized, _ = _quantize(bench, row.settings, seed)
+    return nats_per_token(score(quantized.model, _held_out(bench, seed), max_length=MAX_LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
-    settings = row.settings
     held_out = _held_out(bench, seed)
-    quantized, num_calibrated = _quantize(bench, settings, seed)
+    quantized, num_calibrated = _quantize(bench, row.settings, seed)
     invariants.require(quantized.model)
     started = time.perf_counter()
     scores = score(quantized.model, held_out, max_length=MAX_LENGTH)
     seconds = time.perf_counter() - started
     like = dict.fromkeys(likeness.COLUMNS, math.nan)
-    if settings["model"] != "scratch":  # which has learnt nothing from the target
+    if row.settings["model"] != "scratch":  # which has learnt nothing from the target
         like = likeness.measure_likeness(bench, quantized.model, held_out)
     config = quantized.model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Two bytes for each key and each value, unless the method says otherwise.
-    width = 4 * len(blocks(quantized.model)) * config.num_key_value_heads * head_dim
+    width = 4 * len(blocks(quantized.model)) * config.num_key_value_heads * head_dim(config)
     return {
         "perplexity": perplexity(scores),
         **like,
@@ -148,10 +141,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def plant(model: PreTrainedModel, rng: torch.Generator) -> None:
-    """Scale features of each norm up in place, and the weights that read them down: in floats nothing changes.
-
-    They are the same in every block, as in large models.
-    """
+    """Scale features of all norms up in place, and the weights that read them down: in floats nothing changes."""
     features = torch.randperm(model.config.hidden_size, generator=rng)[:OUTLIERS]
     block: Any  # torch types what a module holds as tensor or module
     with torch.no_grad():
@@ -182,32 +172,28 @@ def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> tuple[Quanti
 
     def text() -> list[list[int]]:
         """Draw documents of all domains together, each as likely as any other."""
-        long_enough = [one for domain in sorted(bench.train) for one in bench.train[domain] if len(one) > 1]
-        pool = [document[:MAX_LENGTH] for document in long_enough]
+        of_all = [one for domain in sorted(bench.train) for one in bench.train[domain]]
+        pool = [document[:MAX_LENGTH] for document in of_all if len(document) > 1]
         return up_to(Random(seed).sample(pool, len(pool)), settings["num_tokens"])
 
     model = _model(settings["model"], bench, seed)
     num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
     calibration = draw(bench.train, num_tokens, MAX_LENGTH, seed) if _reads_text(settings) else []
-    loop = TrainingParams(batch_tokens=512, max_length=MAX_LENGTH)
-    if (rate := settings.get("learning_rate")) is not None:
-        loop = loop.model_copy(update={"learning_rate": rate})
+    rate = {"learning_rate": settings["learning_rate"]} if settings.get("learning_rate") is not None else {}
+    loop = TrainingParams(batch_tokens=512, max_length=MAX_LENGTH, **rate)
     if "prune" in settings:
         prune_model(model, calibration, catalog.parse("prune", settings["prune"]), PATTERN)
     if settings.get("finetune"):
         training.train(model, text(), loop, seed=seed)
     if "method" not in settings:
         return quantize.assemble(model, {}), 0
-    params = catalog.parse("quantize", settings["method"])
-    exceptions = {
-        pattern: catalog.parse("quantize", table) for pattern, table in settings.get("exceptions", {}).items()
-    }
+    params, excepted = catalog.parse("quantize", settings["method"]), settings.get("exceptions", {})
+    exceptions = {pattern: catalog.parse("quantize", table) for pattern, table in excepted.items()}
     quantize.train_for(params, model, text(), loop, seed)
     return mixed.quantize(model, calibration, params, exceptions), sum(map(len, calibration))
 
 
 def _reads_text(settings: dict[str, Any]) -> bool:
-    """Whether anything of a row is calibrated."""
     quantized = [settings.get("method"), *settings.get("exceptions", {}).values()]
     named = [("prune", settings.get("prune")), *(("quantize", table) for table in quantized)]
     return any(table and catalog.load(family, table["name"]).CALIBRATED for family, table in named)

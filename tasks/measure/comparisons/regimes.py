@@ -1,18 +1,17 @@
 """Training regimes, each against plain training of the same small model on the same text.
 
-Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer; the default target
-itself would take an hour a row. Its vocabulary is the text's 2,047 commonest tokens and one for all others, or the
-output matrix would be nearly all of the model, its FLOPs and what it holds. Documents go by eight times, because some
-methods look at epochs. A seed draws documents, weights and the regime's own coins, the same for all rows. Each row
-trains at the learning rate that suits it best.
+Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer. Its vocabulary is the
+text's 2,047 commonest tokens and one for all others, or the output matrix would be nearly all of the model. Documents
+go by eight times, because some methods look at epochs. A seed draws documents, weights and the regime's own coins, the
+same for all rows. Each row trains at the learning rate that suits it best.
 
 FLOPs and held memory are counted while the model trains, which adds about a tenth to the seconds of every row. FLOPs
-of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports, if it
-does. `half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
+of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports.
+`half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,11 @@ from transformers import PreTrainedModel
 
 from models import catalog
 from models.core.evaluation.perplexity import score
-from models.core.evaluation.spread import nats_per_token
+from models.core.evaluation.spread import Mean, nats_per_token
 from models.core.layers.linears import linears
 from models.core.learning.counting import Cost, counted
 from models.core.learning.training import Trained, pad, train, train_by_name
-from models.params import BaseParams, TrainingParams
+from models.params import TrainingParams
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
 
@@ -50,49 +49,37 @@ LEARNING_RATE = 2e-3  # where sweeps begin
 VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 4096, 4096
 
 
-class _Run(NamedTuple):
-    """A model that was trained in documents of the small model's ids, with what it took."""
-
-    model: PreTrainedModel
-    cost: Cost
-    trained: Trained
-    methods: list[BaseParams]
-    documents: list[list[int]]
-    held_out: list[list[int]]
-
-
 def rows(budget: float) -> list[Row]:
     """Return plain training, every method, and the further settings that methods name; `budget` scales the text."""
-    found = [_row(BASELINE, None), _row("half_as_long", None, NUM_EPOCHS // 2)]
+    methods = {}
     for name in catalog.names("regimes"):
         module = catalog.load("regimes", name)
-        further = {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
-        for heading, params in {name: module.Params(), **further}.items():
-            found.append(_row(heading, params.model_dump(mode="json")))
-    return found
+        methods[name] = module.Params()
+        methods |= {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
+    return [
+        _row(BASELINE, None),
+        _row("half_as_long", None, NUM_EPOCHS // 2),
+        *(_row(heading, params.model_dump(mode="json")) for heading, params in methods.items()),
+    ]
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Train one row; see `tasks.measure.comparisons`."""
-    run = _train(bench, row, seed)
-    return evidence.own_loss(run.model, run.held_out, run.methods, LENGTH, seed)
+    return _train(bench, row, seed)[-1]
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Train and measure one row; see `tasks.measure.comparisons`."""
-    model, cost, trained, methods, documents, held_out = _train(bench, row, seed)
+    model, cost, trained, documents, held_out, loss = _train(bench, row, seed)
     plain_model = _scratch(model.config.vocab_size, seed, bench.device)
     with counted(plain_model) as plain_epoch:
         train(plain_model, documents, _settings(row, num_epochs=1), seed=seed)
     weights = [layer.weight for _, layer in linears(model)]
-    flops = cost.flops * trained.figures.get("flops_share", 1.0)
     return {
-        "loss": evidence.own_loss(model, held_out, methods, LENGTH, seed),
+        "loss": loss,
         "float_loss": nats_per_token(score(model, held_out, LENGTH)),
         "seconds": trained.seconds,
         "steps": float(trained.num_steps),
         "skipped_steps": float(trained.num_skipped),
-        "flops_pct": 100 * flops / (NUM_EPOCHS * plain_epoch.flops),
+        "flops_pct": 100 * (cost.flops * trained.figures.get("flops_share", 1.0)) / (NUM_EPOCHS * plain_epoch.flops),
         "peak_mib": cost.peak_activation_bytes / 2**20,
         "skipped_layers_pct": 100 * trained.figures.get("skipped_layer_share", 0.0),
         "zeroes_pct": 100 * sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights),
@@ -108,7 +95,10 @@ def _row(name: str, method: dict[str, Any] | None, num_epochs: int = NUM_EPOCHS)
     return Row(name, {"method": method, "num_epochs": num_epochs, "learning_rate": LEARNING_RATE})
 
 
-def _train(bench: Bench, row: Row, seed: int) -> _Run:
+def _train(
+    bench: Bench, row: Row, seed: int
+) -> tuple[PreTrainedModel, Cost, Trained, list[list[int]], list[list[int]], Mean]:
+    """Return a trained model, what it took, its documents, those that are held out, and its own loss on these."""
     # The small model's ids: 0 is left for all other tokens.
     ids = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1), start=1)}
     documents = _draw(bench.train, ids, max(2 * LENGTH, round(EPOCH_TOKENS * bench.budget)), seed)
@@ -118,12 +108,13 @@ def _train(bench: Bench, row: Row, seed: int) -> _Run:
     model = _scratch(len(set(ids.values())) + 1, seed, bench.device)
     with counted(model) as cost:
         trained = train_by_name(model, documents, _settings(row, row.settings["num_epochs"]), methods, seed)
-    return _Run(model, cost, trained, methods, documents, held_out)
+    return model, cost, trained, documents, held_out, evidence.own_loss(model, held_out, methods, LENGTH, seed)
 
 
 def _settings(row: Row, num_epochs: int) -> TrainingParams:
-    rate = row.settings["learning_rate"]
-    return TrainingParams(num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=rate)
+    return TrainingParams(
+        num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=row.settings["learning_rate"]
+    )
 
 
 def _scratch(vocab_size: int, seed: int, device: str) -> PreTrainedModel:

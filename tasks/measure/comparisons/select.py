@@ -1,17 +1,14 @@
 """Equal numbers of documents, chosen by each method, and what a small model learns from them.
 
-Traffic is uneven: of eight documents in the pool seven are of the first domain by name, while held-out text is of all
-domains in equal parts. The proxy and the model that is trained in the end are the target's outer layers with its
-embedding (an `lm` draft), one layer and three of them, trained on text at the learning rate that suits the row; the
-whole target is too slow to be trained as often. The same model is measured as a draft for the target: Σ min(p, q) at
-temperature 1 on held-out text. `acceptance_gap` asks the one-layer draft, untrained in the first round; an EAGLE-3 head
-would need the target's states of the pool for training as well. Documents under four tokens have no acceptance and are
-left out everywhere.
+Of eight documents in the pool seven are of the first domain by name, while held-out text is of all domains in equal
+parts. The proxy and the model that is trained in the end are the target's outer layers with its embedding (an `lm`
+draft), one layer and three of them, because the whole target is too slow to be trained as often. The same model is
+measured as a draft for the target: Σ min(p, q) at temperature 1 on held-out text. `acceptance_gap` asks the one-layer
+draft, untrained in the first round. Documents under four tokens have no acceptance and are left out everywhere.
 """
 
 import math
 import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,16 +40,6 @@ LEARNING_RATE = 2e-3  # where sweeps begin
 LENGTH, SHORTEST, NUM_POOL, NUM_CHOSEN, NUM_ROUNDS, NUM_HELD_OUT = 64, 4, 96, 24, 3, 24
 
 
-class _Taught(NamedTuple):
-    """A draft and the language model of its weights after a selection, and what was selected."""
-
-    draft: lm.Lm
-    model: PreTrainedModel
-    rare_share: float
-    num_tokens: int
-    select_s: float
-
-
 def rows(budget: float) -> list[Row]:
     """Return every method; `budget` scales pool and choice, 1 being 24 documents of 96."""
     shared = {"proxy_layers": 1, "model_layers": 3, "learning_rate": LEARNING_RATE}
@@ -60,29 +47,27 @@ def rows(budget: float) -> list[Row]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """Choose and train; see `tasks.measure.comparisons`."""
-    return _loss(_teach(bench, row, seed).model, _flat(_held_out(bench)))
+    return _loss(_teach(bench, row, seed)[1], _flat(_held_out(bench)))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Choose, train and measure; see `tasks.measure.comparisons`."""
-    taught = _teach(bench, row, seed)
+    draft, model, chosen = _teach(bench, row, seed)
     held_out = _held_out(bench)
     everything = _flat(held_out)
     uncommon = _flat({domain: some for domain, some in held_out.items() if domain != min(bench.train)})
-    accepted = acceptance(taught.draft, bench.target_dir, everything, 1, bench.work_dir / "held_out") - 1
+    accepted = acceptance(draft, bench.target_dir, everything, 1, bench.work_dir / "held_out") - 1
     return {
-        "loss": _loss(taught.model, everything),
-        "rare_loss": _loss(taught.model, uncommon) if uncommon else math.nan,
+        **chosen,
+        "loss": _loss(model, everything),
+        "rare_loss": _loss(model, uncommon) if uncommon else math.nan,
         "acceptance": Mean(accepted.tolist()),
-        "rare_pct": 100 * taught.rare_share if uncommon else math.nan,
-        "tokens": float(taught.num_tokens),
+        "rare_pct": chosen["rare_pct"] if uncommon else math.nan,
         "rate": sweep.rate_of(row),
-        "select_s": taught.select_s,
     }
 
 
-def _teach(bench: Bench, row: Row, seed: int) -> _Taught:
+def _teach(bench: Bench, row: Row, seed: int) -> tuple[lm.Lm, PreTrainedModel, dict[str, float]]:
+    """Return a draft and the language model of its weights after a selection, and columns of what was selected."""
     rng = torch.Generator().manual_seed(seed)
     pool, rare = _pool(bench, rng)
     num_chosen = min(max(NUM_ROUNDS, round(NUM_CHOSEN * bench.budget)), len(pool))
@@ -96,29 +81,22 @@ def _teach(bench: Bench, row: Row, seed: int) -> _Taught:
             train(model, [pool[place] for place in chosen], settings, seed=seed)
         return draft, model
 
+    proxy, where = row.settings["proxy_layers"], (bench.work_dir / "pool", bench.device)
     sources = Sources(
-        train=lambda chosen: trained(row.settings["proxy_layers"], chosen)[1],
+        train=lambda chosen: trained(proxy, chosen)[1],
         target=lambda: load_model(bench.target_dir, device=bench.device),
-        acceptance=lambda chosen: acceptance(
-            trained(row.settings["proxy_layers"], chosen)[0],
-            bench.target_dir,
-            pool,
-            1,
-            bench.work_dir / "pool",
-            bench.device,
-        ),
+        acceptance=lambda chosen: acceptance(trained(proxy, chosen)[0], bench.target_dir, pool, 1, *where),
     )
     started = time.perf_counter()
     chosen = select(pool, num_chosen, NUM_ROUNDS, catalog.parse("select", row.settings["method"]), sources, rng)
     select_s = time.perf_counter() - started
     draft, model = trained(row.settings["model_layers"], chosen)
-    return _Taught(
-        draft,
-        model,
-        rare_share=sum(place in rare for place in chosen) / num_chosen,
-        num_tokens=sum(len(pool[place]) for place in chosen),
-        select_s=select_s,
-    )
+    found = {
+        "rare_pct": 100 * (sum(place in rare for place in chosen) / num_chosen),
+        "tokens": float(sum(len(pool[place]) for place in chosen)),
+        "select_s": select_s,
+    }
+    return draft, model, found
 
 
 def _held_out(bench: Bench) -> dict[str, list[list[int]]]:
@@ -134,11 +112,12 @@ def _pool(bench: Bench, rng: torch.Generator) -> tuple[list[list[int]], set[int]
     size = max(NUM_ROUNDS, round(NUM_POOL * bench.budget))
     common, *others = sorted(bench.train)
     per_rare = size // 8 // len(others) if others else 0
-    drawn = [(document, False) for document in _draw(bench.train[common], size - per_rare * len(others), rng)]
-    for domain in others:
-        drawn += [(document, True) for document in _draw(bench.train[domain], per_rare, rng)]
+    numbers = {common: size - per_rare * len(others), **dict.fromkeys(others, per_rare)}
+    drawn = [
+        (document, domain) for domain, number in numbers.items() for document in _draw(bench.train[domain], number, rng)
+    ]
     drawn = shuffled(drawn, rng)
-    return [document for document, _ in drawn], {place for place, (_, rare) in enumerate(drawn) if rare}
+    return [document for document, _ in drawn], {place for place, (_, of) in enumerate(drawn) if of != common}
 
 
 def _draw(documents: list[list[int]], num_wanted: int, rng: torch.Generator) -> list[list[int]]:

@@ -1,11 +1,9 @@
 """Which layers carry the loss of a quantized target, and what excepting them brings back.
 
 The form is `int8_static`, one scale a layer for all inputs, which loses most of those of 8 bits. "only …" quantizes one
-kind of layer, or the layers of one quarter of the depth, and leaves the rest in floats: what that part alone costs.
-"… dynamic" and "… in floats" quantize all but an exception, as `[quantize] exceptions` says it: what it gives back.
-"N of 7 by lot, dynamic" is the control for exceptions of that many of a block's seven layers: as many of the model's
-layers, which the seed draws among those that engines don't multiply as one. It draws the text to calibrate and compare
-on too.
+kind of layer, or the layers of one quarter of the depth, and leaves the rest in floats. "… dynamic" and "… in floats"
+quantize all but an exception. "N of 7 by lot, dynamic" is the control for exceptions of that many of a block's seven
+layers: as many of the model's layers, which the seed draws among those that engines don't multiply as one.
 """
 
 from collections.abc import Mapping
@@ -44,22 +42,20 @@ LENGTH, READ_TOKENS = 256, 2048
 
 def rows(budget: float) -> list[Row]:
     """See `tasks.measure.comparisons`; `budget` scales the tokens that are calibrated on and read."""
-    found = [Row(BASELINE, {"exceptions": {}})]
-    for kind in KINDS:
-        others = {pattern: FLOAT for other, pattern in KINDS.items() if other != kind}
-        found.append(Row(f"only {kind}", {"exceptions": others}))
-    found += [Row(f"only quarter {part + 1}", {"part": part}) for part in range(NUM_PARTS)]
-    found += [Row(f"{kind} dynamic", {"exceptions": {pattern: DYNAMIC}}) for kind, pattern in KINDS.items()]
-    found += [
-        Row(f"{size} of {sum(SIZES.values())} by lot, dynamic", {"by_lot": size}) for size in sorted({*SIZES.values()})
+    others = {kind: {KINDS[other]: FLOAT for other in KINDS if other != kind} for kind in KINDS}
+    whole = sum(SIZES.values())
+    return [
+        Row(BASELINE, {"exceptions": {}}),
+        *(Row(f"only {kind}", {"exceptions": others[kind]}) for kind in KINDS),
+        *(Row(f"only quarter {part + 1}", {"part": part}) for part in range(NUM_PARTS)),
+        *(Row(f"{kind} dynamic", {"exceptions": {pattern: DYNAMIC}}) for kind, pattern in KINDS.items()),
+        *(Row(f"{size} of {whole} by lot, dynamic", {"by_lot": size}) for size in sorted({*SIZES.values()})),
+        Row("down in floats", {"exceptions": {KINDS["down"]: FLOAT}}),
+        Row("all dynamic", {"exceptions": {"*": DYNAMIC}}),
     ]
-    found.append(Row("down in floats", {"exceptions": {KINDS["down"]: FLOAT}}))
-    found.append(Row("all dynamic", {"exceptions": {"*": DYNAMIC}}))
-    return found
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     model = moved(load_floats(bench.target_dir), bench.device)
     calibration = draw(bench.train, max(LENGTH, round(enough_tokens(model) * bench.budget)), LENGTH, seed)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)

@@ -1,21 +1,17 @@
 """Shrinking: what four fifths of the target still say, and what the rest was worth.
 
-One-shot methods cut the target and are read as they are; a row "…, trained" trains the cut model on. `sheared` learns
-on the same documents, and goes through them until its masks have had `MASK_STEPS` steps, where the paper's have 50
-billion tokens: "width, trained as sheared" learns from as many. Trained rows learn the looks of the traffic too, so
-that "full, trained" is what to hold them against.
-
-"…, by lot" is the control that draws which blocks, or which heads and channels, stay.
+A row "…, trained" trains the cut model on. `sheared` goes through its documents until its masks have had `MASK_STEPS`
+steps, where the paper's have 50 billion tokens: "width, trained as sheared" learns from as many. Trained rows learn the
+looks of the traffic too, so that "full, trained" is what to hold them against. "…, by lot" is the control that draws
+which blocks, or which heads and channels, stay.
 
 "…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
-tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against. Rows that train do so
-at the learning rate that suits each best; that of `sheared`, and of what trains as long, is looked for with a quarter
-of the steps.
+tokens as "trained" rows do. Rows that train do so at the learning rate that suits each best; that of `sheared`, and of
+what trains as long, is looked for with a quarter of the steps.
 
 `vocabulary` is read on the stretches of text between tokens that it lost; `coverage` is the share of tokens it kept.
-`low_rank` comes at several ranks, kept as factors, which the reference engine runs; the forward pass that is timed here
-multiplies by whole matrices. What the rank costs shows in `error`, the distance from the target's last hidden states,
-for models as wide as the target.
+`low_rank` keeps factors, which the reference engine runs; the forward pass that is timed here multiplies by whole
+matrices. `error` is the distance from the target's last hidden states, for models as wide as the target.
 """
 
 import copy
@@ -108,34 +104,28 @@ def chain_tables(name: str, bench: Bench, rate: float) -> dict[str, Any]:
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
-    """See `tasks.measure.comparisons`."""
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
-    if "chain" in row.settings:
-        model = load_model(_chain(bench, row, seed), device=bench.device)
-    else:
-        model = _shrunk(load_model(bench.target_dir, device=bench.device), bench, _shorter(row), seed)
+    chained = "chain" in row.settings
+    model = load_model(_chain(bench, row, seed) if chained else bench.target_dir, device=bench.device)
+    if not chained:
+        model = _shrunk(model, bench, _shorter(row), seed)
     return spread.nats_per_token(score(model, held_out, LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     full = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     started = time.perf_counter()
-    chained = None
-    if "chain" in row.settings:
-        chained = _chain(bench, row, seed)
+    chained = _chain(bench, row, seed) if "chain" in row.settings else None
     model = load_model(chained, device=bench.device) if chained else full
-    if not chained and row.settings["method"] is not None:
+    if row.settings["method"] is not None and not chained:
         model = _shrunk(full, bench, row, seed)
     seconds = math.nan if model is full else time.perf_counter() - started
     kept = getattr(model.config, "redraft", {}).get("kept_tokens")
-    if kept is None:
-        said: float = spread.perplexity(score(model, held_out, LENGTH))
-    else:  # other stretches of text than the target's, so that no document can be paired
-        said = perplexity(score(model, _readable(held_out, kept), LENGTH))
+    scores = score(model, held_out if kept is None else _readable(held_out, kept), LENGTH)
     return {
-        "perplexity": said,
+        # A smaller vocabulary reads other stretches of text than the target's, so that no document can be paired.
+        "perplexity": spread.perplexity(scores) if kept is None else perplexity(scores),
         **likeness.measure_likeness(bench, model, held_out),
         "coverage": 1.0 if kept is None else _coverage(held_out, kept),
         "error": _error(model, full, held_out[:4]),
@@ -144,7 +134,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "tokens_per_s": _speed(model),
         "rate": sweep.rate_of(row),
         "seconds": seconds,
-        "checkpoint_mib": _mib(chained) if chained else _checkpoint_mib(model, bench),  # last: it changes the format
+        "checkpoint_mib": _mib(chained or _saved(model, bench)),  # last: it changes the format
     }
 
 
@@ -181,38 +171,27 @@ def _shorter(row: Row) -> Row:
     return row._replace(settings={**row.settings, "method": method, "mask_steps": steps and max(1, steps // 4)})
 
 
-def _training(row: Row) -> TrainingParams:
-    rate = row.settings["learning_rate"]
-    return TRAINING if rate is None else TRAINING.model_copy(update={"learning_rate": rate})
-
-
 def _scaled(num_tokens: int, bench: Bench) -> int:
     return max(2 * LENGTH, round(num_tokens * bench.budget))
 
 
 def _shrunk(full: PreTrainedModel, bench: Bench, row: Row, seed: int) -> PreTrainedModel:
-    sizes = asked(full.config)
+    sizes = {key: size for key, size in asked(full.config).items() if key in row.settings["sizes"]}
     to_train = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
     calibration = draw(bench.train, _scaled(enough_tokens(full), bench), LENGTH, seed)
     documents = to_train if row.settings["learns"] else calibration
     if "vocab_size" in row.settings["sizes"]:  # counting costs nothing
         documents = [document for domain in bench.train.values() for document in domain]
+    loop = TRAINING.model_copy(update={"learning_rate": row.settings["learning_rate"] or TRAINING.learning_rate})
     model: PreTrainedModel
     if row.settings["method"]:
-        params = catalog.parse("shrink", row.settings["method"] | {key: sizes[key] for key in row.settings["sizes"]})
-        settings = _training(row)
-        if row.settings["learns"]:
-            settings = _long_enough(row.settings["method"]["min_mask_steps"], settings, documents)
+        params = catalog.parse("shrink", row.settings["method"] | sizes)
+        settings = _long_enough(row.settings["method"].get("min_mask_steps"), loop, documents)
         model = catalog.load("shrink", params.name).shrink(full, documents, params, settings, seed)
-    elif row.settings["by_lot"]:
-        model = _by_lot(full, {key: sizes[key] for key in row.settings["sizes"]}, seed)
     else:
-        model = copy.deepcopy(full)
+        model = _by_lot(full, sizes, seed) if row.settings["by_lot"] else copy.deepcopy(full)
     if row.settings["trained"]:
-        settings = _training(row)
-        if mask_steps := row.settings["mask_steps"]:
-            settings = _long_enough(mask_steps, settings, to_train)
-        training.train(model, to_train, settings, seed=seed)
+        training.train(model, to_train, _long_enough(row.settings["mask_steps"], loop, to_train), seed=seed)
     return model
 
 
@@ -229,8 +208,10 @@ def _by_lot(full: PreTrainedModel, sizes: dict[str, int], seed: int) -> PreTrain
     return take_widths(full, Kept(heads=kept_heads, kv_heads=kept_kv_heads, channels=channels))
 
 
-def _long_enough(mask_steps: int, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:
-    """Return settings under which half of the documents make as many steps as masks need."""
+def _long_enough(mask_steps: int | None, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:
+    """Return settings under which half of the documents make as many steps as masks need, the same where none do."""
+    if mask_steps is None:
+        return settings
     short = settings.model_copy(update={"batch_tokens": LENGTH})
     num_epochs = math.ceil(3 * mask_steps / training.num_steps(documents, short))
     return short.model_copy(update={"num_epochs": num_epochs})
@@ -271,11 +252,11 @@ def _speed(model: PreTrainedModel) -> float:
     return LENGTH / statistics.median(seconds[1:])
 
 
-def _checkpoint_mib(model: PreTrainedModel, bench: Bench) -> float:
+def _saved(model: PreTrainedModel, bench: Bench) -> Path:
     directory = bench.work_dir / "checkpoint"
     directory.mkdir()
     save_model(model, directory, bench.target_dir)
-    return _mib(directory)
+    return directory
 
 
 def _mib(directory: Path) -> float:
@@ -286,5 +267,4 @@ def _chain(bench: Bench, row: Row, seed: int) -> Path:
     """Make a chain that trains on as much text as "trained" rows do."""
     documents = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
     few = bench._replace(train={min(bench.train): documents})
-    tables = chain_tables(row.settings["chain"], few, row.settings["learning_rate"])
-    return chain.make(few, tables, seed)
+    return chain.make(few, chain_tables(row.settings["chain"], few, row.settings["learning_rate"]), seed)

@@ -23,29 +23,24 @@ AS_SERVED = "as served"
 
 
 def rows(budget: float) -> list[Row]:
-    """Return every source of one domain's answers, and no further learning.
-
-    `budget` scales the answers, 1 being 96 of 48 tokens twice.
-    """
-    sources = {name: catalog.load("answers", name) for name in catalog.names("answers")}
-    of_one = [name for name, source in sources.items() if not hasattr(source, "require_domains")]
-    learning = [Row(name, {"answers": {"name": name}}) for name in of_one]
-    return [*learning, Row(AS_SERVED, {"answers": None})]
+    """Return every source of one domain's answers, and no further learning; `budget` scales 96 answers twice."""
+    names = catalog.names("answers")
+    of_one = [name for name in names if not hasattr(catalog.load("answers", name), "require_domains")]
+    return [*(Row(name, {"answers": {"name": name}}) for name in of_one), Row(AS_SERVED, {"answers": None})]
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Let the head learn on; see `tasks.measure.comparisons`."""
     first, then = (
         bench._replace(train={domain: of_domain[number::2] for domain, of_domain in bench.train.items()})
         for number in (0, 1)
     )
     draft = deepcopy(lesson.head(first, seed))
-    num_tokens, train_s = 0, 0.0
+    costs = {"train_s": 0.0, "tokens_k": 0.0}
     if row.settings["answers"] is not None:
         training = {**lesson.TRAINING, "answers": row.settings["answers"]}
         report, train_s = lesson.learn(bench, draft, served(draft, then, seed), training, seed)
-        num_tokens = report.num_tokens
-    return {**lesson.accepted(bench, draft, seed), "train_s": train_s, "tokens_k": num_tokens / 1000}
+        costs = {"train_s": train_s, "tokens_k": report.num_tokens / 1000}
+    return {**lesson.accepted(bench, draft, seed), **costs}
 
 
 def served(draft: Draft, bench: Bench, seed: int) -> list[Sample]:

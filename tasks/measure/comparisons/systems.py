@@ -24,6 +24,7 @@ from infra.views.comparison import Comparison, number
 from infra.views.results import Grid, Report
 from models import catalog, systems
 from models.core.layers.decoder import Cache, Decoder, Sublayers
+from models.core.layers.reshape import head_dim
 from models.core.layers.wide import WideDecoder
 from models.core.throughput.cost import Cost, Time
 from models.systems import Times
@@ -50,7 +51,6 @@ def rows(budget: float) -> list[Row]:
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """Study one method; the plain way is what all are divided by."""
     if row.name == BASELINE:
         return {"gain": 1.0, "kept": 1.0, "shape": math.nan}
     method = catalog.load("systems", row.settings["method"]["name"])
@@ -67,13 +67,12 @@ def claims(report: Report, found: Comparison) -> Report:
     for name, figures in found.figures.items():
         if name == BASELINE:
             continue
-        method = catalog.load("systems", name)
-        held = figures["shape"].value
+        method, held = catalog.load("systems", name), figures["shape"].value
         if held is None:
             raise ValueError(f"{name} says nothing of its shape")
         seen = f"{number(figures['gain'].value)}× in {method.GAIN}; {number(figures['kept'].value)} of {method.KEPT}"
-        said = systems.verdict(held, method.NEEDS)
-        lines.append([name, f"{method.CLAIM} ({method.PAPER})", method.SHAPE, seen, said])
+        claim, said = f"{method.CLAIM} ({method.PAPER})", systems.verdict(held, method.NEEDS)
+        lines.append([name, claim, method.SHAPE, seen, said])
     grid = Grid("claims", ["method", "the paper", "its shape", "seen", "verdict"], lines)
     figures = report.figures | {"claims": {line[0]: line[-1] for line in lines}}
     return report.model_copy(update={"figures": figures, "grids": [*report.grids, grid]})
@@ -82,7 +81,6 @@ def claims(report: Report, found: Comparison) -> Report:
 @lru_cache(maxsize=1)
 @torch.inference_mode()
 def part_times(target_dir: Path) -> Times:
-    """Time a model of the shape of a directory's, in float32 with random weights."""
     config = AutoConfig.from_pretrained(target_dir)
     whole = _decoder(config, 1)
     rows_ms = {rows: _ms(whole, rows, Sublayers(frozenset(), frozenset())) for rows in ROWS}
@@ -110,9 +108,8 @@ def meet_ms() -> float:
     worker.start()
     took = []
     for _ in range(NUM_MEETINGS):
-        started = time.perf_counter()
-        there.put(started)
-        back.get()
+        there.put(time.perf_counter())
+        started = back.get()
         took.append(1000 * (time.perf_counter() - started) / 2)
     there.put(None)
     worker.join()
@@ -122,7 +119,7 @@ def meet_ms() -> float:
 def _decoder(config: Any, num_devices: int) -> Decoder:
     """Return a model of the largest part of each layer that one of so many devices holds."""
     part = type(config).from_dict(config.to_dict())
-    part.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    part.head_dim = head_dim(config)
     group = config.num_attention_heads // config.num_key_value_heads
     part.num_key_value_heads = -(-config.num_key_value_heads // num_devices)
     part.num_attention_heads = group * part.num_key_value_heads

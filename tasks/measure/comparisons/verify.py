@@ -1,11 +1,10 @@
 """What each verification rule keeps of one place's drafts, what the best rule could, and what a lossy one loses.
 
-Places are next tokens of held-out text, one of a document. p is the target's law there and q a draft's, the target with
-one layer in 15 left out, both at the row's temperature and cut to their 10 likeliest tokens. So few tokens let
-everything be summed over all drafts that may come: no figure has an error of sampling but that of the places. The seed
-draws these. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so.
-
-Relaxed acceptance of neighbours is for image tokens, and is not here.
+Places are next tokens of held-out text, one of a document, which the seed draws. p is the target's law there and q a
+draft's, the target with one layer in 15 left out, both at the row's temperature and cut to their 10 likeliest tokens.
+So few let everything be summed over all drafts that may come: no figure has an error of sampling but that of the
+places. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so. Relaxed
+acceptance of neighbours is for image tokens, and is not here.
 """
 
 from functools import partial
@@ -40,28 +39,27 @@ TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 32, 15
 
 def rows(budget: float) -> list[Row]:
     """Return every rule at every temperature and number of drafts; `budget` scales the places."""
-    found = []
-    for temperature in TEMPERATURES:
-        ways = [("rejection", 1, "")] + [(name, count, "") for count in NUM_DRAFTS for name in RULES]
-        for name, count, siblings in [*ways, *(("rejection", count, "certain but one") for count in NUM_DRAFTS)]:
-            drafts = f"{count} draft{'s' * (count > 1)}{', ' * bool(siblings)}{siblings}"
-            settings = {"method": {"name": name}, "drafts": count, "siblings": siblings, "temperature": temperature}
-            found.append(Row(f"{name}, {drafts}, T {temperature:g}", settings))
-    return found
+    ways = [("rejection", 1, "")] + [(name, count, "") for count in NUM_DRAFTS for name in RULES]
+    ways += [("rejection", count, "certain but one") for count in NUM_DRAFTS]
+    return [
+        Row(
+            f"{name}, {count} draft{'s' * (count > 1)}{', ' * bool(siblings)}{siblings}, T {temperature:g}",
+            {"method": {"name": name}, "drafts": count, "siblings": siblings, "temperature": temperature},
+        )
+        for temperature in TEMPERATURES
+        for name, count, siblings in ways
+    ]
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
-    """See `tasks.measure.comparisons`."""
     params = catalog.parse("verify", row.settings["method"])
     rule = catalog.load("verify", params.name)
     siblings, count = row.settings["siblings"] or rule.SIBLINGS[0], row.settings["drafts"]
-    kept, most, lost = [], [], []
-    sampling = Sampling(temperature=row.settings["temperature"], top_k=TOP_K)
-    for p, q in zip(*_laws(bench, sampling, seed), strict=True):
-        outcome = exact_outcome(partial(rule.choose, params=params), p, q, count, siblings)
-        kept.append(100 * float(outcome.kept))
-        most.append(100 * float(most_kept(p[None], q[None], count, siblings)))
-        lost.append(float(outcome.lost(p)))
+    places = [*zip(*_laws(bench, Sampling(temperature=row.settings["temperature"], top_k=TOP_K), seed), strict=True)]
+    outcomes = [exact_outcome(partial(rule.choose, params=params), p, q, count, siblings) for p, q in places]
+    kept = [100 * float(outcome.kept) for outcome in outcomes]
+    most = [100 * float(most_kept(p[None], q[None], count, siblings)) for p, q in places]
+    lost = [float(outcome.lost(p)) for outcome, (p, _) in zip(outcomes, places, strict=True)]
     short = [best - one for one, best in zip(kept, most, strict=True)]
     columns = {"kept_pct": kept, "most_pct": most, "short_pct": short, "lost": lost}
     # What rounding makes of a difference that is none would else be found in every place.

@@ -18,9 +18,8 @@ from tasks.measure.configurations import (
     read_configurations,
 )
 from tasks.measure.fit import toml
-from tasks.measure.questions import Question
 from tasks.measure.run import Bar
-from tasks.measure.specbench import ALL, PLAIN, _answer, make_report
+from tasks.measure.specbench import ALL, PLAIN, Question, _answer, make_report
 from tests.models.drafts.tiny import params_of
 from tests.tasks.made import said_by, samples_files
 from tests.tasks.measure.benches import open_target

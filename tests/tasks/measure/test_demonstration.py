@@ -8,7 +8,7 @@ from infra.client import Client
 from infra.settings import load_settings
 from models.recipe import Demo, Recipe, load_recipe
 from tasks.measure import demonstration
-from tasks.measure.demo_files import answers_of
+from tasks.measure.cells import answers_of
 from tasks.measure.demonstration import Stages
 from tasks.measure.stock import Stock
 from tasks.select_data import choose_prompts

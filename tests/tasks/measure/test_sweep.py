@@ -39,8 +39,8 @@ def test_the_best_of_three_rates_is_taken_and_what_lies_beyond_is_tried_where_th
 ) -> None:
     seen: list[float] = []
     found = sweep.find_rate(1e-3, valley(best, seen))
-    assert seen == list(found.losses) == pytest.approx(tried)
-    assert found.rate == min(found.losses, key=lambda rate: abs(math.log(rate / best)))
+    assert seen == list(found) == pytest.approx(tried)
+    assert min(found, key=found.get) == min(found, key=lambda rate: abs(math.log(rate / best)))
 
 
 def test_a_rate_at_which_training_diverges_is_not_taken_and_one_row_may_not_diverge_at_all_of_them() -> None:
@@ -49,7 +49,8 @@ def test_a_rate_at_which_training_diverges_is_not_taken_and_one_row_may_not_dive
             raise FloatingPointError("the loss is inf at step 3")
         return math.nan if rate > 0.2 else 1.0
 
-    assert sweep.find_rate(0.3, loss_at).rate == 0.1
+    losses = sweep.find_rate(0.3, loss_at)
+    assert (losses[0.3], losses[0.1]) == (math.inf, 1.0)
     with pytest.raises(ValueError, match="diverges at every learning rate of the sweep: 0.1, 0.3, 0.9"):
         sweep.find_rate(0.3, lambda rate: math.inf)
 

@@ -11,7 +11,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import Settings
-from tasks.measure.home import copy_log, copy_served
+from tasks.measure.run import copy_log, copy_served
 from tests.infra.rows import row
 from tests.tags import draft_tags
 
