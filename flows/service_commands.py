@@ -47,7 +47,7 @@ def serve(
     from infra.serving import SERVED_NAME
 
     require_startable(settings, parsed.serve.port)
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     with out.status(starting(config, settings)) as shown:
@@ -82,7 +82,7 @@ def attach(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import attach_program
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
@@ -120,7 +120,7 @@ def record(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import record_program, write_recording
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     told = configure_service.fn(parsed)
     target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}

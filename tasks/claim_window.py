@@ -1,6 +1,5 @@
 """Take a window of served requests, lay aside what is never trained on, and say when it is done with."""
 
-import hashlib
 import os
 import sqlite3
 from collections import Counter
@@ -15,7 +14,7 @@ from infra.artifacts import Artifact
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.identity import process_identity
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.secret import home_secret
@@ -296,8 +295,8 @@ def _write_parts(
         for part, samples in parts.items():
             write_samples(directory, part, samples)
 
-    content = canonical_json({part: [list(sample) for sample in samples] for part, samples in parts.items()})
-    params, code = {"sha256": hashlib.sha256(content).hexdigest()}, (make, write_samples)
+    content = {part: [list(sample) for sample in samples] for part, samples in parts.items()}
+    params, code = {"sha256": sha256_of(content)}, (make, write_samples)
     of_window = {sample.id for sample in traffic}
     ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
     log = QueryLog(load_settings().querylog)
@@ -310,7 +309,7 @@ def _write_parts(
             "regression": ids["regression"],
         },
     )
-    artifact = cached_step(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
+    artifact = cached_step("window", "samples", params, make, code=code)
     by_part = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
     domains = sorted(set().union(*by_part.values()))
     rows = [{"domain": domain, **{part: count[domain] for part, count in by_part.items()}} for domain in domains]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.consent import row_of
@@ -26,13 +27,12 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen
 from tasks.find_challenger import Start
+from tasks.prepare_target import prepare_target
 from tasks.stages import cached_step, stage_key
-from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
 from tasks.stages.task import task
-from tasks.stages.teachers import prepare_teachers
 from tasks.stages.throttle import device_of, throttled
 
 STATE, STATE_FILE = "state", "state.safetensors"
@@ -62,6 +62,19 @@ def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact
     params = recipe.refresh_distill()
     assert isinstance(params, distill.Params)
     return _train(recipe, params, pair.target_files, samples, start, window)
+
+
+def prepare_teachers(params: distill.Params) -> list[Artifact]:
+    """Build the models beside the target whose word a draft learns, or find them again."""
+    return [prepare_target.fn(teacher.model) for teacher in params.teachers]
+
+
+def teachers_in(params: BaseParams) -> dict[str, JsonValue]:
+    """Return what a draft's lineage keeps: sha256 of each teacher's weights to its name and its weight in the mean."""
+    assert isinstance(params, distill.Params)
+    cards = [describe(open_artifact(one)) for one in prepare_teachers(params)]
+    weights = [teacher.weight for teacher in params.teachers]
+    return {card.sha256: {"name": card.name, "weight": one} for card, one in zip(cards, weights, strict=True)}
 
 
 def forget_states(kept: Collection[str]) -> None:
@@ -153,7 +166,7 @@ def _train(
                 unseen=None if window is None else _new_in(window, rows),
             )
         if captured is not None:
-            tell(captured, "learn from")
+            tell_captured(captured, "learn from")
         if after is not None:
             with staged(end) as kept:
                 after.replace(kept / STATE_FILE)
@@ -162,9 +175,7 @@ def _train(
         fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
-    draft = cached_step(
-        stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=throttled(make, device)
-    )
+    draft = cached_step("draft", "draft", settings, throttled(make, device), inputs, code)
     return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
 
 

@@ -1,9 +1,8 @@
 """Hold a draft against the champion on what a window held out, and against each domain's best on its regression set."""
 
-import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import best_versions, predecessors
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from infra.registry import open_registry
 from infra.regression_sets import scored_as
 from infra.settings import load_settings
@@ -26,11 +25,10 @@ from models.drafts import Draft
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
-from tasks.measure_draft import Measured, measure_golden, summarise, tau_of
+from tasks.measure_draft import Measured, measure_golden, scored_by, summarise, tau_of
 from tasks.stages import cached_step
-from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import read_samples, regression_set_versions
+from tasks.stages.samples import captures_of, read_samples, regression_set_versions, tell_captured
 from tasks.stages.task import task
 from tasks.stages.throttle import device_of, throttled
 
@@ -99,7 +97,7 @@ class Scorer:
     def gate(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
         """Return the verdict, with what it rests on."""
         params, seed = self.recipe.gate, self.recipe.seed
-        drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
+        drafts: dict[str, Artifact] = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
         past = best_past(self.pair)
         held_out, regression = (read_samples(parts.samples, part) for part in ("held_out", "regression"))
         window = self.scores(drafts, held_out)
@@ -108,7 +106,10 @@ class Scorer:
         champion, candidates = (window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
         evidence = before.after(champion, candidates, parts.shares) if champion else before
         groups = scored_as(one.domain for one in regression)
-        grouped = {name: [_renamed(one, groups) for one in found] for name, found in of_sets.items()}
+        grouped = {
+            name: [one.model_copy(update={"domain": groups[one.domain]}) for one in found]
+            for name, found in of_sets.items()
+        }
         of_past = [(groups.get(domain), grouped[files.sha256]) for domain, files in past.items()]
         best = {
             group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
@@ -116,45 +117,42 @@ class Scorer:
         }
         floors = score_floors(best, grouped[CANDIDATE], params, seed)
         large = {domain for domain, group in groups.items() if group == domain}
-        parent, measured = (self.measure(of_sets[name], window[name], large) for name in drafts)
+        # What a draft is measured by: its scores on the regression sets and, where a set is small, of the window.
+        measured_by = ([*of_sets[name], *(one for one in window[name] if one.domain not in large)] for name in drafts)
+        parent, measured = (summarise(scores, 1.0, seed) for scores in measured_by)
         left_out = tuple(sorted(self.pair.draft.lineage.tau.keys() - measured.tau.keys()))
         return GateResult(
             report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
             evidence=evidence,
-            measured=measured.model_copy(update={"golden_tau": self.golden_tau(candidate)}),
+            measured=measured.model_copy(update={"golden_tau": self._golden_tau(candidate)}),
             regression_sets=regression_set_versions(regression),
             gate_data=parts.samples.uri,
             unlike=parts.unlike,
         )
 
-    def measure(self, of_sets: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
-        """Sum up a draft's scores on the regression sets and, of domains whose set is not large, of the window."""
-        return summarise([*of_sets, *(one for one in window if one.domain not in large)], 1.0, self.recipe.seed)
-
     def scores(self, drafts: Mapping[str, Artifact], samples: Sequence[Sample]) -> dict[str, list[Score]]:
         """Return each draft's scores."""
         if not samples:
             return {name: [] for name in drafts}
-        sha256 = hashlib.sha256(canonical_json([list(sample) for sample in samples])).hexdigest()
+        sha256 = sha256_of([list(sample) for sample in samples])
         work = load_settings().artifacts / "work" / f"scores-{sha256[:16]}"
         found = {name: self._scores(files, samples, sha256, work) for name, files in drafts.items()}
         shutil.rmtree(work, ignore_errors=True)  # it holds hidden states, which are large and count as text
         return found
 
-    def golden_tau(self, draft: Artifact) -> float:
-        """Return τ on the golden prompts."""
-        return float(self._produce("golden_tau", draft, self._golden))
+    def _golden_tau(self, draft: Artifact) -> float:
+        def measured(opened: Draft, work: Path) -> float:
+            num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
+            return measure_golden(opened, self.target_dir, num, work, rules, self.device)
 
-    def _golden(self, opened: Draft, work: Path) -> float:
-        num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
-        return measure_golden(opened, self.target_dir, num, work, rules, self.device)
+        return float(self._produce("golden_tau", draft, measured))
 
     def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
         def scored(opened: Draft, _: Path) -> list[object]:
             num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
             captured = captures_of(self.target_dir)
             scores = score(opened, self.target_dir, samples, num, work, self.device, rules, captured)
-            tell(captured, "score")
+            tell_captured(captured, "score")
             return [s.model_dump() for s in scores]
 
         return [Score.model_validate(row) for row in self._produce("scores", draft, scored, sha256)]
@@ -166,18 +164,10 @@ class Scorer:
             opened = open_draft(open_artifact(draft), self.target_dir)
             (directory / FILE).write_text(json.dumps(measure(opened, work)))
 
-        made = cached_step(
-            stage=stage,
-            kind="scores",
-            params={
-                "num_draft_tokens": self.recipe.num_draft_tokens,
-                "rules": [rule.model_dump() for rule in self.recipe.engine.rules],
-                "samples": samples,
-            },
-            inputs={"target": self.pair.target_files, "draft": draft},
-            code=(make, measure_golden, score, family_of(open_artifact(draft))),
-            make=throttled(make, self.device),
-        )
+        params, inputs = scored_by(self.recipe), {"target": self.pair.target_files, "draft": draft}
+        code = (measure_golden, score, family_of(open_artifact(draft)))
+        work = throttled(make, self.device)
+        made = cached_step(stage, "scores", params | {"samples": samples}, work, inputs, code)
         return json.loads((open_artifact(made) / FILE).read_text())
 
 
@@ -200,9 +190,9 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
     assert report.test is not None
     domains = {}
     for domain in challenger.tau | report.domains:
-        found = report.domains.get(domain)
-        if found is None:
-            found = DomainEvidence(num_conversations=challenger.num_conversations[domain], tau_after=None)
+        found = report.domains.get(domain) or DomainEvidence(
+            num_conversations=challenger.num_conversations[domain], tau_after=None
+        )
         after = challenger.tau[domain].value if domain in challenger.tau else found.tau_after
         before = champion.tau[domain].value if domain in champion.tau else None
         domains[domain] = found.model_copy(
@@ -212,25 +202,21 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
     return report.model_copy(update={"domains": domains, "test": test})
 
 
-def _renamed(score: Score, groups: Mapping[str, str]) -> Score:
-    return score.model_copy(update={"domain": groups[score.domain]})
-
-
 def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
     """Return the scores of the draft with the highest τ in a domain, of the same conversations; the first of equals."""
-    return max(drafts, key=lambda scores: tau_of([one for one in scores if one.domain == domain]))
+    return max(drafts, key=lambda scores: tau_of(_of(domain, scores)))
 
 
 def score_floors(
     best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: GateParams, seed: int
 ) -> dict[str, DomainEvidence]:
     """Return domain to what the challenger pays there; a domain without scores of a past draft is not gated."""
-    floors = {}
-    for domain, scores in sorted(best.items()):
-        before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
-        if before:
-            floors[domain] = score_floor(before, after, params, seed)
-    return floors
+    pairs = {domain: (_of(domain, scores), _of(domain, challenger)) for domain, scores in sorted(best.items())}
+    return {domain: score_floor(*pair, params, seed) for domain, pair in pairs.items() if pair[0]}
+
+
+def _of(domain: str, scores: Sequence[Score]) -> list[Score]:
+    return [one for one in scores if one.domain == domain]
 
 
 def _show(gated: GateResult) -> None:

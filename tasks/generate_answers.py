@@ -59,18 +59,12 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         for part, of_part in asked.items():
             write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
 
-    return cached_step(
-        stage="samples",
-        kind="samples",
-        params={
-            "generate": recipe.generate.model_dump(exclude={"concurrency"}),
-            "engine": recipe.engine.model_dump(mode="json"),
-            "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
-        },
-        inputs={"target": target, "prompts": prompts},
-        code=(make, save_golden),
-        make=make,
-    )
+    params = {
+        "generate": recipe.generate.model_dump(exclude={"concurrency"}),
+        "engine": recipe.engine.model_dump(mode="json"),
+        "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
+    }
+    return cached_step("samples", "samples", params, make, {"target": target, "prompts": prompts}, (save_golden,))
 
 
 def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:

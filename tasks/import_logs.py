@@ -16,7 +16,6 @@ skipped, too, or the target answers it. Optional: `domain`; `temperature`, 1 whe
 
 import asyncio
 import gc
-import hashlib
 import itertools
 import math
 import re
@@ -30,7 +29,7 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
@@ -156,8 +155,8 @@ class _Reader:
         Of one that the target is to answer it is by what is asked.
         """
         said = exchange.temperature if exchange.completion is None else exchange.completion.ids
-        content = canonical_json([self._target_version, exchange.subjects, exchange.prompt.ids, said])
-        return f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}"
+        content = [self._target_version, exchange.subjects, exchange.prompt.ids, said]
+        return f"{ELSEWHERE}{sha256_of(content)[:32]}"
 
     def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         for file in files:

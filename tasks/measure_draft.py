@@ -78,21 +78,20 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         golden_tau = measure_golden(opened, target_dir, recipe.num_draft_tokens, work / "golden", rules)
         (directory / MEASURED).write_text(summarise(scores, golden_tau, recipe.seed).model_dump_json())
 
-    artifact = cached_step(
-        stage="measured",
-        kind="measured",
-        params={
-            "num_draft_tokens": recipe.num_draft_tokens,
-            "rules": [rule.model_dump() for rule in recipe.engine.rules],
-            "seed": recipe.seed,
-        },
-        inputs={"target": target, "draft": draft, "samples": samples},
-        code=(make, score, family_of(open_artifact(draft))),
-        make=throttled(make),
-    )
+    params, inputs = scored_by(recipe) | {"seed": recipe.seed}, {"target": target, "draft": draft, "samples": samples}
+    code = (score, family_of(open_artifact(draft)))
+    artifact = cached_step("measured", "measured", params, throttled(make), inputs, code)
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
     table("tau", measured.rows(), "τ on held-out conversations")
     return measured
+
+
+def scored_by(recipe: Recipe) -> dict[str, object]:
+    """Return what scores of a draft depend on besides the draft and what it is scored on."""
+    return {
+        "num_draft_tokens": recipe.num_draft_tokens,
+        "rules": [rule.model_dump() for rule in recipe.engine.rules],
+    }
 
 
 def measure_golden(

@@ -31,14 +31,8 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
         for part in SPLITS:
             write_documents(directory, part, [document for parts in chosen for document in parts[part]])
 
-    return cached_step(
-        stage="text",
-        kind="text",
-        params={"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}},
-        inputs={},
-        code=(make,),
-        make=make,
-    )
+    params = {"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}}
+    return cached_step("text", "text", params, make)
 
 
 def choose_documents(domain: str, text: Text, seed: int) -> dict[TextSplit, list[Document]]:

@@ -1,7 +1,7 @@
 """Find out what is served, and move the alias that says what is to be served."""
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from infra.artifacts import Artifact, publish
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
@@ -66,6 +66,26 @@ def require_target(recipe: Recipe, target: Version) -> None:
             f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
             f"made by {made_by}; take its recipe, or run: redraft build"
         )
+
+
+@task
+def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
+    """Return what the service needs to know beside the settings (services/config.py).
+
+    Raises:
+        ValueError: the recipe's engine can't serve so, nothing was built yet, or the champion was made by another
+            recipe's target.
+    """
+    recipe.require_served()
+    pair = open_champions.fn()
+    require_target(recipe, pair.target)
+    return {
+        "target_dir": str(pair.target_files.path),
+        "target_version": pair.target.number,
+        "orchestrator": orchestrator,
+        "engine": recipe.engine.model_dump(mode="json"),
+        "serve": recipe.serve.model_dump(mode="json"),
+    }
 
 
 @task

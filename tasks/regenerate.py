@@ -66,19 +66,17 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         answers = _ask(recipe, again, open_artifact(pair.target_files), chosen, work / FILE)
         write_samples(directory, "train", merge(learnt, answers))
 
-    return cached_step(
-        stage="answered",
-        kind="samples",
-        params={
-            "regenerate": again.model_dump(mode="json"),
-            "seed": recipe.seed,
-            "max_model_len": recipe.engine.max_model_len,
-            "window": [window.first_seq, window.last_seq],
-        },
-        inputs={"target": pair.target_files, "samples": samples},
-        code=(make, write_samples, answering),
-        make=throttled(make, device_of(recipe.refresh_distill())),
+    params = {
+        "regenerate": again.model_dump(mode="json"),
+        "seed": recipe.seed,
+        "max_model_len": recipe.engine.max_model_len,
+        "window": [window.first_seq, window.last_seq],
+    }
+    work, inputs = (
+        throttled(make, device_of(recipe.refresh_distill())),
+        {"target": pair.target_files, "samples": samples},
     )
+    return cached_step("answered", "samples", params, work, inputs, (write_samples, answering))
 
 
 def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, seed: int) -> list[Sample]:

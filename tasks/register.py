@@ -20,7 +20,7 @@ from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from models.types import Estimate, GateReport
 from tasks.adopt_draft import Adopted
-from tasks.distill_draft import Trained, forget_states
+from tasks.distill_draft import Trained, forget_states, teachers_in
 from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
 from tasks.gate_draft import GateResult
@@ -28,7 +28,6 @@ from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.task import task
-from tasks.stages.teachers import teachers_in
 
 
 @task

@@ -24,14 +24,8 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
             lines = [prompt.model_dump_json() + "\n" for parts in chosen for prompt in parts.get(part, [])]
             (directory / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-    return cached_step(
-        stage="prompts",
-        kind="prompts",
-        params={"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}},
-        inputs={},
-        code=(make,),
-        make=make,
-    )
+    params = {"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}}
+    return cached_step("prompts", "prompts", params, make)
 
 
 def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[Prompt]]:

@@ -65,14 +65,8 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         rows = [{"domain": name, "chosen": count, "of": len(by_domain[name])} for name, count in counts.items()]
         table("selected", rows, f"documents chosen by {settings.method.name}")
 
-    return cached_step(
-        stage="select",
-        kind="text",
-        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
-        inputs={"target": target, "text": text},
-        code=(make, tokenise),
-        make=throttled(make),
-    )
+    params = {"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed}
+    return cached_step("select", "text", params, throttled(make), {"target": target, "text": text}, (tokenise,))
 
 
 def _proxy_dir(settings: Select, target_dir: Path, work: Path) -> Path:

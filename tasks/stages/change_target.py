@@ -109,14 +109,9 @@ def change_target(
         metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
         open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
 
-    return cached_step(
-        stage=stage,
-        kind="target",
-        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
-        inputs={"target": target, "text": text},
-        code=(make, tokenise, *code),
-        make=throttled(make),
-    )
+    params, inputs = settings.model_dump(mode="json", exclude={"checkpoint_s"}), {"target": target, "text": text}
+    told = {"settings": params, "seed": seed}
+    return cached_step(stage, "target", told, throttled(make), inputs, (tokenise, *code))
 
 
 def store(changed: Changed, directory: Path, target_dir: Path) -> None:

@@ -1,6 +1,5 @@
 """Imported answers that are not like the target's: found before anything learns from them, and never gated by."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer
 from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation import own_answers
@@ -118,12 +117,7 @@ def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[
 
 
 def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Sequence[Sample], make: Make) -> Artifact:
-    content = canonical_json([[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked])
-    params = {
-        "asked": hashlib.sha256(content).hexdigest(),
-        "max_model_len": recipe.engine.max_model_len,
-        "seed": recipe.seed,
-    }
-    code = (make, own_answers, write_samples)
+    content = [[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked]
+    params = {"asked": sha256_of(content), "max_model_len": recipe.engine.max_model_len, "seed": recipe.seed}
     work = throttled(make, device_of(recipe.refresh_distill()))
-    return cached_step(stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=work)
+    return cached_step(stage, kind, params, work, {"target": target}, (own_answers, write_samples))

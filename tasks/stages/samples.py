@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from infra.artifacts import Artifact, open_artifact
+from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.settings import load_settings
 from models.core.evaluation.acceptance import rejected_places
+from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample
+from models.targets import describe
 from models.types import MIN_COMPLETION
+from tasks.stages.reporting import run_logger
 from tasks.stages.shares import cap_per_key
 
 Split = Literal["train", "held_out", "regression"]
@@ -128,3 +133,15 @@ def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> li
         ids = [sample.id for sample in samples if sample.domain == domain]
         drawn.update(sorted(ids, key=lambda id: _hashed(id, seed))[:per_domain])
     return [sample for sample in samples if sample.id in drawn]
+
+
+def captures_of(target_dir: Path) -> Captures:
+    """Return the hidden states that the service captured of a target's answers."""
+    return Captures(CapturedFiles(load_settings().querylog).path_of, describe(target_dir).sha256)
+
+
+def tell_captured(captures: Captures, what: str) -> None:
+    """Log how many answers' states were captured, and why the target was run for others; nothing if none was wanted."""
+    if captures.counts:
+        counts = ", ".join(f"{number} {why}" for why, number in sorted(captures.counts.items()))
+        run_logger().info("hidden states of answers to %s: %s", what, counts)

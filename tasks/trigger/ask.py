@@ -30,7 +30,7 @@ from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others
-from tasks.trigger.room import short_of_memory
+from tasks.trigger.acknowledge import short_of_memory
 
 LOOK_S = 3.0
 # A run that ended without a word is followed by another after so long: a runner that fails must not be flooded.

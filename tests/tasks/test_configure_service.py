@@ -17,7 +17,7 @@ from models.targets.random import Params
 from services.attach import AttachConfig
 from services.config import read_as
 from services.record import RecordConfig
-from tasks.configure_service import configure_service
+from tasks.promote import configure_service
 from tasks.register import register_target
 from tests.tags import draft_tags
 from tests.tasks.made import recipe_of

@@ -35,8 +35,7 @@ def _registered(registry: Registry, target: Artifact, tiny_target: Path, tiny_dr
 
 
 def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(tmp_path: Path) -> None:
-    exported = export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit")
-    assert exported.target == "someone/target"
+    assert export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit") == "someone/target"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
@@ -75,8 +74,8 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(tmp_path: Pa
 def test_vllm_takes_it_with_its_target_and_nothing_else_said(tmp_path: Path) -> None:
     from vllm import AsyncEngineArgs
 
-    exported = export_draft.fn(1, tmp_path / "out")
+    target = export_draft.fn(1, tmp_path / "out")
     config = AsyncEngineArgs(model=str(tmp_path / "out"), max_model_len=128).create_engine_config()
-    assert config.model_config.model == exported.target
+    assert config.model_config.model == target
     assert config.speculative_config.model == str(tmp_path / "out")
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("eagle3", 3)

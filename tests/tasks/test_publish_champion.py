@@ -10,8 +10,7 @@ from infra.manifest import file_sha256, write_manifest
 from infra.registry import Registry
 from models.core.drafting.draft_families import family_named
 from models.targets import describe
-from tasks.export_draft import export_draft
-from tasks.publish_champion import POINTER, publish_champion
+from tasks.export_draft import POINTER, export_draft, publish_champion
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
