@@ -91,10 +91,7 @@ def erase(
     settings = open_settings()
     from infra.erase import erase_subject, finish_erasures
 
-    if subject:
-        _show(settings, erase_subject(settings, subject, wait_s))
-        return
-    finished = finish_erasures(settings, wait_s)
+    finished = [erase_subject(settings, subject, wait_s)] if subject else finish_erasures(settings, wait_s)
     for certificate in finished:
         _show(settings, certificate)
     if not finished:

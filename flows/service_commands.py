@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from flows.command import RecipeName, complete_erasures, open_settings, out, prepare
+from flows.command import NONE, RecipeName, complete_erasures, open_settings, out, prepare
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tasks.send_traffic import TrafficReport
 
 POLL_S = 0.2
-NONE: list[str] = []
 
 Resolve = Annotated[
     bool, typer.Option("--resolve", help="Each address that a URL's host resolves to is a server, now and later.")
@@ -189,24 +188,15 @@ def up(
     if not model and (record or ca):
         raise ValueError("--record and --ca need --model, without which nothing is recorded")
     if attach:
-        servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
-        attached = Attached(
-            servers=servers,
-            resolve=resolve,
-            server_cache=server_cache,
-            weights_url=weights_url,
-            recorded=recorded,
-            models=tuple(model),
-            port=port,
-            ca=ca,
-        )
+        told = {"resolve": resolve, "server_cache": server_cache, "weights_url": weights_url, "port": port, "ca": ca}
+        told |= {"servers": [server.rstrip("/") for server in attach], "models": model}
+        attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
     with out.status("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)
     for program in state.programs:
         path = "/v1" if program.name in (SERVICE, RECORD) else ""
-        out.print(
-            f"{program.name:8} {program.url}{path}" if program.url else f"{program.name:8} running", soft_wrap=True
-        )
+        at = f"{program.url}{path}" if program.url else "running"
+        out.print(f"{program.name:8} {at}", soft_wrap=True)
     out.print("Prefect's and MLflow's pages ask for what `redraft keys pages` prints")
 
 
@@ -235,14 +225,13 @@ def logs(
     settings = open_settings()
     from infra.files import follow_logs, last_lines
 
-    files = sorted((settings.home / "logs").glob(f"{name or '*'}.log"))
+    folder = settings.home / "logs"
+    files = sorted(folder.glob(f"{name or '*'}.log"))
+    if not files and not name:
+        raise ValueError("no logs yet; run: redraft serve, or redraft up")
     if not files:
-        known = ", ".join(sorted(file.stem for file in (settings.home / "logs").glob("*.log"))) or "none"
-        raise ValueError(
-            f'there is no log "{name}"; there are: {known}'
-            if name
-            else "no logs yet; run: redraft serve, or redraft up"
-        )
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.log"))) or "none"
+        raise ValueError(f'there is no log "{name}"; there are: {known}')
     for file in files:
         for line in last_lines(file, num_lines):
             typer.echo(f"{file.stem}: {line}")

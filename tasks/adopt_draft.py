@@ -28,8 +28,7 @@ class Adopted(Frozen):
 
     Attributes:
         draft: kind "draft", as the engine loads it.
-        source: the directory that was read.
-        source_sha256: of the files in it that count.
+        source_sha256: of the files of directory `source` that count.
         num_layers: how many of its first layers were taken, None for all that it is.
         reading: what was measured to be right where its files leave something open, "" where they don't.
     """

@@ -99,12 +99,13 @@ def _train(
     inputs |= {f"teacher {number}": teacher for number, teacher in enumerate(teachers)}
     if start is not None:
         inputs |= {"parent": start.files} | ({} if start.state is None else {STATE: start.state})
+    number, seed = recipe.num_draft_tokens, recipe.seed
     settings = {
         "draft": recipe.draft.model_dump(mode="json"),
         # None of them changes what is learnt.
         "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s", "device"}),
-        "num_draft_tokens": recipe.num_draft_tokens,
-        "seed": recipe.seed,
+        "num_draft_tokens": number,
+        "seed": seed,
     }
     if params.validation and window is not None:
         settings["validated"] = [window.first_seq, window.last_seq]
@@ -136,7 +137,7 @@ def _train(
             if hasattr(family, "search"):
                 with progress("search for the draft") as show:
                     answers = [(sample.prompt_ids, sample.completion_ids) for sample in rows]
-                    family.search(draft, answers, recipe.num_draft_tokens, recipe.seed, show)
+                    family.search(draft, answers, number, seed, show)
             family.save(draft, directory)
             return
         before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE
@@ -150,15 +151,7 @@ def _train(
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}{tau}")
 
             report = distill.train(
-                draft,
-                target_dir,
-                rows,
-                params,
-                recipe.num_draft_tokens,
-                work,
-                recipe.seed,
-                on_progress,
-                device,
+                *(draft, target_dir, rows, params, number, work, seed, on_progress, device),
                 state=before,
                 state_out=after,
                 captured=captured,
@@ -171,8 +164,7 @@ def _train(
             with staged(end) as kept:
                 after.replace(kept / STATE_FILE)
         family.save(draft, directory)
-        number = recipe.num_draft_tokens
-        fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
+        fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
     draft = cached_step("draft", "draft", settings, throttled(make, device), inputs, code)
@@ -183,14 +175,13 @@ def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples:
     """Return what training on samples begins with: the draft to go on from, or a new one that knows their tokens."""
     tokens = [token for sample in samples for token in sample.completion_ids]  # no other ever has to be proposed
     counts = np.bincount(tokens, minlength=describe(target_dir).vocab_size)
-    if start is None:
-        family = family_named(params.name)
-        draft = family.create(params, target_dir, counts)
-        if hasattr(family, "collect"):
-            family.collect(draft, [sample.token_ids for sample in samples])
-        return draft
-    family = family_of(start)
-    return family.renew(family.load(start, target_dir), target_dir, counts)
+    family = family_named(params.name) if start is None else family_of(start)
+    if start is not None:
+        return family.renew(family.load(start, target_dir), target_dir, counts)
+    draft = family.create(params, target_dir, counts)
+    if hasattr(family, "collect"):
+        family.collect(draft, [sample.token_ids for sample in samples])
+    return draft
 
 
 def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:

@@ -23,13 +23,7 @@ POINTER = "champion.json"
 
 
 class Published(Frozen):
-    """What `champion.json` says.
-
-    Attributes:
-        version: the draft's number.
-        digest: sha256 of its files in the registry.
-        directory: the name of its directory, which is never changed.
-    """
+    """What `champion.json` says: the draft's number, the sha256 of its files, and its directory, never changed."""
 
     version: int
     digest: str
@@ -74,13 +68,7 @@ def publish_champion(folder: Path, target: str = "", licence: str = "") -> Publi
     """Write the champion's directory as `export_draft` does, unless it is there, and then name it in `champion.json`.
 
     Both are renamed into place, so that whoever copies the file first and then the directory gets the draft whole.
-
-    Returns:
-        What the file says now; None without a champion, which leaves the file as it is.
-
-    Raises:
-        ValueError: see `export_draft`.
-        StoreUnavailable: the registry can't be asked.
+    Returns what the file says now; None without a champion, which leaves the file as it is.
     """
     if (champion := open_registry().champion("draft")) is None:
         return None

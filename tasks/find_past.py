@@ -24,10 +24,12 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import PASSED, Frozen
 from tasks.claim_window import Parts
-from tasks.gate_draft import CHAMPION, Scorer
+from tasks.gate_draft import CHAMPION
+from tasks.measure_draft import Scorer
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import draw_per_domain, read_samples
 from tasks.stages.task import task
+from tasks.stages.throttle import device_of
 from tasks.trigger.acknowledge import fallen_domains
 
 MOST = 200  # conversations that past drafts are compared on; a gain worth a return shows on fewer
@@ -109,7 +111,8 @@ def fitting(registry: Registry, pair: Pair, past: Sequence[Version]) -> Iterator
 def _best(recipe: Recipe, pair: Pair, files: dict[int, Artifact], samples: Sequence[Sample]) -> int | None:
     """Return the past draft whose gain over the champion is the largest, None if it may be none."""
     names = {str(number): one for number, one in files.items()}
-    scores = Scorer(recipe, pair).scores({CHAMPION: pair.draft_files, **names}, samples)
+    scorer = Scorer(recipe, pair.target_files, device_of(recipe.refresh_distill()), held=True)
+    scores = scorer.scores({CHAMPION: pair.draft_files, **names}, samples)
     gains = {number: gain(clusters(scores[CHAMPION], scores[str(number)])) for number in files}
     rows = [
         {"draft": number, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for number, one in gains.items()

@@ -58,8 +58,7 @@ class ImportReport(Frozen):
 
     Attributes:
         num_repeated: rows whose content was in the log already.
-        skipped: reason to number.
-        first: reason to place and fault of its first row.
+        skipped, first: reason to number, and to place and fault of its first row.
     """
 
     num_read: int
@@ -102,9 +101,8 @@ class _Reader:
         registry = open_registry()
         target = registry.champion("target")
         if target is None:
-            raise ValueError(
-                "the registry has no champion target yet, whose tokenizer the rows need; run: redraft build"
-            )
+            wanted = "the registry has no champion target yet, whose tokenizer the rows need"
+            raise ValueError(f"{wanted}; run: redraft build")
         self.target_dir = registry.download(target, load_settings().cache)
         self._target_version, self._vocab_size = target.number, describe(self.target_dir).vocab_size
         self._tokenizer, self._stops = AutoTokenizer.from_pretrained(self.target_dir), stop_ids(self.target_dir)
@@ -155,8 +153,7 @@ class _Reader:
         Of one that the target is to answer it is by what is asked.
         """
         said = exchange.temperature if exchange.completion is None else exchange.completion.ids
-        content = [self._target_version, exchange.subjects, exchange.prompt.ids, said]
-        return f"{ELSEWHERE}{sha256_of(content)[:32]}"
+        return f"{ELSEWHERE}{sha256_of([self._target_version, exchange.subjects, exchange.prompt.ids, said])[:32]}"
 
     def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         for file in files:
@@ -228,9 +225,8 @@ class _Reader:
                 return None
             if answer is None:
                 raise Unusable("without an answer", "wanted a question, and last the assistant's answer")
-            raise Unusable(
-                answer.unknown, "the answer's text doesn't tell its tokens; with token_ids it would be taken"
-            )
+            fault = "the answer's text doesn't tell its tokens; with token_ids it would be taken"
+            raise Unusable(answer.unknown, fault)
         if told:
             ids = self._ids("token_ids", answer.token_ids)
         else:
@@ -299,28 +295,22 @@ def import_logs(
         answering: whose engine lets the target answer prompts without an answer, or with one whose tokens aren't known.
 
     Raises:
-        ValueError: a file can't be read, nothing was built yet, the domain is no domain or, if `strict`, a row can't be
-        used.
+        ValueError: a file or the domain is wrong, nothing was built yet or, if `strict`, a row can't be used.
     """
     if domain:
         _domain(domain)
-    total = sum(count_rows(file) for file in files)
+    total, reader = sum(count_rows(file) for file in files), _Reader(domain, max_len, strict, answering is not None)
     if strict:
-        for _ in _Reader(domain, max_len, strict, answering is not None).exchanges(files):
+        for _ in reader.exchanges(files):
             pass
-    reader = _Reader(domain, max_len, strict, answering is not None)
+        reader.num_read = 0
     with progress("import") as show:
         added = asyncio.run(_add(reader, files, max_len, answering, lambda: show(reader.num_read, total)))
     if answering is not None:
         gc.collect()  # an engine is in reference cycles, and complains if it is still there when Python ends
-    num_skipped = sum(reader.skipped.counts.values())
-    return ImportReport(
-        num_read=reader.num_read,
-        num_added=added,
-        num_repeated=reader.num_read - num_skipped - added,
-        skipped=dict(reader.skipped.counts),
-        first=reader.skipped.first,
-    )
+    skipped, first = dict(reader.skipped.counts), reader.skipped.first
+    repeated = reader.num_read - sum(skipped.values()) - added
+    return ImportReport(num_read=reader.num_read, num_added=added, num_repeated=repeated, skipped=skipped, first=first)
 
 
 async def _add(

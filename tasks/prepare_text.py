@@ -6,7 +6,7 @@ A directory of kind "text" holds `train.jsonl` and `held_out.jsonl`, one documen
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformers import AutoTokenizer
 
@@ -18,6 +18,7 @@ from models.stages import Text
 from tasks.stages import cached_step, content_of
 from tasks.stages.task import task
 
+T = TypeVar("T")
 TextSplit = Literal["train", "held_out"]
 SPLITS: tuple[TextSplit, ...] = ("train", "held_out")
 
@@ -36,10 +37,9 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
 
 
 def choose_documents(domain: str, text: Text, seed: int) -> dict[TextSplit, list[Document]]:
-    """Return part to documents, under the recipe's name of the domain; parts share no group.
+    """Return part to documents, under the recipe's name of the domain; ValueError if the source has too few.
 
-    Raises:
-        ValueError: the source has too few documents.
+    Parts share no group.
     """
     documents = catalog.load("sources", text.source.name).documents(text.source)
     return draw_parts(documents, text.sizes(), domain, seed)
@@ -66,14 +66,19 @@ def tokenise(documents: Sequence[Document], target_dir: Path) -> dict[str, list[
     return found
 
 
+def in_turn(domains: Mapping[str, Sequence[T]]) -> list[T]:
+    """Return the first of each domain, then the second of each, and so on."""
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*domains.values()))
+    return [one for one in turns if one is not None]
+
+
 def first_of_each(documents: Mapping[str, Sequence[list[int]]], count: int, max_length: int) -> list[list[int]]:
     """Return `count` documents to calibrate on, the domains in turn, each cut to `max_length` tokens.
 
     Raises:
         ValueError: there are fewer.
     """
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*documents.values()))
-    found = [document[:max_length] for document in turns if document is not None][:count]
+    found = [document[:max_length] for document in in_turn(documents)][:count]
     if len(found) < count:
         raise ValueError(f"num_documents is {count}, the text has {len(found)}")
     return found

@@ -8,7 +8,7 @@ with a word behind it where it stands beside it.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,13 +33,7 @@ from models.targets import stop_ids
 from models.types import MIN_COMPLETION
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import (
-    append_samples,
-    draw_per_domain,
-    read_samples,
-    read_written,
-    write_samples,
-)
+from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
 from tasks.stages.task import task
 from tasks.stages.throttle import device_of, throttled
 
@@ -84,14 +78,10 @@ def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regene
 
     Where answers are continued, it is of those that were cut before so many tokens.
     """
-
-    def has_more(sample: Sample) -> bool:
-        return rows[sample.id].finish_reason == CUT and len(sample.completion_ids) < again.max_tokens
-
     own = [one for one in learnt if one.id in rows and not rows[one.id].structured]  # the grammar is not at hand
-    return draw_per_domain(
-        [sample for sample in own if again.temperature is not None or has_more(sample)], again.per_domain, seed
-    )
+    if again.temperature is None:
+        own = [one for one in own if rows[one.id].finish_reason == CUT and len(one.completion_ids) < again.max_tokens]
+    return draw_per_domain(own, again.per_domain, seed)
 
 
 def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
@@ -105,8 +95,8 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
     started, device = time.monotonic(), device_of(recipe.refresh_distill())
     until_s = started + 60 * again.max_minutes
     written = {one.id: one for one in read_written(file)}
-    batches = list(enumerate(_batches(chosen, again)))
-    left = [(number, batch) for number, batch in batches if any(_name(one, again) not in written for one in batch)]
+    batches = _batches(chosen, again)
+    left = [each for each in enumerate(batches) if any(_name(one, again) not in written for one in each[1])]
     counts: Counter[str] = Counter()
     if left:
         model = load_model(target_dir, fast_dtype(device), device)
@@ -126,16 +116,14 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
             written |= {one.id: one for one in kept}
             counts["tokens"] += sum(map(len, said))
             show(number + 1, len(batches), f"{counts['tokens'] / (time.monotonic() - started):.0f} tokens/s")
-    seconds = time.monotonic() - started
-    _tell(again, len(written), counts, seconds)
+    _tell(again, len(written), counts, time.monotonic() - started)
     return list(written.values())
 
 
-def _batches(chosen: Sequence[Sample], again: Regeneration) -> Iterator[list[Sample]]:
-    """Yield prompts that want as many tokens, and among those of like length, together."""
+def _batches(chosen: Sequence[Sample], again: Regeneration) -> list[list[Sample]]:
+    """Return prompts that want as many tokens, and among those of like length, together."""
     ordered = sorted(chosen, key=lambda one: (_wanted(one, again), len(one.prompt_ids), one.id))
-    for start in range(0, len(ordered), BATCH):
-        yield ordered[start : start + BATCH]
+    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
 
 
 def _wanted(sample: Sample, again: Regeneration) -> int:
@@ -151,8 +139,7 @@ def _asked(sample: Sample, again: Regeneration, max_model_len: int) -> Ask:
 def _answer(sample: Sample, said: list[int], again: Regeneration) -> Sample:
     if again.temperature is None:
         return sample._replace(completion_ids=sample.completion_ids + said)
-    name, temperature = _name(sample, again), again.temperature
-    return sample._replace(id=name, completion_ids=said, temperature=temperature, rejected=None)
+    return sample._replace(id=_name(sample, again), completion_ids=said, temperature=again.temperature, rejected=None)
 
 
 def _name(sample: Sample, again: Regeneration) -> str:
@@ -161,12 +148,10 @@ def _name(sample: Sample, again: Regeneration) -> str:
 
 def _may_be_kept(answer: Sample, encoder: ChatEncoder, counts: Counter[str]) -> bool:
     """Return whether an answer may be learnt: long enough, and nothing in it that a logged one would not hold."""
-    if len(answer.completion_ids) < MIN_COMPLETION:
-        counts["too short"] += 1
-    elif encoder.rewrite(answer.completion_ids, scrub.scrub)[0] != answer.completion_ids:
-        counts["not kept by the scrubber"] += 1
-    else:
+    short = len(answer.completion_ids) < MIN_COMPLETION
+    if not short and encoder.rewrite(answer.completion_ids, scrub.scrub)[0] == answer.completion_ids:
         return True
+    counts["too short" if short else "not kept by the scrubber"] += 1
     return False
 
 

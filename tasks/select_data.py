@@ -29,10 +29,9 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
 
 
 def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[Prompt]]:
-    """Return part to prompts, under the recipe's name of the domain; parts share no group.
+    """Return part to prompts, under the recipe's name of the domain; ValueError if the source has too few.
 
-    Raises:
-        ValueError: the source has too few prompts.
+    Parts share no group.
     """
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
     return draw_parts(prompts, traffic.sizes(), domain, seed)
@@ -41,10 +40,7 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
 def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int) -> list[Prompt]:
     """Return more prompts of one part than the recipe has: its own first, then others of the same groups.
 
-    No group of another part is among them.
-
-    Raises:
-        ValueError: the part's groups hold fewer than `count`.
+    No group of another part is among them; ValueError if the part's groups hold fewer than `count`.
     """
     sizes = traffic.sizes()
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)

@@ -5,7 +5,6 @@ not imported for that, which takes seconds: a process that has not imported it r
 """
 
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,13 +71,7 @@ def progress(description: str) -> Iterator[Show]:
 
 
 def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> None:
-    """Log a table and show it in the UI, under a key of small letters, digits and dashes.
-
-    Raises:
-        ValueError: the key has other characters; Prefect, which refuses them too, is only asked in a run.
-    """
-    if not re.fullmatch(r"[a-z0-9-]+", key):
-        raise ValueError(f"a table's key is of small letters, digits and dashes, not {key!r}")
+    """Log a table and show it in the UI, under a key of small letters, digits and dashes."""
     lines = ["  ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
     run_logger().info("%s\n  %s", description, "\n  ".join(lines))
     if _in_run():

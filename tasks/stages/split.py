@@ -38,8 +38,8 @@ class Clustered(NamedTuple):
 def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int) -> Clustered:
     """Cluster the rows of a log together with the samples that the served line of drafts began with.
 
-    Rows without a sketch get one in the file. What a sample was said to belong to is its cluster so far.
-    Rows after `last_seq` don't count.
+    Rows without a sketch get one in the file, and those after `last_seq` don't count. What a sample was said to belong
+    to is its cluster so far.
     """
     log, sketched = QueryLog(database).sketches, _sketcher(target_dir, secret)
     missing = list(log.missing(secret))
@@ -77,29 +77,21 @@ def _sketcher(target_dir: Path, secret: bytes) -> Callable[[Sequence[int]], Sket
     return lambda prompt_ids: sketch(first_turn(prompt_ids, marks), secret)
 
 
-def splits(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], TrafficSplit]:
-    """Return the function from a cluster to its split in a window: HMAC-SHA256 of both under the home's secret."""
-
-    def split_of(cluster: str) -> TrafficSplit:
-        said = f"{window.first_seq} {window.last_seq} {cluster}".encode()
-        digest = hmac.digest(secret, said, "sha256")
-        return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
-
-    return split_of
-
-
 def held_out_by(
     secret: bytes, rows: Sequence[Conversation], window: Window, held_out_fraction: float, trained: Collection[str]
 ) -> Callable[[str], bool]:
     """Return the function from a cluster to whether a window tests with it, and does not train on it.
 
-    `rows` are the log's up to the window's last one, `trained` clusters that something was trained on outside of it.
+    A large one that is new is held out; of the others HMAC-SHA256 under the home's secret says which are. `rows` are
+    the log's up to the window's last one, `trained` clusters that something was trained on outside of it.
     """
-    split_of, large = (
-        splits(secret, window, held_out_fraction),
-        unseen_and_large(rows, window, trained, drawn_by(secret)),
-    )
-    return lambda cluster: cluster in large or split_of(cluster) == "held_out"
+    large = unseen_and_large(rows, window, trained, drawn_by(secret))
+
+    def is_held_out(cluster: str) -> bool:
+        digest = hmac.digest(secret, f"{window.first_seq} {window.last_seq} {cluster}".encode(), "sha256")
+        return cluster in large or int.from_bytes(digest[:8]) / 2**64 < held_out_fraction
+
+    return is_held_out
 
 
 def drawn_by(secret: bytes) -> Callable[[str], bytes]:

@@ -93,13 +93,9 @@ def acknowledged(refresh: Refresh) -> Refresh:
 
 
 def short_of_memory(recipe: Recipe, seen: TriggerState, starts: bool = False) -> str:
-    """Return why no refresh can start at the moment, "" if there is room.
+    """Return why no refresh can start at the moment, "" if there is room; ValueError if its device is not here.
 
     What this process holds is part of what it needs where it `starts` it, being the refresh itself.
-
-    Raises:
-        ConnectionError: the registry can't be asked.
-        ValueError: the device that it is to run on is not here.
     """
     need = max(recipe.schedule.min_free_memory_gib, seen.need.gib if seen.need else _of_files())
     room = read_memory().room_gib + (own_gib() if starts else 0.0)

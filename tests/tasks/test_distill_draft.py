@@ -50,7 +50,7 @@ def go_on(
 ) -> Trained:
     """Train a challenger from a draft, as a refresh does."""
     pair = pair_of(target, draft)
-    start = Start(version=pair.draft, files=draft, state=state, evidence=Evidence.start(2, 1), going_on=False)
+    start = Start(version=pair.draft, files=draft, state=state, evidence=Evidence.start(2, 1))
     return train_challenger.fn(recipe, pair, start, samples, window)
 
 
