@@ -181,11 +181,9 @@ def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -
     from infra.views.results import publish
     from tasks.measure.run import Run
 
-    redraft = (sys.executable, "-m", "flows.cli")
-    run = Run(name, load_recipe(recipe), recipe, folder, settings, options, redraft)
+    run = Run(name, load_recipe(recipe), recipe, folder, settings, options, (sys.executable, "-m", "flows.cli"))
     benchmark = import_module(f"tasks.measure.{name}")
     report = benchmark.measure(run, **options)
-    typed = " ".join(["redraft", *sys.argv[1:]])
-    publish(report, folder, name, benchmark.QUESTION, typed, run.setup)
+    publish(report, folder, name, benchmark.QUESTION, " ".join(["redraft", *sys.argv[1:]]), run.setup)
     if report.failures:
         raise RuntimeError("; ".join(report.failures))

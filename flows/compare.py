@@ -72,5 +72,4 @@ def compare(
         report = comparison.claims(report, found)
     if bounds is not None:
         report = fitted(report, found, comparison, bounds, parsed, budget)
-    typed = shlex.join(["redraft", *sys.argv[1:]])
-    publish(report, folder, f"compare {family}", found.question, typed, setup)
+    publish(report, folder, f"compare {family}", found.question, shlex.join(["redraft", *sys.argv[1:]]), setup)

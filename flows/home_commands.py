@@ -123,11 +123,11 @@ def _show(settings: "Settings", certificate: "Certificate") -> None:
         f"{len(certificate.snapshots)} snapshots written again, {len(certificate.removed)} caches and work folders "
         f"removed, {len(certificate.redacted)} other files overwritten"
     )
-    lines = [done]
-    for number, roles in certificate.drafts.items():
-        lines.append(f"draft {number} saw {', '.join(f'{rows} as {role}' for role, rows in roles.items())}")
+    seen = [
+        f"draft {number} saw {', '.join(f'{rows} as {role}' for role, rows in roles.items())}"
+        for number, roles in certificate.drafts.items()
+    ]
     if certificate.descendants:
-        lines.append(f"trained on from these: {', '.join(map(str, certificate.descendants))}")
-    lines.append(f"certificate: {certificate_file(settings, certificate.number)}")
-    for line in lines:
+        seen.append(f"trained on from these: {', '.join(map(str, certificate.descendants))}")
+    for line in (done, *seen, f"certificate: {certificate_file(settings, certificate.number)}"):
         out.print(line, soft_wrap=True, markup=False)

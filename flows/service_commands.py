@@ -90,7 +90,6 @@ def attach(
 
 
 def _run(program: "Program", told: str, settings: "Settings") -> NoReturn:
-    """Run one program until Ctrl-C; RuntimeError if it ends before."""
     from infra.service_process import END_TIMEOUT_S, start_program
 
     child = start_program(program, settings)

@@ -25,7 +25,7 @@ from infra.files import last_lines
 from infra.home import open_home
 from infra.identity import process_identity
 from infra.installed import openmp_preload
-from infra.processes import free_port
+from infra.processes import free_port, wait_until
 from infra.service_process import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -99,21 +99,13 @@ def start(recipe: str, settings: Settings, attached: Attached | None = None) -> 
 
 
 def stop(settings: Settings) -> None:
-    """End the supervisor and all that it runs.
-
-    Raises:
-        ValueError: nothing runs here.
-        TimeoutError: it did not end in time.
-    """
+    """End the supervisor and all that it runs; ValueError if nothing runs here, TimeoutError if it did not end."""
     state = read_state(settings.home)
     if state is None:
         raise ValueError("redraft is not up, so there is nothing to stop")
     os.kill(state.pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
-    while process_identity(state.pid) == state.identity:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"process {state.pid} did not end in {DOWN_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
+    ended = f"the end of process {state.pid}"
+    wait_until(lambda: process_identity(state.pid) != state.identity, DOWN_TIMEOUT_S, None, ended)
 
 
 def _failure(settings: Settings, log_path: Path) -> str:

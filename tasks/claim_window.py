@@ -30,9 +30,9 @@ from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key
 from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.samples import SIDES, Side, Split, by_domain, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
-from tasks.stages.split import TrafficSplit, cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, stands_for
 from tasks.stages.task import task
 
 
@@ -216,7 +216,7 @@ class _Traffic(NamedTuple):
     """The log's rows up to a window's last one, and the first draft's samples, with their clusters."""
 
     rows: list[Conversation]
-    first: dict[TrafficSplit, list[Sample]]
+    first: dict[Side, list[Sample]]
     secret: bytes
 
     @property
@@ -231,11 +231,10 @@ class _Traffic(NamedTuple):
 def _read_traffic(pair: Pair, first_samples: Artifact, last_seq: int) -> _Traffic:
     settings = load_settings()
     secret = home_secret(settings.home)
-    sides: tuple[TrafficSplit, ...] = ("train", "held_out")
-    first = {side: read_samples(first_samples, side) for side in sides}
+    first = {side: read_samples(first_samples, side) for side in SIDES}
     both = first["train"] + first["held_out"]
     clustered = cluster_log(settings.querylog, secret, pair.target_files.path, both, last_seq)
-    named = {side: [one._replace(cluster=clustered.first[one.id]) for one in first[side]] for side in sides}
+    named = {side: [one._replace(cluster=clustered.first[one.id]) for one in first[side]] for side in SIDES}
     return _Traffic(clustered.rows, named, secret)
 
 

@@ -192,7 +192,6 @@ def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:
 
 
 def _new_in(window: Window, samples: Sequence[Sample]) -> set[str]:
-    """Return the ids of the samples that were made of a window's rows."""
     ids = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
     return {sample.id for sample in samples if row_of(sample.id) in ids}
 

@@ -64,8 +64,9 @@ def known_of_challenger(
 @task
 def start_test(recipe: Recipe, pair: Pair) -> Evidence:
     """Return what is known of a draft that was not gated against the champion before: nothing."""
-    versions = open_registry().versions("draft")
-    return Evidence.start(recipe.num_draft_tokens, next_challenger(versions, pair.draft.number))
+    return Evidence.start(
+        recipe.num_draft_tokens, next_challenger(open_registry().versions("draft"), pair.draft.number)
+    )
 
 
 def _state(version: Version) -> Artifact | None:

@@ -1,8 +1,8 @@
 """Look whether a past champion should serve again: the traffic that it was good at may have come back.
 
-That is asked for a domain whose acceptance fell, and only then: while nobody saw a fall, a try would only use up error
-that the champion's challengers share. Each champion is challenged by one past draft a domain. The gate tests it as it
-tests any challenger, and nothing is trained if it passes. If it does not, its rows are trained on as ever.
+That is asked only for a domain whose acceptance fell: else a try would only use up error that all challengers share.
+One past draft a domain challenges each champion. The gate tests it as any challenger; if it passes, nothing is trained,
+and if not, its rows are trained on as ever.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,10 +2,8 @@
 
 Who imports a file says with that that its owners agreed to training: the rows get consent "full". Texts are scrubbed
 before they are written, and a row's id is the hash of its subjects and content, so that importing twice adds nothing.
-A row holds
-
-- `prompt_ids` and `completion_ids`: tokens of the target; they count if there is something else as well;
-- or what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
+A row holds `prompt_ids` and `completion_ids`, tokens of the target, which count if there is something else as well; or
+what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
 
 A chat goes through the target's chat template as one with the service does, and the answer gets the token that ends it:
 so an exchange has the ids that it had when it was served, or it is skipped and counted. A prompt without an answer is
@@ -92,8 +90,6 @@ class _Exchange(NamedTuple):
 
 
 class _Reader:
-    """Turns rows of files into exchanges, for the target that is served."""
-
     def __init__(self, domain: str, max_len: int, strict: bool, answers: bool) -> None:
         self.num_read, self.skipped = 0, Skipped()
         self._domain, self._max_len, self._strict, self._answers = domain, max_len, strict, answers

@@ -109,8 +109,8 @@ class Scorer:
         """Return what `measure` says of a draft, as JSON keeps it."""
 
         def make(directory: Path, work: Path) -> None:
-            opened = open_draft(open_artifact(draft), self.target_dir)
-            (directory / FILE).write_text(json.dumps(measure(opened, work)))
+            found = measure(open_draft(open_artifact(draft), self.target_dir), work)
+            (directory / FILE).write_text(json.dumps(found))
 
         params, inputs = scored_by(self.recipe) | {"samples": samples}, {"target": self.target, "draft": draft}
         code = (score, family_of(open_artifact(draft)))

@@ -93,8 +93,7 @@ def _look(
     rows = _one_of_each_cluster(log, test, rows, target_dir)
     samples = _drawn(recipe, test, rows, champion)
     now_ms = int(time.time() * 1000)
-    waited_ms = now_ms - test.looked_ms
-    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.max_wait_s):
+    if not samples or (len(samples) < params.per_look and now_ms - test.looked_ms < 1000 * params.max_wait_s):
         return test
     seqs = {row.id: row.seq or 0 for row in rows}
     compared = _compare(recipe, tests, samples, seqs, target_dir, (champion, previous))

@@ -1,9 +1,8 @@
 """Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, or anew.
 
-What is said so is learnt by the challenger, and by nobody else: the gate scores what was served. Only prompts of the
-window's training side are asked, which have full consent; an answer that the scrubber would change is thrown away. It
-is named by its row, so that an erasure finds it: the row's own name where it takes the served answer's place, and that
-with a word behind it where it stands beside it.
+Only the challenger learns it: the gate scores what was served. Only prompts of the window's training side are asked,
+which have full consent; an answer that the scrubber would change is thrown away. It is named by its row, so that an
+erasure finds it, with a word behind that where it stands beside the served answer.
 """
 
 import time

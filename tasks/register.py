@@ -130,8 +130,7 @@ def register_candidate(
     }
     first, like = first_samples(parent), pair.draft_files.path
     lineage = _lineage(recipe, pair.target, pair.target_files, trained.draft, like, first, known)
-    report = gated.origin(parent.number, window, lineage.continues)
-    version = _register_gated(trained.draft, lineage, report, gated)
+    version = _register_gated(trained.draft, lineage, gated.origin(parent.number, window, lineage.continues), gated)
     _record_curve(registry, version)
     before = None if parent.previous is None else registry.get("draft", parent.previous)
     forget_states({one.lineage.state_uri for one in (version, parent, before) if one is not None})

@@ -1,11 +1,8 @@
 """Directories that are made once: found again by what they were made from, and checked before they are used again.
 
-Prefect's own cache keys a task by its lines, so a thin task would serve a stale result after its algorithm changed, and
-it would hand out references to files that are gone. Here the key covers the code of every module that computes, of the
-methods that the params name, and the versions of the libraries that compute. A directory counts as made only while its
-manifest fits.
-
-Beside it lies what stages share: what they show, the samples that drafts learn from, and the change of a target.
+Prefect's own cache keys a task by its lines: it would serve a stale result after an algorithm changed, and hand out
+references to files that are gone. Here the key covers the code of every module that computes, of the methods that the
+params name, and the versions of the libraries. A directory counts as made only while its manifest fits.
 """
 
 import ast

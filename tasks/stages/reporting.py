@@ -1,7 +1,6 @@
 """What a running task shows: log lines, progress and tables in Prefect's UI, a bar on a terminal.
 
-Outside a run (a task called through `.fn`) there is no UI to show anything in, and only the log is written. Prefect is
-not imported for that, which takes seconds: a process that has not imported it runs no flow.
+Outside a run (a task called through `.fn`) only the log is written, and Prefect, which takes seconds, is not imported.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
-Whoever floods the service must not write the next draft alone: an answer given twice counts once, and one API key gives
-at most its share of what is kept (`tasks.stages.shares`).
+An answer given twice counts once, and one API key gives at most its share of what is kept (`tasks.stages.shares`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
 `regression.jsonl`: what drafts are held to and never trained on.
@@ -27,7 +26,9 @@ from models.types import MIN_COMPLETION
 from tasks.stages.reporting import run_logger
 from tasks.stages.shares import cap_per_key
 
-Split = Literal["train", "held_out", "regression"]
+Side = Literal["train", "held_out"]
+Split = Side | Literal["regression"]
+SIDES: tuple[Side, ...] = ("train", "held_out")
 OfT = TypeVar("OfT", bound="Of")
 
 

@@ -1,16 +1,15 @@
 """Which conversations of a window are trained on, which test what was trained, and which are never trained on.
 
-The unit is a cluster (`models.core.evaluation.clusters`): what resembles each other, and what a client says belongs
-together. In each window a cluster is put on a side by a keyed hash, so that no client can choose it; a large one is
-held out in the first window that has it. What was held out in one window is trained on in the next. What is alike to a
-member of a regression set (`infra.regression_sets`) is on neither side.
+The unit is a cluster (`models.core.evaluation.clusters`). In each window a keyed hash, which no client can choose, puts
+it on a side; a large one is held out in the first window that has it. What was held out in one window is trained on in
+the next. What is alike to a member of a regression set (`infra.regression_sets`) is on neither side.
 """
 
 import hmac
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -22,7 +21,6 @@ from models.core.evaluation.clusters import Sketch, join, join_groups, sketch
 from models.core.learning.hidden import Sample
 from models.tokens import first_turn, turn_marks
 
-TrafficSplit = Literal["train", "held_out"]
 BATCH_ROWS = 1000
 MOST_OF_GROUP = 4  # rows; more say little that these don't, and each has to be scored
 SCORED_FIRST = 0.5  # of a domain's rows; where new large clusters have more, the others are split like small ones
@@ -72,7 +70,6 @@ def cluster_samples(samples: Sequence[Sample], secret: bytes, target_dir: Path) 
 
 
 def _sketcher(target_dir: Path, secret: bytes) -> Callable[[Sequence[int]], Sketch]:
-    """Return the function from a prompt to the sketch of its first turn."""
     marks = turn_marks(AutoTokenizer.from_pretrained(target_dir))
     return lambda prompt_ids: sketch(first_turn(prompt_ids, marks), secret)
 

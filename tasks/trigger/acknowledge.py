@@ -1,7 +1,7 @@
 """Say that a refresh runs, and what came of it, so that what asked for it knows (infra/triggers.py).
 
-Whether there is memory for one is told by what the last one took or, before the first, by the champions' files. A
-refresh also looks at the memory of the GPU that it is to run on. Who only asks for it does not: to look takes some.
+Whether there is memory is told by what the last one took or, before the first, by the champions' files. A refresh also
+looks at the memory of its GPU. Who only asks for it does not: to look takes some.
 """
 
 import sqlite3

@@ -1,8 +1,8 @@
 """Ask the orchestrator for a refresh when one is due, until a run acknowledges it.
 
-The wish is a state beside the query log, and each look reads it anew: whatever is down or busy meanwhile, the wish
-stays. Asking again with the same key makes no second run. Where a run ended without acknowledging it, such as one that
-was cancelled because another was active, the next key asks for another.
+The wish is a state beside the query log, which each look reads anew: whatever is down or busy meanwhile, it stays.
+Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks for
+another.
 """
 
 import logging
@@ -56,17 +56,14 @@ class RefreshTrigger:
         known: Known,
         champion: Champion,
     ) -> None:
-        """Take what a look needs.
-
-        The last three raise OSError if they can't say.
+        """Take what a look needs; the last three arguments raise OSError if they can't say.
 
         Args:
             recipe: what the refreshes run with, and when.
             log: whose rows they train on.
             trigger: what is wanted.
             orchestrator: makes one run of a wish, however often it is asked; returns whether that run has ended.
-            known: takes the first row of the next refresh and returns what the gate knows of the challenger that this
-                trains.
+            known: takes the first row of the next refresh and returns what is known of the challenger that it trains.
             champion: returns the draft that is to be served.
         """
         self._recipe, self._log, self._trigger, self._orchestrator = recipe, log, trigger, orchestrator
@@ -153,8 +150,7 @@ class RefreshTrigger:
 
     def _low(self, domain: str, champion: Version, attempts: int = 0) -> Fell:
         served, now_ms = self._log.served_tau(domain), self._trigger.clock()
-        promised = usual_tau(domain, champion.lineage.tau) or served
-        draft = champion.number
+        promised, draft = usual_tau(domain, champion.lineage.tau) or served, champion.number
         return Fell(draft=draft, promised=promised, served=served, now_ms=now_ms, why="low", attempts=attempts)
 
     def _decide(self, seen: TriggerState, waits: bool) -> dict[str, int]:
