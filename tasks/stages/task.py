@@ -1,4 +1,4 @@
-"""Prefect's `task`, which takes seconds to import, put off until a flow calls one. It caches nothing, see `tasks.stages`."""
+"""Prefect's `task`, which takes seconds to import, put off until a flow calls one. `tasks.stages` caches instead."""
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
