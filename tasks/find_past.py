@@ -114,11 +114,8 @@ def _best(recipe: Recipe, pair: Pair, files: dict[int, Artifact], samples: Seque
     scorer = Scorer(recipe, pair.target_files, device_of(recipe.refresh_distill()), held=True)
     scores = scorer.scores({CHAMPION: pair.draft_files, **names}, samples)
     gains = {number: gain(clusters(scores[CHAMPION], scores[str(number)])) for number in files}
-    rows = [
-        {"draft": number, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for number, one in gains.items()
-    ]
-    table(
-        "past-drafts", rows, f"accepted tokens a step more than draft {pair.draft.number}, {len(samples)} conversations"
-    )
+    rows = [{"draft": name, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for name, one in gains.items()]
+    beside = f"accepted tokens a step more than draft {pair.draft.number}, {len(samples)} conversations"
+    table("past-drafts", rows, beside)
     best = max(gains, key=lambda number: gains[number].value)
     return best if gains[best].low > 0 else None

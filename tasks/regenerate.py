@@ -65,10 +65,8 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         "max_model_len": recipe.engine.max_model_len,
         "window": [window.first_seq, window.last_seq],
     }
-    work, inputs = (
-        throttled(make, device_of(recipe.refresh_distill())),
-        {"target": pair.target_files, "samples": samples},
-    )
+    work = throttled(make, device_of(recipe.refresh_distill()))
+    inputs = {"target": pair.target_files, "samples": samples}
     return cached_step("answered", "samples", params, work, inputs, (write_samples, answering))
 
 

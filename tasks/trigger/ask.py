@@ -120,9 +120,7 @@ class RefreshTrigger:
         """
         seen = self._trigger.state()
         states = seen.domains
-        low = {
-            name: one.fall for name, one in states.items() if isinstance(one, Fallen | Due) and one.fall.why == "low"
-        }
+        low = {name: of.fall for name, of in states.items() if isinstance(of, Fallen | Due) and of.fall.why == "low"}
         enough = [domain for domain, num in self._rows.most_common() if num >= self._recipe.refresh.min_rows]
         new = [] if seen.running else [domain for domain in enough if domain not in low]
         if not low and not new:
