@@ -29,15 +29,15 @@ class Adopted(Frozen):
     Attributes:
         draft: kind "draft", as the engine loads it.
         source_sha256: of the files of directory `source` that count.
-        num_layers: how many of its first layers were taken, None for all that it is.
-        reading: what was measured to be right where its files leave something open, "" where they don't.
+        source_layers: how many of its first layers were taken, None for all that it is.
+        source_reading: what was measured to be right where its files leave something open, "" where they don't.
     """
 
     draft: Artifact
     source: str
     source_sha256: str
-    num_layers: int | None = None
-    reading: str = ""
+    source_layers: int | None = None
+    source_reading: str = ""
 
 
 @task
@@ -62,7 +62,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
 
     params = {"source_sha256": sha256} | ({} if num_layers is None else {"num_layers": num_layers})
     draft = cached_step("adopted", "draft", params, make, {"target": target}, (family,))
-    return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
+    return Adopted(draft=draft, source=str(source), source_sha256=sha256, source_layers=num_layers)
 
 
 @task
@@ -94,4 +94,4 @@ def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: 
 
     draft = cached_step("adopted", "draft", {"reading": best}, save, inputs, code)
     told = f"{best}: τ {taus[best]:.2f} on {NUM_SCORED} answers of the target at most; {others}"
-    return adopted.model_copy(update={"draft": draft, "reading": told})
+    return adopted.model_copy(update={"draft": draft, "source_reading": told})

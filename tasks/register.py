@@ -60,7 +60,7 @@ def register_draft(
     for found in same_files(registry.versions("draft"), draft):
         if found.lineage.target_version == target.number:
             return found
-    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else _from_elsewhere(adopted)
+    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else adopted.model_dump(exclude={"draft"})
     known = {**_figures(measured), **origin, "line": draft.sha256[:16], "gate": None}
     lineage = _lineage(recipe, target, target_files, draft, None, samples, known)
     report = first_report(measured, recipe.num_draft_tokens)
@@ -75,7 +75,7 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
     """
     champion = pair.draft
     line = {"gated_against": champion.number, "line": champion.lineage.line}
-    known = {**_verdict(gated), **_from_elsewhere(adopted), **line}
+    known = {**_verdict(gated), **adopted.model_dump(exclude={"draft"}), **line}
     lineage = _lineage(recipe, pair.target, pair.target_files, adopted.draft, None, samples, known)
     return _register_gated(adopted.draft, lineage, gated.origin(champion.number), gated)
 
@@ -190,15 +190,6 @@ def _verdict(gated: GateResult) -> dict[str, Any]:
         "regression_sets": gated.regression_sets,
         "gate_data": gated.gate_data,
         "unlike": _rounded(gated.unlike),
-    }
-
-
-def _from_elsewhere(adopted: Adopted) -> dict[str, Any]:
-    return {
-        "source": adopted.source,
-        "source_sha256": adopted.source_sha256,
-        "source_reading": adopted.reading,
-        "source_layers": adopted.num_layers,
     }
 
 
