@@ -40,8 +40,7 @@ def adopt(
         if candidate is None:
             with reading_rows():
                 parts = hold_out_past(recipe, pair, first_samples(pair.draft))
-                test = start_test(recipe, pair)
-                gated = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
+                gated = gate_draft(recipe, pair, start_test(recipe, pair), adopted.draft, parts, learns=False)
                 candidate = register_gated(recipe, pair, adopted, samples, gated)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)

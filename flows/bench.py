@@ -7,27 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.command import RecipeName, command_of
+from flows.command import NONE, Output, RecipeName, command_of
 from infra.environment import enter_home
 from infra.home import open_home
 from infra.settings import load_settings
 from models.recipe import DEFAULT_RECIPE, load_recipe
 
-bench = typer.Typer(
-    name="bench",
-    help="Measure a recipe's service, in a home of its own.",
-    no_args_is_help=True,
-)
+bench = typer.Typer(name="bench", help="Measure a recipe's service, in a home of its own.", no_args_is_help=True)
 command = command_of(bench)
 
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder."),
-]
 NumPrompts = Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts per domain.")]
 NumRounds = Annotated[int, typer.Option("--rounds", min=1, help="How many times the compared ways take turns.")]
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 DRAFTS = ["bad", "first", "champion"]
+GREEDY = [0.0]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight.")]
 
 
@@ -40,7 +33,7 @@ def speed(
     baselines: Annotated[
         list[str],
         typer.Option("--baseline", help="Measure this baseline besides plain vLLM; repeatable. All if left out."),
-    ] = [],  # noqa: B006 - typer copies defaults
+    ] = NONE,
 ) -> None:
     """Tokens/s and latency at one stream, compared with vLLM's own compiled endpoint, transformers, our reference.
 
@@ -66,7 +59,7 @@ def load(
     baselines: Annotated[
         list[str],
         typer.Option("--baseline", help='Measure vLLM\'s own endpoint too, as vLLM or "vLLM with ngram"; repeatable.'),
-    ] = [],  # noqa: B006 - typer copies defaults
+    ] = NONE,
 ) -> None:
     """Throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
 
@@ -144,7 +137,7 @@ def specbench(
     ] = 0.0,
     temperatures: Annotated[
         list[float], typer.Option("--temperature", min=0.0, help="0 is greedy; give it once for each.")
-    ] = [0.0],  # noqa: B006 - typer copies defaults
+    ] = GREEDY,
     per_task: Annotated[int, typer.Option(min=0, help="Questions of each task, 0 for all.")] = 0,
     per_cell: Annotated[int, typer.Option(min=1, help="Questions that are measured and kept as a whole.")] = 10,
     max_tokens: Annotated[int, typer.Option(min=4, help="Tokens of an answer, at most.")] = 128,
@@ -188,11 +181,9 @@ def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -
     from infra.views.results import publish
     from tasks.measure.run import Run
 
-    redraft = (sys.executable, "-m", "flows.cli")
-    run = Run(name, load_recipe(recipe), recipe, folder, settings, options, redraft)
+    run = Run(name, load_recipe(recipe), recipe, folder, settings, options, (sys.executable, "-m", "flows.cli"))
     benchmark = import_module(f"tasks.measure.{name}")
     report = benchmark.measure(run, **options)
-    typed = " ".join(["redraft", *sys.argv[1:]])
-    publish(report, folder, name, benchmark.QUESTION, typed, run.setup)
+    publish(report, folder, name, benchmark.QUESTION, " ".join(["redraft", *sys.argv[1:]]), run.setup)
     if report.failures:
         raise RuntimeError("; ".join(report.failures))

@@ -48,6 +48,5 @@ def make_target(recipe: Recipe) -> Artifact:
 
 def prepare(recipe: Recipe, weights: Artifact) -> tuple[Artifact, Artifact]:
     """Return the target with its reference outputs, and its answers to the prompts of the first draft's domains."""
-    prompts = select_data(recipe.traffic, recipe.seed)
-    samples = generate_answers(recipe, weights, prompts)
+    samples = generate_answers(recipe, weights, select_data(recipe.traffic, recipe.seed))
     return complete_target(weights, samples), samples

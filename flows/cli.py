@@ -18,10 +18,9 @@ from rich.table import Table
 from flows.bench import advise, bench
 from flows.command import RecipeName, command_of, complete_erasures, open_settings, out, prepare
 from flows.compare import compare
-from flows.home_commands import backup, clean, restore
+from flows.home_commands import backup, clean, erase, restore, retain
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
-from flows.privacy_commands import erase, retain
 from flows.service_commands import attach, down, logs, record, serve, status, traffic, up
 from infra.priority import lower_session
 from infra.settings import load_settings
@@ -131,9 +130,10 @@ def export_draft(
     open_settings()
     from tasks.export_draft import export_draft as write
 
-    written = write.fn(number, directory.absolute(), target, licence)
-    out.print(f"draft {number}: {written.directory}, for {written.target}", soft_wrap=True, markup=False)
-    out.print(f"serve it: vllm serve {written.directory}", soft_wrap=True, markup=False)
+    directory = directory.absolute()
+    target = write.fn(number, directory, target, licence)
+    out.print(f"draft {number}: {directory}, for {target}", soft_wrap=True, markup=False)
+    out.print(f"serve it: vllm serve {directory}", soft_wrap=True, markup=False)
 
 
 def publish(
@@ -148,7 +148,7 @@ def publish(
     """
     _, parsed = prepare(recipe)
     from infra.store import StoreUnavailable
-    from tasks.publish_champion import publish_champion
+    from tasks.export_draft import publish_champion
 
     told = ""
     while True:

@@ -8,6 +8,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,16 +22,17 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 out = Console()
 
+NONE: list[str] = []
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
+]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a TOML file.")]
 
 
 def command_of(
     app: typer.Typer, panel: str | None = None, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the decorator that adds a function to `app`, with our exit codes.
-
-    `panel` is the heading of its help; the command's name is by default the function's.
-    """
+    """Return the decorator that adds a function to `app`, with our exit codes; `panel` is the heading of its help."""
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
         @app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)
@@ -54,8 +56,7 @@ def command_of(
 
 def prepare(recipe: str) -> tuple[Settings, Recipe]:
     """Return the settings, already in the environment, and a recipe; ValueError if a setting or the recipe is wrong."""
-    settings = open_settings()
-    return settings, load_recipe(recipe)
+    return open_settings(), load_recipe(recipe)
 
 
 def open_settings() -> Settings:

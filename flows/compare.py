@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from flows.command import RecipeName, open_settings
+from flows.command import NONE, Output, RecipeName, open_settings
 from models.recipe import DEFAULT_RECIPE, load_recipe
 from tasks.measure.comparisons import families, load_comparison
 
-ALL_ROWS: list[str] = []
 MOST_SEEDS = 12
 
 
@@ -22,13 +21,11 @@ def compare(
         float, typer.Option(min=0.001, help="Scales how much is trained or calibrated; 1 takes minutes per family.")
     ] = 1.0,
     num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; fewer than 3 say little.")] = 3,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
-    ] = None,
+    output: Output = None,
     only: Annotated[
         list[str],
         typer.Option(help='Measure the baseline and rows of this name alone, such as "gptq*"; give it once for each.'),
-    ] = ALL_ROWS,
+    ] = NONE,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -75,5 +72,4 @@ def compare(
         report = comparison.claims(report, found)
     if bounds is not None:
         report = fitted(report, found, comparison, bounds, parsed, budget)
-    typed = shlex.join(["redraft", *sys.argv[1:]])
-    publish(report, folder, f"compare {family}", found.question, typed, setup)
+    publish(report, folder, f"compare {family}", found.question, shlex.join(["redraft", *sys.argv[1:]]), setup)

@@ -17,9 +17,8 @@ from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLi
 from prefect.types.entrypoint import EntrypointType
 
 from flows.build import build
-from flows.clean import clean
+from flows.clean import clean, retain
 from flows.refresh import refresh
-from flows.retain import retain
 from infra.home import open_home
 from infra.priority import lower_session
 from infra.querylog import QueryLog

@@ -53,7 +53,6 @@ def _gate(recipe: Recipe, pair: Pair, window: Window) -> Version:
         if gated.report.verdict == "passed":
             return returned
     start = find_challenger(recipe, pair, window)
-    learnt = regenerate(recipe, pair, window, parts.samples)
-    trained = train_challenger(recipe, pair, start, learnt, window)
+    trained = train_challenger(recipe, pair, start, regenerate(recipe, pair, window, parts.samples), window)
     gated = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
     return register_candidate(recipe, pair, start, trained, window, parts.samples, gated)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from flows.command import RecipeName, complete_erasures, open_settings, out, prepare
+from flows.command import NONE, RecipeName, complete_erasures, open_settings, out, prepare
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tasks.send_traffic import TrafficReport
 
 POLL_S = 0.2
-NONE: list[str] = []
 
 Resolve = Annotated[
     bool, typer.Option("--resolve", help="Each address that a URL's host resolves to is a server, now and later.")
@@ -47,7 +46,7 @@ def serve(
     from infra.serving import SERVED_NAME
 
     require_startable(settings, parsed.serve.port)
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     with out.status(starting(config, settings)) as shown:
@@ -82,7 +81,7 @@ def attach(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import attach_program
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
@@ -91,7 +90,6 @@ def attach(
 
 
 def _run(program: "Program", told: str, settings: "Settings") -> NoReturn:
-    """Run one program until Ctrl-C; RuntimeError if it ends before."""
     from infra.service_process import END_TIMEOUT_S, start_program
 
     child = start_program(program, settings)
@@ -120,7 +118,7 @@ def record(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import record_program, write_recording
-    from tasks.configure_service import configure_service
+    from tasks.promote import configure_service
 
     told = configure_service.fn(parsed)
     target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}
@@ -189,24 +187,15 @@ def up(
     if not model and (record or ca):
         raise ValueError("--record and --ca need --model, without which nothing is recorded")
     if attach:
-        servers, recorded = tuple(server.rstrip("/") for server in attach), (record or attach[0]).rstrip("/")
-        attached = Attached(
-            servers=servers,
-            resolve=resolve,
-            server_cache=server_cache,
-            weights_url=weights_url,
-            recorded=recorded,
-            models=tuple(model),
-            port=port,
-            ca=ca,
-        )
+        told = {"resolve": resolve, "server_cache": server_cache, "weights_url": weights_url, "port": port, "ca": ca}
+        told |= {"servers": [server.rstrip("/") for server in attach], "models": model}
+        attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
     with out.status("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)
     for program in state.programs:
         path = "/v1" if program.name in (SERVICE, RECORD) else ""
-        out.print(
-            f"{program.name:8} {program.url}{path}" if program.url else f"{program.name:8} running", soft_wrap=True
-        )
+        at = f"{program.url}{path}" if program.url else "running"
+        out.print(f"{program.name:8} {at}", soft_wrap=True)
     out.print("Prefect's and MLflow's pages ask for what `redraft keys pages` prints")
 
 
@@ -235,14 +224,13 @@ def logs(
     settings = open_settings()
     from infra.files import follow_logs, last_lines
 
-    files = sorted((settings.home / "logs").glob(f"{name or '*'}.log"))
+    folder = settings.home / "logs"
+    files = sorted(folder.glob(f"{name or '*'}.log"))
+    if not files and not name:
+        raise ValueError("no logs yet; run: redraft serve, or redraft up")
     if not files:
-        known = ", ".join(sorted(file.stem for file in (settings.home / "logs").glob("*.log"))) or "none"
-        raise ValueError(
-            f'there is no log "{name}"; there are: {known}'
-            if name
-            else "no logs yet; run: redraft serve, or redraft up"
-        )
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.log"))) or "none"
+        raise ValueError(f'there is no log "{name}"; there are: {known}')
     for file in files:
         for line in last_lines(file, num_lines):
             typer.echo(f"{file.stem}: {line}")

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flows.command import complete_erasures
 from infra.auth_middleware import LOOPBACK, pages_login
@@ -23,7 +25,7 @@ from infra.files import last_lines
 from infra.home import open_home
 from infra.identity import process_identity
 from infra.installed import openmp_preload
-from infra.processes import free_port
+from infra.processes import free_port, wait_until
 from infra.service_process import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -38,6 +40,7 @@ from infra.service_process import (
 from infra.settings import ATTACH_TOKEN, Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import Recipe, load_recipe
+from tasks.promote import configure_service
 
 PREFECT, MLFLOW, SERVICE, RUNNER, POST_PROMOTION = "prefect", "mlflow", "service", "runner", "post-promotion"
 SUPERVISOR = "supervisor"
@@ -96,21 +99,13 @@ def start(recipe: str, settings: Settings, attached: Attached | None = None) -> 
 
 
 def stop(settings: Settings) -> None:
-    """End the supervisor and all that it runs.
-
-    Raises:
-        ValueError: nothing runs here.
-        TimeoutError: it did not end in time.
-    """
+    """End the supervisor and all that it runs; ValueError if nothing runs here, TimeoutError if it did not end."""
     state = read_state(settings.home)
     if state is None:
         raise ValueError("redraft is not up, so there is nothing to stop")
     os.kill(state.pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
-    while process_identity(state.pid) == state.identity:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"process {state.pid} did not end in {DOWN_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
+    ended = f"the end of process {state.pid}"
+    wait_until(lambda: process_identity(state.pid) != state.identity, DOWN_TIMEOUT_S, None, ended)
 
 
 def _failure(settings: Settings, log_path: Path) -> str:
@@ -151,8 +146,9 @@ def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> l
     """Return all that is to run, with its settings in the home; ValueError if something of it can't be started."""
     programs = pages(settings)
     orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
-    parsed, api = load_recipe(recipe), orchestrated["PREFECT_API_URL"]
-    served = _service(parsed, settings, api) if attached is None else _attached(parsed, settings, api, attached)
+    parsed = load_recipe(recipe)
+    config = configure_service.fn(parsed, orchestrated["PREFECT_API_URL"])
+    served = _service(parsed, settings, config) if attached is None else _attached(settings, config, attached)
     programs += [replace(program, env={**program.env, **orchestrated}) for program in served]
     # What may train comes once requests are answered: it would hold up their start.
     for name, module in ((RUNNER, "flows.deployments"), (POST_PROMOTION, "flows.post_promotion")):
@@ -161,10 +157,8 @@ def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> l
     return programs
 
 
-def _service(recipe: Recipe, settings: Settings, orchestrator: str) -> list[Program]:
-    from tasks.configure_service import configure_service  # torch: too slow for who only asks what runs
-
-    service = write_config(configure_service.fn(recipe, orchestrator), settings)
+def _service(recipe: Recipe, settings: Settings, config: Mapping[str, Any]) -> list[Program]:
+    service = write_config(config, settings)
     return [
         Program(
             SERVICE,
@@ -178,17 +172,14 @@ def _service(recipe: Recipe, settings: Settings, orchestrator: str) -> list[Prog
     ]
 
 
-def _attached(recipe: Recipe, settings: Settings, orchestrator: str, attached: Attached) -> list[Program]:
-    from tasks.configure_service import configure_service  # as in `_service`
-
-    config = configure_service.fn(recipe, orchestrator)
+def _attached(settings: Settings, config: Mapping[str, Any], attached: Attached) -> list[Program]:
     followed = {**config, **attached.model_dump(include={"servers", "resolve", "server_cache", "weights_url"})}
     programs = [attach_program(followed, settings)]
-    if not attached.models:
-        return programs
-    recorded = {"server": attached.recorded, **attached.model_dump(include={"models", "port", "ca"})}
-    recorded |= {name: config[name] for name in ("target_dir", "target_version")}
-    return [*programs, record_program(recorded, settings)]
+    if attached.models:
+        recorded = {"server": attached.recorded, **attached.model_dump(include={"models", "port", "ca"})}
+        recorded |= {name: config[name] for name in ("target_dir", "target_version")}
+        programs.append(record_program(recorded, settings))
+    return programs
 
 
 def main() -> int:

@@ -1,18 +1,17 @@
 """Take a draft that was trained elsewhere, in any layout that its family reads, and save it as those made here are."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, cast
 
 from infra.artifacts import Artifact, open_artifact
-from infra.manifest import canonical_json, file_sha256
+from infra.manifest import file_sha256, sha256_of
 from infra.settings import load_settings
 from models.core.drafting.draft_families import adopter_of, name_of, open_draft
 from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
-from tasks.measure_draft import tau_of
+from tasks.measure_draft import scored_by, tau_of
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
@@ -29,17 +28,16 @@ class Adopted(Frozen):
 
     Attributes:
         draft: kind "draft", as the engine loads it.
-        source: the directory that was read.
-        source_sha256: of the files in it that count.
-        num_layers: how many of its first layers were taken, None for all that it is.
-        reading: what was measured to be right where its files leave something open, "" where they don't.
+        source_sha256: of the files of directory `source` that count.
+        source_layers: how many of its first layers were taken, None for all that it is.
+        source_reading: what was measured to be right where its files leave something open, "" where they don't.
     """
 
     draft: Artifact
     source: str
     source_sha256: str
-    num_layers: int | None = None
-    reading: str = ""
+    source_layers: int | None = None
+    source_reading: str = ""
 
 
 @task
@@ -54,30 +52,24 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
     family = adopter_of(source)
     if num_layers is not None and not hasattr(family, "cut"):
         raise ValueError(f"--layers is for drafts in which others are nested, and those of {name_of(family)} have none")
-    sha256 = _digest(source)
+    # The files that an import reads: hub caches hold links to them, which a manifest refuses.
+    read = sorted(file for pattern in READ for file in source.glob(pattern))
+    sha256 = sha256_of({file.name: file_sha256(file) for file in read})
 
     def make(directory: Path, _: Path) -> None:
         draft = family.adopt(source, open_artifact(target))
         family.save(draft if num_layers is None else cast("Any", family).cut(draft, num_layers), directory)
 
-    draft = cached_step(
-        stage="adopted",
-        kind="draft",
-        params={"source_sha256": sha256, **({} if num_layers is None else {"num_layers": num_layers})},
-        inputs={"target": target},
-        code=(make, family),
-        make=make,
-    )
-    return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
+    params = {"source_sha256": sha256} | ({} if num_layers is None else {"num_layers": num_layers})
+    draft = cached_step("adopted", "draft", params, make, {"target": target}, (family,))
+    return Adopted(draft=draft, source=str(source), source_sha256=sha256, source_layers=num_layers)
 
 
 @task
 def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: Artifact) -> Adopted:
     """Take the reading of a published draft that scores best on held-out samples, where its files leave it open."""
-    source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
+    source, target_dir = Path(adopted.source), open_artifact(target)
     family = adopter_of(source)
-    code = (_digest, family, score)
-    params = {"num_draft_tokens": num, "rules": [rule.model_dump() for rule in recipe.engine.rules]}
     opened = family.readings(open_draft(open_artifact(adopted.draft), target_dir), source, target_dir)
     if len(opened) == 1:
         return adopted
@@ -85,34 +77,21 @@ def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: 
     def measure(directory: Path, work: Path) -> None:
         held_out = read_samples(samples, "held_out")
         chosen = held_out[:: max(1, len(held_out) // NUM_SCORED)][:NUM_SCORED]
-        taus = {}
-        for name, draft in opened.items():
-            scores = score(draft, target_dir, chosen, num, work, load_settings().device, recipe.engine.rules)
-            taus[name] = tau_of(scores)
-        (directory / TAUS).write_text(json.dumps(taus))
+        num, device, rules = recipe.num_draft_tokens, load_settings().device, recipe.engine.rules
+        scored = {one: score(draft, target_dir, chosen, num, work, device, rules) for one, draft in opened.items()}
+        (directory / TAUS).write_text(json.dumps({name: tau_of(scores) for name, scores in scored.items()}))
 
-    inputs = {"target": target, "samples": samples, "draft": adopted.draft}
-    measured = cached_step(
-        stage="readings", kind="scores", params=params, inputs=inputs, code=code, make=throttled(measure)
-    )
+    inputs, code = {"target": target, "samples": samples, "draft": adopted.draft}, (family, score)
+    measured = cached_step("readings", "scores", scored_by(recipe), throttled(measure), inputs, code)
     taus: dict[str, float] = json.loads((open_artifact(measured) / TAUS).read_text())
     best = max(taus, key=lambda name: taus[name])
     rows = [{"reading": name, "τ": round(tau, 3), "taken": name == best} for name, tau in taus.items()]
     table("readings", rows, f"the draft's files leave open what it reads; taken: {best}")
-    draft = cached_step(
-        stage="adopted",
-        kind="draft",
-        params={"reading": best},
-        inputs=inputs,
-        code=code,
-        make=lambda directory, _: family.save(opened[best], directory),
-    )
     others = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items() if name != best)
+
+    def save(directory: Path, _: Path) -> None:
+        family.save(opened[best], directory)
+
+    draft = cached_step("adopted", "draft", {"reading": best}, save, inputs, code)
     told = f"{best}: τ {taus[best]:.2f} on {NUM_SCORED} answers of the target at most; {others}"
-    return adopted.model_copy(update={"draft": draft, "reading": told})
-
-
-def _digest(directory: Path) -> str:
-    """Hash the files that an import reads; hub caches hold links to them, which a manifest refuses."""
-    files = sorted(file for pattern in READ for file in directory.glob(pattern))
-    return hashlib.sha256(canonical_json({file.name: file_sha256(file) for file in files})).hexdigest()
+    return adopted.model_copy(update={"draft": draft, "source_reading": told})

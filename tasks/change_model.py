@@ -31,10 +31,9 @@ def change_model(stage: str, table: Frozen, seed: int, target: Artifact, text: A
 
 
 def _pretrained(table: Pretrain, seed: int, start: Start) -> Changed:
-    trained = training.train_by_name(
-        start.model, start.documents, table.training, table.regimes, seed, start.work, start.on_progress
-    )
-    return Changed(start.model, training_metrics(trained), trained.losses)
+    model, documents, regimes = start.model, start.documents, table.regimes
+    trained = training.train_by_name(model, documents, table.training, regimes, seed, start.work, start.on_progress)
+    return Changed(model, training_metrics(trained), trained.losses)
 
 
 def _shrunk(table: Shrink, seed: int, start: Start) -> Changed:

@@ -1,6 +1,5 @@
 """Take a window of served requests, lay aside what is never trained on, and say when it is done with."""
 
-import hashlib
 import os
 import sqlite3
 from collections import Counter
@@ -14,8 +13,9 @@ from pydantic import Field
 from infra.artifacts import Artifact
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.erasures import Role
 from infra.identity import process_identity
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.secret import home_secret
@@ -30,9 +30,9 @@ from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key
 from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Split, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.samples import SIDES, Side, Split, by_domain, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
-from tasks.stages.split import TrafficSplit, cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, stands_for
 from tasks.stages.task import task
 
 
@@ -157,7 +157,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs and sample.id not in structured}
     sets, draw = log.regression_sets, drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
-    members = sets.members()
+    members = set(sets.members())
     regression, reserved = _regression_sets(pair, log, members, traffic)
 
     is_held_out = held_out_by(traffic.secret, traffic.rows, window, refresh.held_out_fraction, trained)
@@ -185,13 +185,8 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
             "regression": [one._replace(weight=reserved_here.get(seqs.get(one.id, 0), 1.0)) for one in regression],
         },
     )
-    return _write_parts(
-        parts,
-        [sample for sample in samples if sample.id in seqs],
-        {sample.id for sample in samples if seqs.get(sample.id) in members},
-        unlike,
-        structured,
-    )
+    own = [sample for sample in samples if sample.id in seqs]
+    return _write_parts(parts, own, {one.id for one in own if seqs[one.id] in members}, unlike, structured)
 
 
 @task
@@ -205,9 +200,8 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     cursor = log.windows.cursor()
     rows = [row for row in log.rows(cursor + 1, cursor + recipe.refresh.max_rows) if not row.structured]
     traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
-    regression, reserved = _regression_sets(pair, log, log.regression_sets.members(), traffic)
-    seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
-    seen |= traffic.trained
+    regression, reserved = _regression_sets(pair, log, set(log.regression_sets.members()), traffic)
+    seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor} | traffic.trained
     found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
     of_found = {row.seq for row in rows if row.id in found}
     tests = [row for row in traffic.rows if row.seq in of_found]
@@ -222,7 +216,7 @@ class _Traffic(NamedTuple):
     """The log's rows up to a window's last one, and the first draft's samples, with their clusters."""
 
     rows: list[Conversation]
-    first: dict[TrafficSplit, list[Sample]]
+    first: dict[Side, list[Sample]]
     secret: bytes
 
     @property
@@ -237,15 +231,10 @@ class _Traffic(NamedTuple):
 def _read_traffic(pair: Pair, first_samples: Artifact, last_seq: int) -> _Traffic:
     settings = load_settings()
     secret = home_secret(settings.home)
-    first: dict[TrafficSplit, list[Sample]] = {
-        "train": read_samples(first_samples, "train"),
-        "held_out": read_samples(first_samples, "held_out"),
-    }
+    first = {side: read_samples(first_samples, side) for side in SIDES}
     both = first["train"] + first["held_out"]
     clustered = cluster_log(settings.querylog, secret, pair.target_files.path, both, last_seq)
-    named = {
-        side: [one._replace(cluster=clustered.first[one.id]) for one in samples] for side, samples in first.items()
-    }
+    named = {side: [one._replace(cluster=clustered.first[one.id]) for one in first[side]] for side in SIDES}
     return _Traffic(clustered.rows, named, secret)
 
 
@@ -265,23 +254,21 @@ def _named(samples: Sequence[Sample], rows: Sequence[QueryRow], traffic: _Traffi
 
 
 def _regression_sets(
-    pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
+    pair: Pair, log: QueryLog, members: Collection[int], traffic: _Traffic
 ) -> tuple[list[Sample], set[str]]:
     """Return what drafts are held to in each domain, and the clusters that are therefore never trained on.
 
     The first draft's held-out conversations fill up the sets that traffic has not filled, as far as no row is alike.
     """
-    wanted = set(members)
-    inside = {row.seq: row for row in traffic.rows if row.seq in wanted}
+    inside = {row.seq: row for row in traffic.rows if row.seq in members}
     rows = log.rows_of(inside)
     samples = _named(usable(rows, pair.target.number, 1.0, len(rows))[0], rows, traffic) if rows else []
     known = {row.cluster for row in traffic.rows} | traffic.trained
-    filling = [sample for sample in traffic.first["held_out"] if sample.cluster not in known]
-    regression: list[Sample] = []
-    for domain in sorted({sample.domain for sample in samples + filling}):
-        of_traffic = [sample for sample in samples if sample.domain == domain]
-        of_first = [sample for sample in filling if sample.domain == domain]
-        regression += of_traffic + draw_per_domain(of_first, max(0, SIZE - len(of_traffic)), seed=0)
+    filling = by_domain(sample for sample in traffic.first["held_out"] if sample.cluster not in known)
+    regression, of_traffic = list[Sample](), by_domain(samples)
+    for domain in sorted({*of_traffic, *filling}):
+        own = of_traffic.get(domain, [])
+        regression += own + draw_per_domain(filling.get(domain, []), max(0, SIZE - len(own)), seed=0)
     return regression, {row.cluster for row in inside.values()}
 
 
@@ -296,21 +283,18 @@ def _write_parts(
         for part, samples in parts.items():
             write_samples(directory, part, samples)
 
-    content = canonical_json({part: [list(sample) for sample in samples] for part, samples in parts.items()})
-    params, code = {"sha256": hashlib.sha256(content).hexdigest()}, (make, write_samples)
+    content = {part: [list(sample) for sample in samples] for part, samples in parts.items()}
+    params, code = {"sha256": sha256_of(content)}, (make, write_samples)
     of_window = {sample.id for sample in traffic}
     ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
-    log = QueryLog(load_settings().querylog)
-    log.erasures.record_reads(
-        stage_key("window", params, {}, code),
-        {
-            "train": [id for id in ids["train"] if id in of_window],
-            "replay": [id for id in ids["train"] if id not in of_window],
-            "held_out": ids["held_out"],
-            "regression": ids["regression"],
-        },
-    )
-    artifact = cached_step(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
+    roles: dict[Role, list[str]] = {
+        "train": [one for one in ids["train"] if one in of_window],
+        "replay": [one for one in ids["train"] if one not in of_window],
+        "held_out": ids["held_out"],
+        "regression": ids["regression"],
+    }
+    QueryLog(load_settings().querylog).erasures.record_reads(stage_key("window", params, {}, code), roles)
+    artifact = cached_step("window", "samples", params, make, code=code)
     by_part = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
     domains = sorted(set().union(*by_part.values()))
     rows = [{"domain": domain, **{part: count[domain] for part, count in by_part.items()}} for domain in domains]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.consent import row_of
@@ -26,13 +27,12 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen
 from tasks.find_challenger import Start
+from tasks.prepare_target import prepare_target
 from tasks.stages import cached_step, stage_key
-from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
 from tasks.stages.task import task
-from tasks.stages.teachers import prepare_teachers
 from tasks.stages.throttle import device_of, throttled
 
 STATE, STATE_FILE = "state", "state.safetensors"
@@ -64,6 +64,19 @@ def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact
     return _train(recipe, params, pair.target_files, samples, start, window)
 
 
+def prepare_teachers(params: distill.Params) -> list[Artifact]:
+    """Build the models beside the target whose word a draft learns, or find them again."""
+    return [prepare_target.fn(teacher.model) for teacher in params.teachers]
+
+
+def teachers_in(params: BaseParams) -> dict[str, JsonValue]:
+    """Return what a draft's lineage keeps: sha256 of each teacher's weights to its name and its weight in the mean."""
+    assert isinstance(params, distill.Params)
+    cards = [describe(open_artifact(one)) for one in prepare_teachers(params)]
+    weights = [teacher.weight for teacher in params.teachers]
+    return {card.sha256: {"name": card.name, "weight": one} for card, one in zip(cards, weights, strict=True)}
+
+
 def forget_states(kept: Collection[str]) -> None:
     """Remove the states that no run will go on from; a draft without its own gets a fresh optimizer."""
     folder = load_settings().artifacts / STATE
@@ -86,12 +99,13 @@ def _train(
     inputs |= {f"teacher {number}": teacher for number, teacher in enumerate(teachers)}
     if start is not None:
         inputs |= {"parent": start.files} | ({} if start.state is None else {STATE: start.state})
+    number, seed = recipe.num_draft_tokens, recipe.seed
     settings = {
         "draft": recipe.draft.model_dump(mode="json"),
         # None of them changes what is learnt.
         "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s", "device"}),
-        "num_draft_tokens": recipe.num_draft_tokens,
-        "seed": recipe.seed,
+        "num_draft_tokens": number,
+        "seed": seed,
     }
     if params.validation and window is not None:
         settings["validated"] = [window.first_seq, window.last_seq]
@@ -123,7 +137,7 @@ def _train(
             if hasattr(family, "search"):
                 with progress("search for the draft") as show:
                     answers = [(sample.prompt_ids, sample.completion_ids) for sample in rows]
-                    family.search(draft, answers, recipe.num_draft_tokens, recipe.seed, show)
+                    family.search(draft, answers, number, seed, show)
             family.save(draft, directory)
             return
         before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE
@@ -137,15 +151,7 @@ def _train(
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}{tau}")
 
             report = distill.train(
-                draft,
-                target_dir,
-                rows,
-                params,
-                recipe.num_draft_tokens,
-                work,
-                recipe.seed,
-                on_progress,
-                device,
+                *(draft, target_dir, rows, params, number, work, seed, on_progress, device),
                 state=before,
                 state_out=after,
                 captured=captured,
@@ -153,18 +159,15 @@ def _train(
                 unseen=None if window is None else _new_in(window, rows),
             )
         if captured is not None:
-            tell(captured, "learn from")
+            tell_captured(captured, "learn from")
         if after is not None:
             with staged(end) as kept:
                 after.replace(kept / STATE_FILE)
         family.save(draft, directory)
-        number = recipe.num_draft_tokens
-        fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
+        fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
-    draft = cached_step(
-        stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=throttled(make, device)
-    )
+    draft = cached_step("draft", "draft", settings, throttled(make, device), inputs, code)
     return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
 
 
@@ -172,14 +175,13 @@ def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples:
     """Return what training on samples begins with: the draft to go on from, or a new one that knows their tokens."""
     tokens = [token for sample in samples for token in sample.completion_ids]  # no other ever has to be proposed
     counts = np.bincount(tokens, minlength=describe(target_dir).vocab_size)
-    if start is None:
-        family = family_named(params.name)
-        draft = family.create(params, target_dir, counts)
-        if hasattr(family, "collect"):
-            family.collect(draft, [sample.token_ids for sample in samples])
-        return draft
-    family = family_of(start)
-    return family.renew(family.load(start, target_dir), target_dir, counts)
+    family = family_named(params.name) if start is None else family_of(start)
+    if start is not None:
+        return family.renew(family.load(start, target_dir), target_dir, counts)
+    draft = family.create(params, target_dir, counts)
+    if hasattr(family, "collect"):
+        family.collect(draft, [sample.token_ids for sample in samples])
+    return draft
 
 
 def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:
@@ -190,7 +192,6 @@ def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:
 
 
 def _new_in(window: Window, samples: Sequence[Sample]) -> set[str]:
-    """Return the ids of the samples that were made of a window's rows."""
     ids = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
     return {sample.id for sample in samples if row_of(sample.id) in ids}
 

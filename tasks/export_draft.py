@@ -1,10 +1,14 @@
-"""Write a registered draft so that vLLM serves it without redraft, with a model card that says where it came from."""
+"""Write a registered draft so that vLLM serves it without redraft, with a model card that says where it came from.
+
+The champion is also published into a folder that others roll out from: a directory, and a file that names it.
+"""
 
 import json
 from pathlib import Path
 from typing import cast
 
 from infra.artifacts import renamed_when_complete
+from infra.files import replacing
 from infra.lines import ancestors
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
@@ -15,18 +19,20 @@ from models.types import Frozen
 from tasks.stages.task import task
 
 CARD = "README.md"
+POINTER = "champion.json"
 
 
-class Exported(Frozen):
-    """Where a draft was written to, and the name of its target in there."""
+class Published(Frozen):
+    """What `champion.json` says: the draft's number, the sha256 of its files, and its directory, never changed."""
 
-    directory: Path
-    target: str
+    version: int
+    digest: str
+    directory: str
 
 
 @task
-def export_draft(number: int, directory: Path, target: str = "", licence: str = "") -> Exported:
-    """Write draft `number` into a new directory, whole or not at all.
+def export_draft(number: int, directory: Path, target: str = "", licence: str = "") -> str:
+    """Write draft `number` into a new directory, whole or not at all, and return the name of its target in there.
 
     vLLM is to load the target from `target`, a directory or a hub's id, by default the registry's copy. The licence is
     named as Hugging Face does.
@@ -54,7 +60,27 @@ def export_draft(number: int, directory: Path, target: str = "", licence: str = 
     with renamed_when_complete(directory) as staging:
         publisher.publish(files, staging, verifier, lineage.num_draft_tokens or 3)
         (staging / CARD).write_text(card(registry, version, name_of(publisher), target, licence))
-    return Exported(directory=directory, target=target)
+    return target
+
+
+@task
+def publish_champion(folder: Path, target: str = "", licence: str = "") -> Published | None:
+    """Write the champion's directory as `export_draft` does, unless it is there, and then name it in `champion.json`.
+
+    Both are renamed into place, so that whoever copies the file first and then the directory gets the draft whole.
+    Returns what the file says now; None without a champion, which leaves the file as it is.
+    """
+    if (champion := open_registry().champion("draft")) is None:
+        return None
+    published = Published(version=champion.number, digest=champion.sha256, directory=champion.sha256)
+    if not (folder / published.directory).exists():
+        export_draft.fn(champion.number, folder / published.directory, target, licence)
+    pointer, content = folder / POINTER, published.model_dump_json() + "\n"
+    if not pointer.exists() or pointer.read_text() != content:
+        with replacing(pointer) as temporary:
+            temporary.write_text(content)
+            temporary.chmod(0o644)  # for whoever rolls it out
+    return published
 
 
 def card(registry: Registry, version: Version, family: str, target: str, licence: str) -> str:

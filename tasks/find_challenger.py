@@ -23,14 +23,12 @@ class Start(Frozen):
         files: its weights.
         state: the end of the run that made it; None where that is not there, and the optimizer starts afresh.
         evidence: what is known of the challenger so far.
-        going_on: whether it is a checkpoint, not the champion.
     """
 
     version: Version
     files: Artifact
     state: Artifact | None
     evidence: Evidence
-    going_on: bool
 
 
 @task
@@ -42,31 +40,18 @@ def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
     """
     registry, champion = open_registry(), pair.draft
     checkpoint, evidence = known_of_challenger(registry, champion.number, window.first_seq, recipe.num_draft_tokens)
-    start = Start(
-        version=checkpoint or champion,
-        files=publish(registry.download(checkpoint, load_settings().cache), "draft")
-        if checkpoint
-        else pair.draft_files,
-        state=_state(checkpoint or champion),
-        evidence=evidence,
-        going_on=checkpoint is not None,
-    )
+    version, files = champion, pair.draft_files
+    if checkpoint is not None:
+        version, files = checkpoint, publish(registry.download(checkpoint, load_settings().cache), "draft")
     how = "starts" if checkpoint is None else f"goes on from draft {checkpoint.number}"
     run_logger().info("challenger %d of draft %d %s", evidence.challenger, champion.number, how)
-    return start
+    return Start(version=version, files=files, state=_state(version), evidence=evidence)
 
 
 def known_of_challenger(
     registry: Registry, champion: int, first_seq: int, num_draft_tokens: int
 ) -> tuple[Version | None, Evidence]:
-    """Return the checkpoint that the training on the next rows resumes, if any, and what is known of the challenger.
-
-    Args:
-        registry: with the drafts.
-        champion: number of the one that is challenged.
-        first_seq: first of the rows.
-        num_draft_tokens: K that it is gated at.
-    """
+    """Return the checkpoint that the training on rows from `first_seq` on resumes, if any, and what is known of it."""
     versions = registry.versions("draft")
     checkpoint = challenger_to_go_on(versions, champion, first_seq)
     kept = None if checkpoint is None else registry.attached(checkpoint, EVIDENCE)
@@ -79,8 +64,9 @@ def known_of_challenger(
 @task
 def start_test(recipe: Recipe, pair: Pair) -> Evidence:
     """Return what is known of a draft that was not gated against the champion before: nothing."""
-    versions = open_registry().versions("draft")
-    return Evidence.start(recipe.num_draft_tokens, next_challenger(versions, pair.draft.number))
+    return Evidence.start(
+        recipe.num_draft_tokens, next_challenger(open_registry().versions("draft"), pair.draft.number)
+    )
 
 
 def _state(version: Version) -> Artifact | None:

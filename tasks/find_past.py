@@ -1,8 +1,8 @@
 """Look whether a past champion should serve again: the traffic that it was good at may have come back.
 
-That is asked for a domain whose acceptance fell, and only then: while nobody saw a fall, a try would only use up error
-that the champion's challengers share. Each champion is challenged by one past draft a domain. The gate tests it as it
-tests any challenger, and nothing is trained if it passes. If it does not, its rows are trained on as ever.
+That is asked only for a domain whose acceptance fell: else a try would only use up error that all challengers share.
+One past draft a domain challenges each champion. The gate tests it as any challenger; if it passes, nothing is trained,
+and if not, its rows are trained on as ever.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,12 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import PASSED, Frozen
 from tasks.claim_window import Parts
-from tasks.gate_draft import CHAMPION, Scorer
+from tasks.gate_draft import CHAMPION
+from tasks.measure_draft import Scorer
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import draw_per_domain, read_samples
 from tasks.stages.task import task
+from tasks.stages.throttle import device_of
 from tasks.trigger.acknowledge import fallen_domains
 
 MOST = 200  # conversations that past drafts are compared on; a gain worth a return shows on fewer
@@ -109,13 +111,11 @@ def fitting(registry: Registry, pair: Pair, past: Sequence[Version]) -> Iterator
 def _best(recipe: Recipe, pair: Pair, files: dict[int, Artifact], samples: Sequence[Sample]) -> int | None:
     """Return the past draft whose gain over the champion is the largest, None if it may be none."""
     names = {str(number): one for number, one in files.items()}
-    scores = Scorer(recipe, pair).scores({CHAMPION: pair.draft_files, **names}, samples)
+    scorer = Scorer(recipe, pair.target_files, device_of(recipe.refresh_distill()), held=True)
+    scores = scorer.scores({CHAMPION: pair.draft_files, **names}, samples)
     gains = {number: gain(clusters(scores[CHAMPION], scores[str(number)])) for number in files}
-    rows = [
-        {"draft": number, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for number, one in gains.items()
-    ]
-    table(
-        "past-drafts", rows, f"accepted tokens a step more than draft {pair.draft.number}, {len(samples)} conversations"
-    )
+    rows = [{"draft": name, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for name, one in gains.items()]
+    beside = f"accepted tokens a step more than draft {pair.draft.number}, {len(samples)} conversations"
+    table("past-drafts", rows, beside)
     best = max(gains, key=lambda number: gains[number].value)
     return best if gains[best].low > 0 else None

@@ -1,41 +1,28 @@
 """Hold a draft against the champion on what a window held out, and against each domain's best on its regression set."""
 
-import hashlib
-import json
-import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from infra.artifacts import Artifact, open_artifact, publish
+from infra.artifacts import Artifact, publish
 from infra.lines import best_versions, predecessors
-from infra.manifest import canonical_json
 from infra.registry import open_registry
 from infra.regression_sets import scored_as
 from infra.settings import load_settings
 from infra.versions import Pair, is_usable
 from infra.windows import Window
-from models.core.drafting.draft_families import family_of, open_draft
 from models.core.evaluation.gate import Evidence, decide, score_floor
 from models.core.evaluation.paired import Score
-from models.core.evaluation.scoring import score
-from models.core.learning.hidden import Sample
-from models.drafts import Draft
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
-from tasks.measure_draft import Measured, measure_golden, summarise, tau_of
-from tasks.stages import cached_step
-from tasks.stages.captures import captures_of, tell
+from tasks.measure_draft import Measured, Scorer, summarise, tau_of
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import read_samples, regression_set_versions
+from tasks.stages.samples import by_domain, read_samples, regression_set_versions
 from tasks.stages.task import task
-from tasks.stages.throttle import device_of, throttled
+from tasks.stages.throttle import device_of
 
 CHAMPION, CANDIDATE = "champion", "candidate"
-FILE = "scores.json"
 
 
 class GateResult(Frozen):
@@ -84,101 +71,42 @@ def gate_draft(
     The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
     that, traffic that got harder would look like a loss.
     """
-    gated = Scorer(recipe, pair).gate(before, candidate, parts, learns)
+    params, seed = recipe.gate, recipe.seed
+    scorer = Scorer(recipe, pair.target_files, device_of(recipe.refresh_distill()), held=True)
+    drafts = {CHAMPION: pair.draft_files, CANDIDATE: candidate}
+    past = best_past(pair)
+    held_out, regression = (read_samples(parts.samples, part) for part in ("held_out", "regression"))
+    window = scorer.scores(drafts, held_out)
+    of_sets = scorer.scores(drafts | {one.sha256: one for one in past.values()}, regression)
+    fresh = set(parts.fresh)  # held out as well, and never looked at before
+    champion, candidates = (window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
+    evidence = before.after(champion, candidates, parts.shares) if champion else before
+    groups = scored_as(one.domain for one in regression)
+    grouped = {
+        name: [one.model_copy(update={"domain": groups[one.domain]}) for one in found]
+        for name, found in of_sets.items()
+    }
+    of_past = [(groups.get(domain), grouped[files.sha256]) for domain, files in past.items()]
+    best = {
+        group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
+        for group in sorted({*groups.values()})
+    }
+    floors = score_floors(best, grouped[CANDIDATE], params, seed)
+    large = {domain for domain, group in groups.items() if group == domain}
+    # What a draft is measured by: its scores on the regression sets and, where a set is small, of the window.
+    measured_by = ([*of_sets[name], *(one for one in window[name] if one.domain not in large)] for name in drafts)
+    parent, measured = (summarise(scores, 1.0, seed) for scores in measured_by)
+    left_out = tuple(sorted(pair.draft.lineage.tau.keys() - measured.tau.keys()))
+    gated = GateResult(
+        report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
+        evidence=evidence,
+        measured=measured.model_copy(update={"golden_tau": scorer.golden_tau(candidate)}),
+        regression_sets=regression_set_versions(regression),
+        gate_data=parts.samples.uri,
+        unlike=parts.unlike,
+    )
     _show(gated)
     return gated
-
-
-class Scorer:
-    """Scores drafts by the recipe's rules; what was scored before is not scored again."""
-
-    def __init__(self, recipe: Recipe, pair: Pair) -> None:
-        self.recipe, self.pair = recipe, pair
-        self.target_dir, self.device = open_artifact(pair.target_files), device_of(recipe.refresh_distill())
-
-    def gate(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
-        """Return the verdict, with what it rests on."""
-        params, seed = self.recipe.gate, self.recipe.seed
-        drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
-        past = best_past(self.pair)
-        held_out, regression = (read_samples(parts.samples, part) for part in ("held_out", "regression"))
-        window = self.scores(drafts, held_out)
-        of_sets = self.scores(drafts | {one.sha256: one for one in past.values()}, regression)
-        fresh = set(parts.fresh)  # held out as well, and never looked at before
-        champion, candidates = (window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
-        evidence = before.after(champion, candidates, parts.shares) if champion else before
-        groups = scored_as(one.domain for one in regression)
-        grouped = {name: [_renamed(one, groups) for one in found] for name, found in of_sets.items()}
-        of_past = [(groups.get(domain), grouped[files.sha256]) for domain, files in past.items()]
-        best = {
-            group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
-            for group in sorted({*groups.values()})
-        }
-        floors = score_floors(best, grouped[CANDIDATE], params, seed)
-        large = {domain for domain, group in groups.items() if group == domain}
-        parent, measured = (self.measure(of_sets[name], window[name], large) for name in drafts)
-        left_out = tuple(sorted(self.pair.draft.lineage.tau.keys() - measured.tau.keys()))
-        return GateResult(
-            report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
-            evidence=evidence,
-            measured=measured.model_copy(update={"golden_tau": self.golden_tau(candidate)}),
-            regression_sets=regression_set_versions(regression),
-            gate_data=parts.samples.uri,
-            unlike=parts.unlike,
-        )
-
-    def measure(self, of_sets: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
-        """Sum up a draft's scores on the regression sets and, of domains whose set is not large, of the window."""
-        return summarise([*of_sets, *(one for one in window if one.domain not in large)], 1.0, self.recipe.seed)
-
-    def scores(self, drafts: Mapping[str, Artifact], samples: Sequence[Sample]) -> dict[str, list[Score]]:
-        """Return each draft's scores."""
-        if not samples:
-            return {name: [] for name in drafts}
-        sha256 = hashlib.sha256(canonical_json([list(sample) for sample in samples])).hexdigest()
-        work = load_settings().artifacts / "work" / f"scores-{sha256[:16]}"
-        found = {name: self._scores(files, samples, sha256, work) for name, files in drafts.items()}
-        shutil.rmtree(work, ignore_errors=True)  # it holds hidden states, which are large and count as text
-        return found
-
-    def golden_tau(self, draft: Artifact) -> float:
-        """Return τ on the golden prompts."""
-        return float(self._produce("golden_tau", draft, self._golden))
-
-    def _golden(self, opened: Draft, work: Path) -> float:
-        num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
-        return measure_golden(opened, self.target_dir, num, work, rules, self.device)
-
-    def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
-        def scored(opened: Draft, _: Path) -> list[object]:
-            num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
-            captured = captures_of(self.target_dir)
-            scores = score(opened, self.target_dir, samples, num, work, self.device, rules, captured)
-            tell(captured, "score")
-            return [s.model_dump() for s in scores]
-
-        return [Score.model_validate(row) for row in self._produce("scores", draft, scored, sha256)]
-
-    def _produce(self, stage: str, draft: Artifact, measure: Callable[[Draft, Path], Any], samples: str = "") -> Any:
-        """Return what `measure` says of a draft, as JSON keeps it."""
-
-        def make(directory: Path, work: Path) -> None:
-            opened = open_draft(open_artifact(draft), self.target_dir)
-            (directory / FILE).write_text(json.dumps(measure(opened, work)))
-
-        made = cached_step(
-            stage=stage,
-            kind="scores",
-            params={
-                "num_draft_tokens": self.recipe.num_draft_tokens,
-                "rules": [rule.model_dump() for rule in self.recipe.engine.rules],
-                "samples": samples,
-            },
-            inputs={"target": self.pair.target_files, "draft": draft},
-            code=(make, measure_golden, score, family_of(open_artifact(draft))),
-            make=throttled(make, self.device),
-        )
-        return json.loads((open_artifact(made) / FILE).read_text())
 
 
 def best_past(pair: Pair) -> dict[str, Artifact]:
@@ -200,9 +128,9 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
     assert report.test is not None
     domains = {}
     for domain in challenger.tau | report.domains:
-        found = report.domains.get(domain)
-        if found is None:
-            found = DomainEvidence(num_conversations=challenger.num_conversations[domain], tau_after=None)
+        found = report.domains.get(domain) or DomainEvidence(
+            num_conversations=challenger.num_conversations[domain], tau_after=None
+        )
         after = challenger.tau[domain].value if domain in challenger.tau else found.tau_after
         before = champion.tau[domain].value if domain in champion.tau else None
         domains[domain] = found.model_copy(
@@ -212,25 +140,18 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
     return report.model_copy(update={"domains": domains, "test": test})
 
 
-def _renamed(score: Score, groups: Mapping[str, str]) -> Score:
-    return score.model_copy(update={"domain": groups[score.domain]})
-
-
 def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
     """Return the scores of the draft with the highest τ in a domain, of the same conversations; the first of equals."""
-    return max(drafts, key=lambda scores: tau_of([one for one in scores if one.domain == domain]))
+    return max(drafts, key=lambda scores: tau_of(by_domain(scores).get(domain, [])))
 
 
 def score_floors(
     best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: GateParams, seed: int
 ) -> dict[str, DomainEvidence]:
     """Return domain to what the challenger pays there; a domain without scores of a past draft is not gated."""
-    floors = {}
-    for domain, scores in sorted(best.items()):
-        before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
-        if before:
-            floors[domain] = score_floor(before, after, params, seed)
-    return floors
+    of = by_domain(challenger)
+    pairs = {domain: (by_domain(scores).get(domain), of.get(domain, [])) for domain, scores in sorted(best.items())}
+    return {domain: score_floor(before, after, params, seed) for domain, (before, after) in pairs.items() if before}
 
 
 def _show(gated: GateResult) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import itertools
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,10 +20,11 @@ from models.engines import Completion, Engine, Sampling
 from models.params import BaseParams
 from models.recipe import Generate, Recipe
 from models.sources import Prompt, encoded
+from tasks.prepare_text import in_turn
 from tasks.select_data import read_prompts
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress
-from tasks.stages.samples import Split, append_samples, read_written, write_samples
+from tasks.stages.samples import SIDES, append_samples, by_domain, read_written, write_samples
 from tasks.stages.task import task
 
 ANSWERS = "answers.jsonl"
@@ -42,9 +42,8 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     def make(directory: Path, work: Path) -> None:
         folder, max_len = open_artifact(prompts), recipe.engine.max_model_len
         encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(open_artifact(target)))
-        names: tuple[Split, ...] = ("train", "held_out")
-        parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in names}
-        golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
+        parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in SIDES}
+        golden_prompts = in_turn(by_domain(parts["held_out"]))[: recipe.generate.num_golden]
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
         wanted = [prompt for part in asked.values() for prompt in part]
 
@@ -59,18 +58,12 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         for part, of_part in asked.items():
             write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
 
-    return cached_step(
-        stage="samples",
-        kind="samples",
-        params={
-            "generate": recipe.generate.model_dump(exclude={"concurrency"}),
-            "engine": recipe.engine.model_dump(mode="json"),
-            "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
-        },
-        inputs={"target": target, "prompts": prompts},
-        code=(make, save_golden),
-        make=make,
-    )
+    params = {
+        "generate": recipe.generate.model_dump(exclude={"concurrency"}),
+        "engine": recipe.engine.model_dump(mode="json"),
+        "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
+    }
+    return cached_step("samples", "samples", params, make, {"target": target, "prompts": prompts}, (save_golden,))
 
 
 def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:
@@ -128,7 +121,7 @@ async def _reference(
     backwards = dict(reversed(asked_once.items()))
     ways = {"one": (asked_once, 1), "two": (asked_once, 2), "all": (asked_once, len(prompts))}
     ways["all backwards"] = (backwards, len(prompts))
-    passes: list[dict[str, Completion]] = []
+    passes = list[dict[str, Completion]]()
     with progress("record reference outputs") as show:
         for name, (asked, most) in ways.items():
             passes.append(await _joining(engine, asked, most, generate.max_tokens, f"golden-{name}"))
@@ -161,12 +154,3 @@ async def _joining(
         tasks[prompt_id] = asyncio.create_task(answer(prompt_id, begun))
         await begun.wait()
     return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
-
-
-def _across_domains(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return the first `count` prompts, the domains in turn."""
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_domain.values()))
-    return [prompt for prompt in turns if prompt is not None][:count]

@@ -2,10 +2,8 @@
 
 Who imports a file says with that that its owners agreed to training: the rows get consent "full". Texts are scrubbed
 before they are written, and a row's id is the hash of its subjects and content, so that importing twice adds nothing.
-A row holds
-
-- `prompt_ids` and `completion_ids`: tokens of the target; they count if there is something else as well;
-- or what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
+A row holds `prompt_ids` and `completion_ids`, tokens of the target, which count if there is something else as well; or
+what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
 
 A chat goes through the target's chat template as one with the service does, and the answer gets the token that ends it:
 so an exchange has the ids that it had when it was served, or it is skipped and counted. A prompt without an answer is
@@ -16,7 +14,6 @@ skipped, too, or the target answers it. Optional: `domain`; `temperature`, 1 whe
 
 import asyncio
 import gc
-import hashlib
 import itertools
 import math
 import re
@@ -30,7 +27,7 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
@@ -59,8 +56,7 @@ class ImportReport(Frozen):
 
     Attributes:
         num_repeated: rows whose content was in the log already.
-        skipped: reason to number.
-        first: reason to place and fault of its first row.
+        skipped, first: reason to number, and to place and fault of its first row.
     """
 
     num_read: int
@@ -94,8 +90,6 @@ class _Exchange(NamedTuple):
 
 
 class _Reader:
-    """Turns rows of files into exchanges, for the target that is served."""
-
     def __init__(self, domain: str, max_len: int, strict: bool, answers: bool) -> None:
         self.num_read, self.skipped = 0, Skipped()
         self._domain, self._max_len, self._strict, self._answers = domain, max_len, strict, answers
@@ -103,9 +97,8 @@ class _Reader:
         registry = open_registry()
         target = registry.champion("target")
         if target is None:
-            raise ValueError(
-                "the registry has no champion target yet, whose tokenizer the rows need; run: redraft build"
-            )
+            wanted = "the registry has no champion target yet, whose tokenizer the rows need"
+            raise ValueError(f"{wanted}; run: redraft build")
         self.target_dir = registry.download(target, load_settings().cache)
         self._target_version, self._vocab_size = target.number, describe(self.target_dir).vocab_size
         self._tokenizer, self._stops = AutoTokenizer.from_pretrained(self.target_dir), stop_ids(self.target_dir)
@@ -156,8 +149,7 @@ class _Reader:
         Of one that the target is to answer it is by what is asked.
         """
         said = exchange.temperature if exchange.completion is None else exchange.completion.ids
-        content = canonical_json([self._target_version, exchange.subjects, exchange.prompt.ids, said])
-        return f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}"
+        return f"{ELSEWHERE}{sha256_of([self._target_version, exchange.subjects, exchange.prompt.ids, said])[:32]}"
 
     def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         for file in files:
@@ -229,9 +221,8 @@ class _Reader:
                 return None
             if answer is None:
                 raise Unusable("without an answer", "wanted a question, and last the assistant's answer")
-            raise Unusable(
-                answer.unknown, "the answer's text doesn't tell its tokens; with token_ids it would be taken"
-            )
+            fault = "the answer's text doesn't tell its tokens; with token_ids it would be taken"
+            raise Unusable(answer.unknown, fault)
         if told:
             ids = self._ids("token_ids", answer.token_ids)
         else:
@@ -300,28 +291,22 @@ def import_logs(
         answering: whose engine lets the target answer prompts without an answer, or with one whose tokens aren't known.
 
     Raises:
-        ValueError: a file can't be read, nothing was built yet, the domain is no domain or, if `strict`, a row can't be
-        used.
+        ValueError: a file or the domain is wrong, nothing was built yet or, if `strict`, a row can't be used.
     """
     if domain:
         _domain(domain)
-    total = sum(count_rows(file) for file in files)
+    total, reader = sum(count_rows(file) for file in files), _Reader(domain, max_len, strict, answering is not None)
     if strict:
-        for _ in _Reader(domain, max_len, strict, answering is not None).exchanges(files):
+        for _ in reader.exchanges(files):
             pass
-    reader = _Reader(domain, max_len, strict, answering is not None)
+        reader.num_read = 0
     with progress("import") as show:
         added = asyncio.run(_add(reader, files, max_len, answering, lambda: show(reader.num_read, total)))
     if answering is not None:
         gc.collect()  # an engine is in reference cycles, and complains if it is still there when Python ends
-    num_skipped = sum(reader.skipped.counts.values())
-    return ImportReport(
-        num_read=reader.num_read,
-        num_added=added,
-        num_repeated=reader.num_read - num_skipped - added,
-        skipped=dict(reader.skipped.counts),
-        first=reader.skipped.first,
-    )
+    skipped, first = dict(reader.skipped.counts), reader.skipped.first
+    repeated = reader.num_read - sum(skipped.values()) - added
+    return ImportReport(num_read=reader.num_read, num_added=added, num_repeated=repeated, skipped=skipped, first=first)
 
 
 async def _add(

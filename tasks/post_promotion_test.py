@@ -8,9 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from transformers import AutoTokenizer
 
 from infra.consent import Consent, QueryRow
 from infra.post_promotion import (
@@ -30,21 +27,22 @@ from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
 from models.core.drafting.draft_families import open_draft
 from models.core.evaluation import post_promotion_test
-from models.core.evaluation.clusters import join, join_groups, sketch
 from models.core.evaluation.paired import Score
 from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
-from models.tokens import first_turn, turn_marks
+from tasks.measure_draft import tau_of
 from tasks.stages.reporting import run_logger
 from tasks.stages.samples import usable
+from tasks.stages.split import cluster_samples
+from tasks.stages.task import task
 from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared
 EVIDENCE = "post_promotion_test.json"
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def check_promoted_draft(recipe: Recipe) -> PostPromotionTest | None:
     """Look once at what the champion has served, and act on what all looks together say.
 
@@ -53,12 +51,8 @@ def check_promoted_draft(recipe: Recipe) -> PostPromotionTest | None:
     it meanwhile. What is found is kept before anything is done about it, so that the next look goes on from there.
 
     Returns:
-        the test of the champion, or of the draft that was just rolled back; None where there is no draft to hold the
-        champion against, because none of its target was served before it.
-
-    Raises:
-        ConnectionError: the registry can't be asked.
-        sqlite3.Error: the query log can't be read.
+        the test of the champion, or of the draft that was just rolled back; None where none of the champion's target
+        was served before it.
     """
     settings, registry = load_settings(), open_registry()
     tests = PostPromotionTests(settings)
@@ -85,11 +79,9 @@ def _look(
 ) -> PostPromotionTest:
     params, settings = recipe.post_promotion_test, load_settings()
     log = QueryLog(settings.querylog)
-    newest = log.latest(1)
-    last_seq = newest[0].seq or 0 if newest else 0
-    first_seq = max(1, last_seq - MAX_ROWS + 1)
-    rows = _served(log, champion, first_seq, last_seq, "full")
-    num_unreadable = len(_served(log, champion, first_seq, last_seq, "metadata"))
+    last_seq = log.last_seq()
+    rows = _served(log, champion, last_seq, "full")
+    num_unreadable = len(_served(log, champion, last_seq, "metadata"))
     test = test.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
     if test != tests.find(test.draft, test.previous):
         tests.save(test)
@@ -101,20 +93,18 @@ def _look(
     rows = _one_of_each_cluster(log, test, rows, target_dir)
     samples = _drawn(recipe, test, rows, champion)
     now_ms = int(time.time() * 1000)
-    waited_ms = now_ms - test.looked_ms
-    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.max_wait_s):
+    if not samples or (len(samples) < params.per_look and now_ms - test.looked_ms < 1000 * params.max_wait_s):
         return test
-    compared = list(test.compared)
     seqs = {row.id: row.seq or 0 for row in rows}
-    compared += _compare(recipe, tests, samples, seqs, target_dir, (champion, previous))
-    test = _concluded(recipe, test, compared).model_copy(update={"looked_ms": now_ms})
+    compared = _compare(recipe, tests, samples, seqs, target_dir, (champion, previous))
+    test = _concluded(recipe, test, (*test.compared, *compared)).model_copy(update={"looked_ms": now_ms})
     tests.save(test)
     run_logger().info("draft %d, held against draft %d: %s", test.draft, test.previous, test.told())
     return test
 
 
-def _served(log: QueryLog, draft: Version, first_seq: int, last_seq: int, consent: Consent) -> list[QueryRow]:
-    rows = log.rows(first_seq, last_seq, consent)
+def _served(log: QueryLog, draft: Version, last_seq: int, consent: Consent) -> list[QueryRow]:
+    rows = log.rows(max(1, last_seq - MAX_ROWS + 1), last_seq, consent)
     return [row for row in rows if row.draft_version == draft.number and not row.structured]
 
 
@@ -122,16 +112,14 @@ def _one_of_each_cluster(
     log: QueryLog, test: PostPromotionTest, rows: Sequence[QueryRow], target_dir: Path
 ) -> list[QueryRow]:
     """Draw one row of each cluster that was not compared yet; nobody who asks can know which requests count."""
-    secret, marks = home_secret(load_settings().home), turn_marks(AutoTokenizer.from_pretrained(target_dir))
     before = log.rows_of(one.seq for one in test.compared)
     both = [*before, *random.SystemRandom().sample(rows, len(rows))]
     named = [row for row in both if row.prompt_ids]
-    sketches = [sketch(first_turn(row.prompt_ids or [], marks), secret) for row in named]
+    asked = [Sample(row.id, row.domain, row.prompt_ids or [], [], cluster=row.group or "") for row in named]
+    clustered = cluster_samples(asked, home_secret(load_settings().home), target_dir)
     seen: dict[str, QueryRow] = {}
-    domains = [row.domain for row in named]
-    names = join_groups(join(sketches, domains), domains, [row.group for row in named])
-    for row, cluster in zip(named, names, strict=True):
-        seen.setdefault(cluster, row)
+    for row, one in zip(named, clustered, strict=True):
+        seen.setdefault(one.cluster, row)
     compared = {row.seq for row in before}
     return [row for row in seen.values() if row.seq not in compared]
 
@@ -167,31 +155,18 @@ def _compare(
     with tests.workspace() as work:
         pairs = zip(*(scored(draft, work) for draft in drafts), strict=True)
         return [
-            Compared(
-                seq=seqs[new.id],
-                domain=new.domain,
-                tau=1 + new.accepted / new.steps,
-                previous_tau=1 + old.accepted / old.steps,
-            )
+            Compared(seq=seqs[new.id], domain=new.domain, tau=tau_of([new]), previous_tau=tau_of([old]))
             for new, old in pairs
         ]
 
 
-def _concluded(recipe: Recipe, test: PostPromotionTest, compared: Sequence[Compared]) -> PostPromotionTest:
+def _concluded(recipe: Recipe, test: PostPromotionTest, compared: tuple[Compared, ...]) -> PostPromotionTest:
     costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
-    domains = [one.domain for one in compared]
-    found = post_promotion_test.findings(
-        domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.post_promotion_test.alpha
-    )
+    domains, params = [one.domain for one in compared], recipe.post_promotion_test
+    found = post_promotion_test.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, params.alpha)
     lost = any(finding.lost for finding in found.values())
     outcome = FAILED if lost else PASSED if len(compared) >= test.num_wanted else RUNNING
-    return test.model_copy(
-        update={
-            "compared": tuple(compared),
-            "found": found,
-            "outcome": outcome,
-        }
-    )
+    return test.model_copy(update={"compared": compared, "found": found, "outcome": outcome})
 
 
 def _roll_back(registry: Registry, tests: PostPromotionTests, test: PostPromotionTest) -> PostPromotionTest:
@@ -206,8 +181,7 @@ def _roll_back(registry: Registry, tests: PostPromotionTests, test: PostPromotio
             registry.revert("draft", test.draft, reason)
             run_logger().warning("draft %d is rolled back: %s", test.draft, reason)
         done = registry.get("draft", test.draft).quarantined == reason
-    outcome = ROLLED_BACK if done else SUPERSEDED
-    test = test.model_copy(update={"outcome": outcome})
+    test = test.model_copy(update={"outcome": ROLLED_BACK if done else SUPERSEDED})
     tests.save(test)
     return test
 

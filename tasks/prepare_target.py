@@ -16,17 +16,10 @@ from tasks.stages.task import task
 def prepare_target(params: BaseParams) -> Artifact:
     """Build the target that `params` describe; an artifact of kind "target"."""
     method, tables = catalog.load("targets", params.name), list(_tables(params))
-    return cached_step(
-        stage="target",
-        kind="target",
-        params={
-            **params.model_dump(mode="json"),
-            **{key: value for table in tables for key, value in local_content(getattr(table, "path", "")).items()},
-        },
-        inputs={},
-        code=(_tables,),
-        make=lambda directory, _: method.build(params, directory),
-    )
+    told = params.model_dump(mode="json")
+    for table in tables:
+        told |= local_content(getattr(table, "path", ""))
+    return cached_step("target", "target", told, lambda directory, _: method.build(params, directory))
 
 
 def _tables(params: BaseParams) -> Iterator[BaseParams]:
@@ -45,11 +38,4 @@ def complete_target(target: Artifact, samples: Artifact) -> Artifact:
         shutil.copytree(open_artifact(target), directory, dirs_exist_ok=True)
         shutil.copy(open_artifact(samples) / FILE, directory)
 
-    return cached_step(
-        stage="complete_target",
-        kind="target",
-        params={},
-        inputs={"target": target, "samples": samples},
-        code=(make,),
-        make=make,
-    )
+    return cached_step("complete_target", "target", {}, make, {"target": target, "samples": samples})

@@ -6,7 +6,7 @@ A directory of kind "text" holds `train.jsonl` and `held_out.jsonl`, one documen
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from transformers import AutoTokenizer
 
@@ -16,10 +16,10 @@ from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded
 from models.stages import Text
 from tasks.stages import cached_step, content_of
+from tasks.stages.samples import SIDES, Side
 from tasks.stages.task import task
 
-TextSplit = Literal["train", "held_out"]
-SPLITS: tuple[TextSplit, ...] = ("train", "held_out")
+T = TypeVar("T")
 
 
 @task
@@ -28,36 +28,29 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
 
     def make(directory: Path, _: Path) -> None:
         chosen = [choose_documents(domain, table, seed) for domain, table in text.items()]
-        for part in SPLITS:
+        for part in SIDES:
             write_documents(directory, part, [document for parts in chosen for document in parts[part]])
 
-    return cached_step(
-        stage="text",
-        kind="text",
-        params={"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}},
-        inputs={},
-        code=(make,),
-        make=make,
-    )
+    params = {"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}}
+    return cached_step("text", "text", params, make)
 
 
-def choose_documents(domain: str, text: Text, seed: int) -> dict[TextSplit, list[Document]]:
-    """Return part to documents, under the recipe's name of the domain; parts share no group.
+def choose_documents(domain: str, text: Text, seed: int) -> dict[Side, list[Document]]:
+    """Return part to documents, under the recipe's name of the domain; ValueError if the source has too few.
 
-    Raises:
-        ValueError: the source has too few documents.
+    Parts share no group.
     """
     documents = catalog.load("sources", text.source.name).documents(text.source)
     return draw_parts(documents, text.sizes(), domain, seed)
 
 
-def write_documents(directory: Path, part: TextSplit, documents: Iterable[Document]) -> None:
+def write_documents(directory: Path, part: Side, documents: Iterable[Document]) -> None:
     """Write one part of a "text" directory."""
     lines = "".join(document.model_dump_json() + "\n" for document in documents)
     (directory / f"{part}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def read_documents(directory: Path, part: TextSplit) -> list[Document]:
+def read_documents(directory: Path, part: Side) -> list[Document]:
     """Read one part of a "text" directory."""
     lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Document.model_validate_json(line) for line in lines]
@@ -72,14 +65,19 @@ def tokenise(documents: Sequence[Document], target_dir: Path) -> dict[str, list[
     return found
 
 
+def in_turn(domains: Mapping[str, Sequence[T]]) -> list[T]:
+    """Return the first of each domain, then the second of each, and so on."""
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*domains.values()))
+    return [one for one in turns if one is not None]
+
+
 def first_of_each(documents: Mapping[str, Sequence[list[int]]], count: int, max_length: int) -> list[list[int]]:
     """Return `count` documents to calibrate on, the domains in turn, each cut to `max_length` tokens.
 
     Raises:
         ValueError: there are fewer.
     """
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*documents.values()))
-    found = [document[:max_length] for document in turns if document is not None][:count]
+    found = [document[:max_length] for document in in_turn(documents)][:count]
     if len(found) < count:
         raise ValueError(f"num_documents is {count}, the text has {len(found)}")
     return found

@@ -1,7 +1,7 @@
 """Find out what is served, and move the alias that says what is to be served."""
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from infra.artifacts import Artifact, publish
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
@@ -22,13 +22,8 @@ Outcome = Literal["promoted", "undecided", "refused", "outdated", "already train
 
 @task
 def open_champions() -> Pair:
-    """Fetch the target and the draft that are to be served.
-
-    Raises:
-        ValueError: there are none yet, or the draft was made for another target.
-    """
-    pair = find_champions.fn()
-    if pair is None:
+    """Fetch the target and the draft that are to be served; ValueError as `find_champions`, or if there are none."""
+    if (pair := find_champions.fn()) is None:
         raise ValueError("the registry has no champion target and draft yet; run: redraft build")
     return pair
 
@@ -37,8 +32,7 @@ def open_champions() -> Pair:
 def find_champions() -> Pair | None:
     """Fetch the target and the draft that are to be served, None if there are none yet.
 
-    Raises:
-        ValueError: the draft was made for another target.
+    ValueError if the draft was made for another target.
     """
     registry, cache = open_registry(), load_settings().cache
     target, draft = registry.champion("target"), registry.champion("draft")
@@ -66,6 +60,24 @@ def require_target(recipe: Recipe, target: Version) -> None:
             f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
             f"made by {made_by}; take its recipe, or run: redraft build"
         )
+
+
+@task
+def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
+    """Return what the service needs to know beside the settings (services/config.py).
+
+    ValueError if the recipe's engine can't serve so, or as `open_champions` and `require_target`.
+    """
+    recipe.require_served()
+    pair = open_champions.fn()
+    require_target(recipe, pair.target)
+    return {
+        "target_dir": str(pair.target_files.path),
+        "target_version": pair.target.number,
+        "orchestrator": orchestrator,
+        "engine": recipe.engine.model_dump(mode="json"),
+        "serve": recipe.serve.model_dump(mode="json"),
+    }
 
 
 @task
@@ -104,10 +116,7 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
 def find_gated(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     """Return the version of a draft from elsewhere that a run before this one compared with the champion, if any.
 
-    The champion itself needs no verdict.
-
-    Raises:
-        ValueError: the champions are of another target than `target`, so nothing can be compared.
+    The champion itself needs no verdict. ValueError if it is of another target, so that nothing can be compared.
     """
     if pair.target.number != target.number:
         raise ValueError(
@@ -155,12 +164,7 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
 
 @task
 def promote_version(number: int, forced: str = "") -> Version:
-    """Promote a draft because somebody wants it, and return it.
-
-    Args:
-        number: of the draft.
-        forced: the reason why a draft is promoted that no gate passed, or whose parent is quarantined; kept with the
-            version.
+    """Promote a draft because somebody wants it, and return it; why it is `forced` is kept with the version.
 
     Raises:
         ValueError: no gate passed it, it was never the champion and passed against another draft than the present one,
@@ -174,37 +178,28 @@ def promote_version(number: int, forced: str = "") -> Version:
         raise ValueError(
             f"draft {number} was made for target {version.lineage.target_version}, not for the champion: {served}"
         )
-    lineage = version.lineage
+    lineage, force = version.lineage, "to promote it anyway, give a reason: --force REASON"
     if lineage.gate != PASSED and not forced:
         verdict = f"{lineage.gate}: {lineage.gate_reasons}" if lineage.gate else "none"
-        raise ValueError(
-            f"draft {number} passed no gate ({verdict}); to promote it anyway, give a reason: --force REASON"
-        )
+        raise ValueError(f"draft {number} passed no gate ({verdict}); {force}")
     parent = None if lineage.parent is None else registry.get("draft", lineage.parent)
     if parent is not None and is_quarantined(parent) and not forced:
-        raise ValueError(
-            f"draft {number} was trained from draft {parent.number}, which is quarantined: {parent.quarantined}; "
-            "to promote it anyway, give a reason: --force REASON"
-        )
+        bad = f"draft {parent.number}, which is quarantined: {parent.quarantined}"
+        raise ValueError(f"draft {number} was trained from {bad}; {force}")
     expected_champion = None if forced or version.was_champion else lineage.gated_against or lineage.parent
     try:
         registry.promote("draft", number, forced, expected_champion)
     except Outdated as error:
-        told = f"draft {number} passed its gate, but {error}; to promote it anyway, give a reason: --force REASON"
-        raise ValueError(told) from error
+        raise ValueError(f"draft {number} passed its gate, but {error}; {force}") from error
     run_logger().info("promoted draft %d%s", number, f", forced: {forced}" if forced else "")
     return version
 
 
 @task
 def roll_back(quarantine: str = "") -> Version:
-    """Go back to the last good champion before this one, and return it.
+    """Go back to the last good champion before this one, and return it; ValueError if there is none.
 
-    Args:
-        quarantine: why the draft that is left must never be served again; without a reason it may be.
-
-    Raises:
-        ValueError: there is no good draft before the champion.
+    `quarantine` says why the draft that is left must never be served again; without a reason it may be.
     """
     version = open_registry().roll_back("draft", quarantine)
     run_logger().info("went back to draft %d", version.number)
@@ -225,13 +220,7 @@ def _ask_for_approval(candidate: Version, champion: Version) -> None:
         return  # Prefect would start a server to take the event
     from prefect.events import emit_event
 
-    emit_event(
-        APPROVAL_WANTED,
-        {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"},
-        payload={
-            "draft": number,
-            "champion": champion.number,
-            "returns": candidate.lineage.returns,
-            "tau": candidate.lineage.tau,
-        },
-    )
+    lineage = candidate.lineage
+    told = {"draft": number, "champion": champion.number, "returns": lineage.returns, "tau": lineage.tau}
+    resource = {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"}
+    emit_event(APPROVAL_WANTED, resource, payload=told)

@@ -1,14 +1,13 @@
 """Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, or anew.
 
-What is said so is learnt by the challenger, and by nobody else: the gate scores what was served. Only prompts of the
-window's training side are asked, which have full consent; an answer that the scrubber would change is thrown away. It
-is named by its row, so that an erasure finds it: the row's own name where it takes the served answer's place, and that
-with a word behind it where it stands beside it.
+Only the challenger learns it: the gate scores what was served. Only prompts of the window's training side are asked,
+which have full consent; an answer that the scrubber would change is thrown away. It is named by its row, so that an
+erasure finds it, with a word behind that where it stands beside the served answer.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,13 +32,7 @@ from models.targets import stop_ids
 from models.types import MIN_COMPLETION
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import (
-    append_samples,
-    draw_per_domain,
-    read_samples,
-    read_written,
-    write_samples,
-)
+from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
 from tasks.stages.task import task
 from tasks.stages.throttle import device_of, throttled
 
@@ -66,19 +59,15 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         answers = _ask(recipe, again, open_artifact(pair.target_files), chosen, work / FILE)
         write_samples(directory, "train", merge(learnt, answers))
 
-    return cached_step(
-        stage="answered",
-        kind="samples",
-        params={
-            "regenerate": again.model_dump(mode="json"),
-            "seed": recipe.seed,
-            "max_model_len": recipe.engine.max_model_len,
-            "window": [window.first_seq, window.last_seq],
-        },
-        inputs={"target": pair.target_files, "samples": samples},
-        code=(make, write_samples, answering),
-        make=throttled(make, device_of(recipe.refresh_distill())),
-    )
+    params = {
+        "regenerate": again.model_dump(mode="json"),
+        "seed": recipe.seed,
+        "max_model_len": recipe.engine.max_model_len,
+        "window": [window.first_seq, window.last_seq],
+    }
+    work = throttled(make, device_of(recipe.refresh_distill()))
+    inputs = {"target": pair.target_files, "samples": samples}
+    return cached_step("answered", "samples", params, work, inputs, (write_samples, answering))
 
 
 def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, seed: int) -> list[Sample]:
@@ -86,14 +75,10 @@ def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regene
 
     Where answers are continued, it is of those that were cut before so many tokens.
     """
-
-    def has_more(sample: Sample) -> bool:
-        return rows[sample.id].finish_reason == CUT and len(sample.completion_ids) < again.max_tokens
-
     own = [one for one in learnt if one.id in rows and not rows[one.id].structured]  # the grammar is not at hand
-    return draw_per_domain(
-        [sample for sample in own if again.temperature is not None or has_more(sample)], again.per_domain, seed
-    )
+    if again.temperature is None:
+        own = [one for one in own if rows[one.id].finish_reason == CUT and len(one.completion_ids) < again.max_tokens]
+    return draw_per_domain(own, again.per_domain, seed)
 
 
 def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
@@ -107,8 +92,8 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
     started, device = time.monotonic(), device_of(recipe.refresh_distill())
     until_s = started + 60 * again.max_minutes
     written = {one.id: one for one in read_written(file)}
-    batches = list(enumerate(_batches(chosen, again)))
-    left = [(number, batch) for number, batch in batches if any(_name(one, again) not in written for one in batch)]
+    batches = _batches(chosen, again)
+    left = [each for each in enumerate(batches) if any(_name(one, again) not in written for one in each[1])]
     counts: Counter[str] = Counter()
     if left:
         model = load_model(target_dir, fast_dtype(device), device)
@@ -128,16 +113,14 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
             written |= {one.id: one for one in kept}
             counts["tokens"] += sum(map(len, said))
             show(number + 1, len(batches), f"{counts['tokens'] / (time.monotonic() - started):.0f} tokens/s")
-    seconds = time.monotonic() - started
-    _tell(again, len(written), counts, seconds)
+    _tell(again, len(written), counts, time.monotonic() - started)
     return list(written.values())
 
 
-def _batches(chosen: Sequence[Sample], again: Regeneration) -> Iterator[list[Sample]]:
-    """Yield prompts that want as many tokens, and among those of like length, together."""
+def _batches(chosen: Sequence[Sample], again: Regeneration) -> list[list[Sample]]:
+    """Return prompts that want as many tokens, and among those of like length, together."""
     ordered = sorted(chosen, key=lambda one: (_wanted(one, again), len(one.prompt_ids), one.id))
-    for start in range(0, len(ordered), BATCH):
-        yield ordered[start : start + BATCH]
+    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
 
 
 def _wanted(sample: Sample, again: Regeneration) -> int:
@@ -153,8 +136,7 @@ def _asked(sample: Sample, again: Regeneration, max_model_len: int) -> Ask:
 def _answer(sample: Sample, said: list[int], again: Regeneration) -> Sample:
     if again.temperature is None:
         return sample._replace(completion_ids=sample.completion_ids + said)
-    name, temperature = _name(sample, again), again.temperature
-    return sample._replace(id=name, completion_ids=said, temperature=temperature, rejected=None)
+    return sample._replace(id=_name(sample, again), completion_ids=said, temperature=again.temperature, rejected=None)
 
 
 def _name(sample: Sample, again: Regeneration) -> str:
@@ -163,12 +145,10 @@ def _name(sample: Sample, again: Regeneration) -> str:
 
 def _may_be_kept(answer: Sample, encoder: ChatEncoder, counts: Counter[str]) -> bool:
     """Return whether an answer may be learnt: long enough, and nothing in it that a logged one would not hold."""
-    if len(answer.completion_ids) < MIN_COMPLETION:
-        counts["too short"] += 1
-    elif encoder.rewrite(answer.completion_ids, scrub.scrub)[0] != answer.completion_ids:
-        counts["not kept by the scrubber"] += 1
-    else:
+    short = len(answer.completion_ids) < MIN_COMPLETION
+    if not short and encoder.rewrite(answer.completion_ids, scrub.scrub)[0] == answer.completion_ids:
         return True
+    counts["too short" if short else "not kept by the scrubber"] += 1
     return False
 
 

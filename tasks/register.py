@@ -20,7 +20,7 @@ from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from models.types import Estimate, GateReport
 from tasks.adopt_draft import Adopted
-from tasks.distill_draft import Trained, forget_states
+from tasks.distill_draft import Trained, forget_states, teachers_in
 from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
 from tasks.gate_draft import GateResult
@@ -28,7 +28,6 @@ from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.task import task
-from tasks.stages.teachers import teachers_in
 
 
 @task
@@ -61,11 +60,9 @@ def register_draft(
     for found in same_files(registry.versions("draft"), draft):
         if found.lineage.target_version == target.number:
             return found
-    card = describe(target_files.path)
-    check_draft(open_artifact(draft), None, card)
-    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else _from_elsewhere(adopted)
+    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else adopted.model_dump(exclude={"draft"})
     known = {**_figures(measured), **origin, "line": draft.sha256[:16], "gate": None}
-    lineage = _lineage(recipe, target, card, samples, known)
+    lineage = _lineage(recipe, target, target_files, draft, None, samples, known)
     report = first_report(measured, recipe.num_draft_tokens)
     return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
@@ -76,13 +73,11 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
 
     It has no parent, but it is of the champion's line, because it was one of that champion's challengers.
     """
-    registry, card = open_registry(), describe(pair.target_files.path)
-    check_draft(open_artifact(adopted.draft), None, card)
     champion = pair.draft
-    known = {**_verdict(gated), **_from_elsewhere(adopted), "gated_against": champion.number}
-    lineage = _lineage(recipe, pair.target, card, samples, {**known, "line": champion.lineage.line})
-    report = gated.origin(champion.number)
-    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
+    line = {"gated_against": champion.number, "line": champion.lineage.line}
+    known = {**_verdict(gated), **adopted.model_dump(exclude={"draft"}), **line}
+    lineage = _lineage(recipe, pair.target, pair.target_files, adopted.draft, None, samples, known)
+    return _register_gated(adopted.draft, lineage, gated.origin(champion.number), gated)
 
 
 @task
@@ -93,23 +88,21 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
     whom it replaced, which is the way back from there. A quarantine of this one is not the old one's, but keeps its
     files out of the pool.
     """
-    registry, champion, old = open_registry(), pair.draft, past.version.lineage
-    lineage = old.model_copy(
-        update={
-            "parent": past.version.number,
-            "continues": None,
-            "window": None,
-            "flow_run": flow_run_id(),
-            "gated_against": champion.number,
-            "returns_for": past.domain,
-            **_verdict(gated),
-            "gate_data": old.gate_data,
-            "unlike": old.unlike,
-        }
-    )
-    report = gated.origin(champion.number, returns=past.version.number)
-    metrics = _verdict_metrics(gated)
-    version = _register(registry, "draft", past.files, lineage.to_tags(), metrics, report, gated)
+    old = past.version.lineage
+    changed = {
+        "parent": past.version.number,
+        "continues": None,
+        "window": None,
+        "flow_run": flow_run_id(),
+        "gated_against": pair.draft.number,
+        "returns_for": past.domain,
+        **_verdict(gated),
+        "gate_data": old.gate_data,
+        "unlike": old.unlike,
+    }
+    lineage = old.model_copy(update=changed)
+    report = gated.origin(pair.draft.number, returns=past.version.number)
+    version = _register_gated(past.files, lineage, report, gated)
     run_logger().info("draft %d, %s: %s", version.number, gated.report.verdict, lineage.returns)
     return version
 
@@ -123,9 +116,7 @@ def register_candidate(
     This is the commit of weights, optimizer state and evidence at once: what a run before this one left beside it is
     found by no one.
     """
-    registry, card = open_registry(), describe(pair.target_files.path)
-    check_draft(open_artifact(trained.draft), pair.draft_files.path, card)
-    parent, state = pair.draft, trained.state
+    registry, parent, state = open_registry(), pair.draft, trained.state
     known = {
         **_verdict(gated),
         "line": parent.lineage.line,
@@ -133,13 +124,13 @@ def register_candidate(
         "window": TrainedWindow(
             first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=samples.uri
         ),
-        "continues": start.version.number if start.going_on else None,
+        "continues": None if start.version.number == parent.number else start.version.number,
         "teachers": teachers_in(recipe.refresh_distill()),
         **({} if state is None else {"state_uri": state.uri, "state_sha256": state.sha256}),
     }
-    lineage = _lineage(recipe, pair.target, card, first_samples(parent), known)
-    report = gated.origin(parent.number, window, lineage.continues)
-    version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
+    first, like = first_samples(parent), pair.draft_files.path
+    lineage = _lineage(recipe, pair.target, pair.target_files, trained.draft, like, first, known)
+    version = _register_gated(trained.draft, lineage, gated.origin(parent.number, window, lineage.continues), gated)
     _record_curve(registry, version)
     before = None if parent.previous is None else registry.get("draft", parent.previous)
     forget_states({one.lineage.state_uri for one in (version, parent, before) if one is not None})
@@ -153,17 +144,21 @@ def first_samples(version: Version) -> Artifact:
 
 def identity(card: TargetCard) -> Target:
     """Return what tells a target from others."""
-    return Target(
-        name=card.name,
-        sha256=card.sha256,
-        tokenizer_sha256=card.tokenizer_sha256,
-        vocab_size=card.vocab_size,
-        chat_template_sha256=card.chat_template_sha256,
-    )
+    return Target.model_validate(card, from_attributes=True)
 
 
-def _lineage(recipe: Recipe, target: Version, card: TargetCard, samples: Artifact, known: Mapping[str, Any]) -> Lineage:
-    """Return the lineage of a draft of this run: its line, its figures and whatever else is known of it."""
+def _lineage(
+    recipe: Recipe,
+    target: Version,
+    target_files: Artifact,
+    draft: Artifact,
+    like: Path | None,
+    samples: Artifact,
+    known: Mapping[str, Any],
+) -> Lineage:
+    """Check a draft of this run, and return its lineage: its line, its figures and whatever else is known of it."""
+    card = describe(target_files.path)
+    check_draft(open_artifact(draft), like, card)
     common: dict[str, Any] = {
         "target": identity(card),
         "target_version": target.number,
@@ -198,26 +193,17 @@ def _verdict(gated: GateResult) -> dict[str, Any]:
     }
 
 
-def _from_elsewhere(adopted: Adopted) -> dict[str, Any]:
-    return {
-        "source": adopted.source,
-        "source_sha256": adopted.source_sha256,
-        "source_reading": adopted.reading,
-        "source_layers": adopted.num_layers,
-    }
-
-
 def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
     return {domain: round(found.value, 4) for domain, found in tau.items()}
 
 
-def _verdict_metrics(gated: GateResult) -> dict[str, float]:
-    domains = gated.report.domains.items()
-    return gated.measured.metrics() | {
+def _register_gated(draft: Artifact, lineage: Lineage, report: GateReport, gated: GateResult) -> Version:
+    metrics = gated.measured.metrics() | {
         "gate/gain": gated.test.gain.value,
         "gate/gain_low": gated.test.gain.low,
-        **{f"parent_tau/{domain}": one.tau_before for domain, one in domains if one.tau_before is not None},
+        **{f"parent_tau/{name}": one.tau_before for name, one in report.domains.items() if one.tau_before is not None},
     }
+    return _register(open_registry(), "draft", draft, lineage.to_tags(), metrics, report, gated)
 
 
 def _register(

@@ -24,21 +24,14 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
             lines = [prompt.model_dump_json() + "\n" for parts in chosen for prompt in parts.get(part, [])]
             (directory / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-    return cached_step(
-        stage="prompts",
-        kind="prompts",
-        params={"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}},
-        inputs={},
-        code=(make,),
-        make=make,
-    )
+    params = {"seed": seed, "traffic": {domain: content_of(table) for domain, table in traffic.items()}}
+    return cached_step("prompts", "prompts", params, make)
 
 
 def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[Prompt]]:
-    """Return part to prompts, under the recipe's name of the domain; parts share no group.
+    """Return part to prompts, under the recipe's name of the domain; ValueError if the source has too few.
 
-    Raises:
-        ValueError: the source has too few prompts.
+    Parts share no group.
     """
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
     return draw_parts(prompts, traffic.sizes(), domain, seed)
@@ -47,10 +40,7 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
 def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int) -> list[Prompt]:
     """Return more prompts of one part than the recipe has: its own first, then others of the same groups.
 
-    No group of another part is among them.
-
-    Raises:
-        ValueError: the part's groups hold fewer than `count`.
+    No group of another part is among them; ValueError if the part's groups hold fewer than `count`.
     """
     sizes = traffic.sizes()
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)

@@ -38,25 +38,17 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         with progress("select text") as show:
 
             def train(chosen: list[int]) -> PreTrainedModel:
-                proxy = load_model(proxy_dir, device=device)
+                proxy, learnt = load_model(proxy_dir, device=device), [pool[place] for place in chosen]
                 on_progress = shown_by(show, f"proxy on {len(chosen)} documents, ")
-                training.train(
-                    proxy,
-                    [pool[place] for place in chosen],
-                    settings.training,
-                    seed=seed,
-                    work_dir=work / f"round-{len(chosen)}",
-                    on_progress=on_progress,
-                )
+                round_dir = work / f"round-{len(chosen)}"
+                training.train(proxy, learnt, settings.training, (), seed, round_dir, on_progress)
                 return proxy
 
             def accepted(chosen: list[int]) -> Tensor:
                 draft = lm.Lm(train(chosen) if chosen else load_model(proxy_dir, device=device))
                 return select.acceptance(draft, target_dir, pool, 1, work / "states", device)
 
-            sources = select.Sources(
-                train=train, target=lambda: load_model(target_dir, device=device), acceptance=accepted
-            )
+            sources = select.Sources(train, lambda: load_model(target_dir, device=device), accepted)
             rng = torch.Generator().manual_seed(seed)
             chosen = select.select(pool, settings.num_documents, settings.num_rounds, settings.method, sources, rng)
         write_documents(directory, "train", [documents[place] for place in chosen])
@@ -65,22 +57,12 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         rows = [{"domain": name, "chosen": count, "of": len(by_domain[name])} for name, count in counts.items()]
         table("selected", rows, f"documents chosen by {settings.method.name}")
 
-    return cached_step(
-        stage="select",
-        kind="text",
-        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
-        inputs={"target": target, "text": text},
-        code=(make, tokenise),
-        make=throttled(make),
-    )
+    params = {"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed}
+    return cached_step("select", "text", params, throttled(make), {"target": target, "text": text}, (tokenise,))
 
 
 def _proxy_dir(settings: Select, target_dir: Path, work: Path) -> Path:
-    """Return the proxy's directory, made in `work` where the recipe names one.
-
-    Raises:
-        ValueError: it has another tokenizer than the target.
-    """
+    """Return the proxy's directory, made in `work` if the recipe names one; ValueError if its tokenizer is another."""
     if settings.proxy is None:
         return target_dir
     directory = work / "proxy"

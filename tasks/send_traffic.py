@@ -14,13 +14,10 @@ from tasks.stages.task import task
 
 
 class TrafficReport(Frozen):
-    """A set of requests.
+    """A set of requests: how many were answered to the end, and status to number of the others.
 
     Attributes:
-        num_ok: requests that were answered to the end.
-        failures: status to number of the others.
         tau: 1 + accepted / steps over all requests, None if nothing was verified.
-        tokens_per_s: of all requests together.
         draft_versions: version to the number of requests that it drafted for.
     """
 
@@ -34,11 +31,7 @@ class TrafficReport(Frozen):
 
 
 def choose_requests(recipe: Recipe, domain: str, num_requests: int) -> list[Prompt]:
-    """Return the first of a domain's requests; 0 is all of them.
-
-    Raises:
-        ValueError: the recipe has no such domain, or not so many requests.
-    """
+    """Return the first of a domain's requests, 0 for all; ValueError if the recipe has no such domain, or fewer."""
     if domain not in recipe.traffic:
         raise ValueError(f'recipe {recipe.name} has no domain "{domain}"; there are: {", ".join(recipe.traffic)}')
     prompts = choose_prompts(domain, recipe.traffic[domain], recipe.seed)["requests"]

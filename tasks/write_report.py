@@ -20,7 +20,6 @@ from models.types import GateReport
 from tasks.measure.cells import PHASES, RESULT, answers_of
 from tasks.stages.task import task
 
-REPORT = "report.html"
 MAX_ROWS = 5000
 
 
@@ -32,18 +31,13 @@ def write_report(settings: Settings, output: Path | None = None) -> Path:
         ValueError: the file can't be written there, or the service answers something else.
         ConnectionError: the registry can't be asked.
     """
-    file = output or settings.home / REPORT
+    file = output or settings.home / "report.html"
     write_atomic(file, page(collect(settings)))
     return file
 
 
 def collect(settings: Settings) -> Findings:
-    """Ask the registry, the query log, the service and the demonstrations' folders.
-
-    Raises:
-        ValueError: the service answers something else.
-        ConnectionError: the registry can't be asked.
-    """
+    """Ask the registry, the query log, the service and the demonstrations' folders."""
     registry = open_registry(settings)
     drafts = registry.versions("draft")
     gates = {version.number: registry.attached(version, DATA) for version in drafts[:MAX_GATES]}
@@ -78,7 +72,11 @@ def _acceptance(served: Sequence[Served]) -> Acceptance:
 
 def sum_up(domain: str, draft: int, requests: Sequence[Served]) -> Group:
     """Return the acceptance of one domain's requests that one draft drafted for, with 95% intervals."""
-    summary = summarise([_trace(number, request) for number, request in enumerate(requests)])
+    traces = [  # without tokens: whether an output loops is not asked here
+        Trace(request_id=str(number), token_ids=(), drafted=one.drafted, accepted=one.accepted, domain=domain)
+        for number, one in enumerate(requests)
+    ]
+    summary = summarise(traces)
     assert summary.tau is not None  # each request has a step
     times_ms = [request.per_token_ms for request in requests if request.per_token_ms is not None]
     return Group(
@@ -88,14 +86,4 @@ def sum_up(domain: str, draft: int, requests: Sequence[Served]) -> Group:
         tau=summary.tau,
         rate=summary.rate,
         per_token_ms=median(times_ms) if times_ms else None,
-    )
-
-
-def _trace(number: int, request: Served) -> Trace:
-    return Trace(
-        request_id=str(number),
-        token_ids=(),  # whether an output loops is not asked here
-        drafted=request.drafted,
-        accepted=request.accepted,
-        domain=request.domain,
     )

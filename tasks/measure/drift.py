@@ -42,11 +42,10 @@ from models.drafts import Draft
 from models.recipe import Traffic
 from models.sources import Prompt, dataset
 from models.types import Estimate, GateReport
-from tasks.distill_draft import untrained
+from tasks.distill_draft import prepare_teachers, untrained
 from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
 from tasks.measure.run import Run, files_of, first_pair
 from tasks.select_data import choose_more
-from tasks.stages.teachers import prepare_teachers
 
 QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"

@@ -1,11 +1,8 @@
 """Directories that are made once: found again by what they were made from, and checked before they are used again.
 
-Prefect's own cache keys a task by its lines, so a thin task would serve a stale result after its algorithm changed, and
-it would hand out references to files that are gone. Here the key covers the code of every module that computes, of the
-methods that the params name, and the versions of the libraries that compute. A directory counts as made only while its
-manifest fits.
-
-Beside it lies what stages share: what they show, the samples that drafts learn from, and the change of a target.
+Prefect's own cache keys a task by its lines: it would serve a stale result after an algorithm changed, and hand out
+references to files that are gone. Here the key covers the code of every module that computes, of the methods that the
+params name, and the versions of the libraries. A directory counts as made only while its manifest fits.
 """
 
 import ast
@@ -23,7 +20,7 @@ from pydantic import BaseModel
 
 from infra.artifacts import Artifact, publish, staged
 from infra.locks import lock_folder
-from infra.manifest import canonical_json, file_sha256
+from infra.manifest import file_sha256, sha256_of
 from infra.settings import load_settings
 from models import catalog
 from tasks.stages.reporting import run_logger
@@ -40,9 +37,9 @@ def cached_step(
     stage: str,
     kind: str,
     params: object,
-    inputs: Mapping[str, Artifact],
-    code: Sequence[object],
     make: Callable[[Path, Path], None],
+    inputs: Mapping[str, Artifact] | None = None,
+    code: Sequence[object] = (),
 ) -> Artifact:
     """Return the directory of a stage, made now unless a good one is there.
 
@@ -50,13 +47,13 @@ def cached_step(
         stage: names the folder.
         kind: of the artifact.
         params: what the result depends on besides the inputs, as JSON.
-        inputs: role to what the result is made from.
-        code: functions that compute it, and modules, besides the methods that `params` name; the module that each
-            function stands in counts as a whole.
         make: fills an empty directory, its first argument. The second one is a directory that lasts until the stage is
             complete, so that a killed run is resumed.
+        inputs: role to what the result is made from.
+        code: what computes it besides `make` and the methods that `params` name: functions and modules; the module that
+            each function stands in counts as a whole.
     """
-    key = stage_key(stage, params, inputs, code)
+    key = stage_key(stage, params, inputs or {}, (make, *code))
     artifacts = load_settings().artifacts
     final, work = artifacts / stage / key, artifacts / "work" / key
     if (found := _made(final, kind)) is not None:
@@ -73,7 +70,6 @@ def cached_step(
 
 
 def _made(final: Path, kind: str) -> Artifact | None:
-    """Return the directory of a stage if there is a good one."""
     if not final.exists():
         return None
     try:
@@ -95,21 +91,19 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "code": code_version(*modules, *methods_in(params)),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
+    return sha256_of(parts)[:KEY_LENGTH]
 
 
 def local_content(path: str) -> dict[str, str]:
     """Return the sha256 of a file, or of all files below a folder, as an entry of a stage's params.
 
-    Something that lies on this machine counts by its content, because its path stays when it is changed. What does not
-    lie here, such as a hub's id, has no entry.
+    What does not lie on this machine, such as a hub's id, has no entry.
     """
     root = Path(path)
     if not path or not root.exists():
         return {}
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
-    hashes = {file.relative_to(root).as_posix(): file_sha256(file) for file in files}
-    return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
+    files = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file()]
+    return {"sha256": sha256_of({file.relative_to(root).as_posix(): file_sha256(file) for file in files})}
 
 
 def content_of(table: BaseModel) -> dict[str, object]:
@@ -126,7 +120,7 @@ def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
     Raises:
         ValueError: there is no such module.
     """
-    return hashlib.sha256(canonical_json(code_hashes(*modules, rooms=rooms))).hexdigest()
+    return sha256_of(code_hashes(*modules, rooms=rooms))
 
 
 def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, str]:

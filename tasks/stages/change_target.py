@@ -88,11 +88,7 @@ def change_target(
 ) -> Artifact:
     """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
 
-    `stage` is its table's name, `settings` that table. `change` may use up the model.
-
-    Raises:
-        ValueError: what is stored breaks what an earlier stage promised of the weights, see
-            `models.core.checkpoints.invariants`.
+    `stage` is its table's name, `settings` that table. `change` may use up the model. ValueError as `store`.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -109,14 +105,8 @@ def change_target(
         metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
         open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
 
-    return cached_step(
-        stage=stage,
-        kind="target",
-        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
-        inputs={"target": target, "text": text},
-        code=(make, tokenise, *code),
-        make=throttled(make),
-    )
+    params = {"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed}
+    return cached_step(stage, "target", params, throttled(make), {"target": target, "text": text}, (tokenise, *code))
 
 
 def store(changed: Changed, directory: Path, target_dir: Path) -> None:
@@ -154,6 +144,4 @@ def training_metrics(trained: training.Trained) -> dict[str, float]:
 
 def held_out_losses(model: PreTrainedModel, documents: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
     """Return domain to nats a token."""
-    return {
-        domain: perplexity.nats_per_token(perplexity.score(model, of_domain)) for domain, of_domain in documents.items()
-    }
+    return {domain: perplexity.nats_per_token(perplexity.score(model, each)) for domain, each in documents.items()}

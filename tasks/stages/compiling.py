@@ -36,10 +36,8 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
         TimeoutError: it takes longer than a start of the service may.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
-    if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists():
-        yield
-        return
-    if settings.device != "cpu":  # an engine takes most of a GPU's memory, and the build has one for its answers
+    # An engine takes most of a GPU's memory, and the build has one for its answers.
+    if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists() or settings.device != "cpu":
         yield
         return
     if (free_gib := free_memory_gib()) < ROOM_GIB:

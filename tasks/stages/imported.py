@@ -1,6 +1,5 @@
 """Imported answers that are not like the target's: found before anything learns from them, and never gated by."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer
 from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
-from infra.manifest import canonical_json
+from infra.manifest import sha256_of
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation import own_answers
@@ -22,7 +21,7 @@ from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
 from tasks.stages import cached_step
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Split, draw_per_domain, read_samples, write_samples
+from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import device_of, throttled
 
 FILE = "differences.json"
@@ -33,10 +32,8 @@ Samples = Mapping[Split, Sequence[Sample]]
 def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samples, dict[str, Estimate]]:
     """Return the parts with the target's own answers to what drafts are held to, in domains whose imports are unlike.
 
-    An own answer is dropped, with its row, where the scrubber would change it or nothing in it could be scored.
-
-    Returns:
-        also, for each domain whose imported answers are shown to be unlike the target's, by how many nats a token.
+    An own answer is dropped, with its row, where the scrubber would change it or nothing in it could be scored. Also
+    returns by how many nats a token each such domain's imports are unlike.
     """
     imported = [one for samples in parts.values() for one in samples if one.id.startswith(ELSEWHERE)]
     found = _differences(recipe, target, _drawn(imported, recipe.seed)) if imported else {}
@@ -69,17 +66,13 @@ def _drawn(imported: Sequence[Sample], seed: int) -> list[Sample]:
 
 
 def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> dict[str, Estimate]:
-    domains = sorted({one.domain for one in asked})
-
     def make(directory: Path, _: Path) -> None:
         device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
         model, stops = load_model(target_dir, fast_dtype(device), device), stop_ids(target_dir)
         rng = torch.Generator(device).manual_seed(recipe.seed)
         found = {
-            domain: own_answers.compare(
-                model, [one for one in asked if one.domain == domain], stops, recipe.engine.max_model_len, rng
-            )
-            for domain in domains
+            domain: own_answers.compare(model, of_domain, stops, recipe.engine.max_model_len, rng)
+            for domain, of_domain in sorted(by_domain(asked).items())
         }
         (directory / FILE).write_text(json.dumps({domain: one.model_dump() for domain, one in found.items()}))
 
@@ -87,8 +80,8 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
     told = json.loads((open_artifact(made) / FILE).read_text())
     found = {domain: Estimate.model_validate(one) for domain, one in told.items()}
     rows = [
-        {"domain": domain, "nats a token": round(one.value, 3), "at most": round(one.high, 3)}
-        for domain, one in found.items()
+        {"domain": name, "nats a token": round(one.value, 3), "at most": round(one.high, 3)}
+        for name, one in found.items()
     ]
     table("imported", rows, "imported answers against the target's own, by the target")
     return found
@@ -97,33 +90,20 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
 def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[Sample]:
     def make(directory: Path, _: Path) -> None:
         device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
-        tokenizer = AutoTokenizer.from_pretrained(target_dir)
-        encoder, model = ChatEncoder.of(tokenizer), load_model(target_dir, fast_dtype(device), device)
+        encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
+        model = load_model(target_dir, fast_dtype(device), device)
         lengths = [max(len(one.completion_ids), own_answers.MOST_TOKENS) for one in tests]
-        rng = torch.Generator(device).manual_seed(recipe.seed)
-        max_len = recipe.engine.max_model_len
+        rng, max_len = torch.Generator(device).manual_seed(recipe.seed), recipe.engine.max_model_len
         own = own_answers.answer(model, tests, lengths, stop_ids(target_dir), max_len, rng)
-        write_samples(
-            directory,
-            "held_out",
-            [
-                one
-                for one in own
-                if len(one.completion_ids) >= MIN_COMPLETION
-                and encoder.rewrite(one.completion_ids, scrub.scrub)[0] == one.completion_ids
-            ],
-        )
+        long = [one for one in own if len(one.completion_ids) >= MIN_COMPLETION]
+        kept = [one for one in long if encoder.rewrite(one.completion_ids, scrub.scrub)[0] == one.completion_ids]
+        write_samples(directory, "held_out", kept)
 
     return read_samples(_produced("own_answers", "samples", recipe, target, tests, make), "held_out")
 
 
 def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Sequence[Sample], make: Make) -> Artifact:
-    content = canonical_json([[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked])
-    params = {
-        "asked": hashlib.sha256(content).hexdigest(),
-        "max_model_len": recipe.engine.max_model_len,
-        "seed": recipe.seed,
-    }
-    code = (make, own_answers, write_samples)
+    content = [[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked]
+    params = {"asked": sha256_of(content), "max_model_len": recipe.engine.max_model_len, "seed": recipe.seed}
     work = throttled(make, device_of(recipe.refresh_distill()))
-    return cached_step(stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=work)
+    return cached_step(stage, kind, params, work, {"target": target}, (own_answers, write_samples))

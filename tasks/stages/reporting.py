@@ -1,11 +1,9 @@
 """What a running task shows: log lines, progress and tables in Prefect's UI, a bar on a terminal.
 
-Outside a run (a task called through `.fn`) there is no UI to show anything in, and only the log is written. Prefect is
-not imported for that, which takes seconds: a process that has not imported it runs no flow.
+Outside a run (a task called through `.fn`) only the log is written, and Prefect, which takes seconds, is not imported.
 """
 
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,13 +70,7 @@ def progress(description: str) -> Iterator[Show]:
 
 
 def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> None:
-    """Log a table and show it in the UI, under a key of small letters, digits and dashes.
-
-    Raises:
-        ValueError: the key has other characters; Prefect, which refuses them too, is only asked in a run.
-    """
-    if not re.fullmatch(r"[a-z0-9-]+", key):
-        raise ValueError(f"a table's key is of small letters, digits and dashes, not {key!r}")
+    """Log a table and show it in the UI, under a key of small letters, digits and dashes."""
     lines = ["  ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
     run_logger().info("%s\n  %s", description, "\n  ".join(lines))
     if _in_run():

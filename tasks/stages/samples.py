@@ -1,7 +1,6 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
-Whoever floods the service must not write the next draft alone: an answer given twice counts once, and one API key gives
-at most its share of what is kept (`tasks.stages.shares`).
+An answer given twice counts once, and one API key gives at most its share of what is kept (`tasks.stages.shares`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
 `regression.jsonl`: what drafts are held to and never trained on.
@@ -13,23 +12,44 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from infra.artifacts import Artifact, open_artifact
+from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.settings import load_settings
 from models.core.evaluation.acceptance import rejected_places
+from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample
+from models.targets import describe
 from models.types import MIN_COMPLETION
+from tasks.stages.reporting import run_logger
 from tasks.stages.shares import cap_per_key
 
-Split = Literal["train", "held_out", "regression"]
+Side = Literal["train", "held_out"]
+Split = Side | Literal["regression"]
+SIDES: tuple[Side, ...] = ("train", "held_out")
+OfT = TypeVar("OfT", bound="Of")
+
+
+class Of(Protocol):
+    """Something of a domain."""
+
+    @property
+    def domain(self) -> str: ...
+
+
+def by_domain(items: Iterable[OfT]) -> dict[str, list[OfT]]:
+    """Return domain to what is of it, in the order given."""
+    found: dict[str, list[OfT]] = {}
+    for one in items:
+        found.setdefault(one.domain, []).append(one)
+    return found
 
 
 def write_samples(directory: Path, part: Split, samples: Iterable[Sample]) -> None:
-    """Write one part of a "samples" directory."""
-    with (directory / f"{part}.jsonl").open("w", encoding="utf-8") as file:
-        for sample in samples:
-            file.write(json.dumps(sample._asdict(), allow_nan=False) + "\n")
+    """Write one part of an empty "samples" directory."""
+    append_samples(directory / f"{part}.jsonl", samples)
 
 
 def read_samples(artifact: Artifact, part: Split) -> list[Sample]:
@@ -60,16 +80,11 @@ def read_written(file: Path) -> list[Sample]:
 def usable(
     rows: Iterable[QueryRow], target_version: int, max_share_per_key: float, min_rows: int
 ) -> tuple[list[Sample], Counter[str]]:
-    """Turn rows of one target version, by seq, into samples, without those that can't be trained on.
+    """Return rows of one target version, by seq, as samples, and how many were left out for which reason.
 
     What a key may give is as in `Refresh`; no key is one key too.
-
-    Returns:
-        The samples, and how many rows were left out for which reason.
     """
-    kept: list[tuple[str | None, Sample]] = []
-    left_out: Counter[str] = Counter()
-    seen: set[str] = set()
+    kept, left_out, seen = list[tuple[str | None, Sample]](), Counter[str](), set[str]()
     for row in rows:
         content = json.dumps([row.prompt_ids, row.completion_ids])
         temperature = row.sampling.get("temperature")
@@ -100,9 +115,7 @@ def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float, 
     for key, sample in keyed:
         of_key.setdefault(key, []).append(sample.id)
     cap = cap_per_key([len(ids) for ids in of_key.values()], max_share, min_rows)
-    above: set[str] = set()
-    for ids in of_key.values():
-        above.update(sorted(ids, key=_hashed)[cap:])
+    above = {name for ids in of_key.values() for name in sorted(ids, key=_hashed)[cap:]}
     return [sample for _, sample in keyed if sample.id not in above]
 
 
@@ -112,19 +125,27 @@ def _hashed(id: str, seed: int = 0) -> bytes:
 
 def regression_set_versions(samples: Iterable[Sample]) -> dict[str, str]:
     """Return domain to the version of its regression set: a hash of its members' names and answers."""
-    members: dict[str, list[str]] = {}
-    for one in samples:
-        members.setdefault(one.domain, []).append(json.dumps([one.id, one.prompt_ids, one.completion_ids]))
-    return {
-        domain: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]
-        for domain, each in sorted(members.items())
-    }
+    versions = {}
+    for domain, members in sorted(by_domain(samples).items()):
+        told = sorted(json.dumps([one.id, one.prompt_ids, one.completion_ids]) for one in members)
+        versions[domain] = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    return versions
 
 
 def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> list[Sample]:
     """Draw up to `per_domain` samples of each domain, the same ones each time, in the order given."""
-    drawn: set[str] = set()
-    for domain in {sample.domain for sample in samples}:
-        ids = [sample.id for sample in samples if sample.domain == domain]
-        drawn.update(sorted(ids, key=lambda id: _hashed(id, seed))[:per_domain])
+    ids = [[one.id for one in of_domain] for of_domain in by_domain(samples).values()]
+    drawn = {name for each in ids for name in sorted(each, key=lambda id: _hashed(id, seed))[:per_domain]}
     return [sample for sample in samples if sample.id in drawn]
+
+
+def captures_of(target_dir: Path) -> Captures:
+    """Return the hidden states that the service captured of a target's answers."""
+    return Captures(CapturedFiles(load_settings().querylog).path_of, describe(target_dir).sha256)
+
+
+def tell_captured(captures: Captures, what: str) -> None:
+    """Log how many answers' states were captured, and why the target was run for others; nothing if none was wanted."""
+    if captures.counts:
+        counts = ", ".join(f"{number} {why}" for why, number in sorted(captures.counts.items()))
+        run_logger().info("hidden states of answers to %s: %s", what, counts)

@@ -1,10 +1,10 @@
 """How much of a refresh one API key may be, and how long a refresh waits for rows of others.
 
-Rows are shared out by water-filling: each key gives all its rows up to one level, so that nobody is cut for the sake of
-who asks more. The level is the highest at which no key has more than its share of what is kept. Where that keeps
-fewer rows than a refresh wants, others may still ask: the refresh waits for their rows, for a bounded time, since who
-asks once must not stop everybody's drafts. What is lacking then is filled up by raising the level: above its share is a
-key only where every row of those below the level is in, and no more than the smallest refresh takes.
+Rows are shared out by water-filling: each key gives all its rows up to the highest level at which no key has more than
+its share of what is kept. Where that keeps fewer rows than a refresh wants, it waits for rows of others, for a bounded
+time, since who asks once must not stop everybody's drafts. What is lacking then is filled up by raising the level:
+above its share is a key only where every row of those below the level is in, and no more than the smallest refresh
+takes.
 """
 
 from bisect import bisect_left
@@ -63,5 +63,4 @@ def cap_per_key(sizes: Sequence[int], max_share: float, min_rows: int = 0) -> in
 
     # share * kept(c) - c is concave and 0 at 0, so it turns negative once; kept(c) only grows.
     within_share = bisect_left(caps, True, key=is_above) - 1
-    large_enough = bisect_left(caps, min(min_rows, sum(sizes)), key=kept)
-    return max(within_share, large_enough)
+    return max(within_share, bisect_left(caps, min(min_rows, sum(sizes)), key=kept))

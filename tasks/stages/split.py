@@ -1,16 +1,15 @@
 """Which conversations of a window are trained on, which test what was trained, and which are never trained on.
 
-The unit is a cluster (`models.core.evaluation.clusters`): what resembles each other, and what a client says belongs
-together. In each window a cluster is put on a side by a keyed hash, so that no client can choose it; a large one is
-held out in the first window that has it. What was held out in one window is trained on in the next. What is alike to a
-member of a regression set (`infra.regression_sets`) is on neither side.
+The unit is a cluster (`models.core.evaluation.clusters`). In each window a keyed hash, which no client can choose, puts
+it on a side; a large one is held out in the first window that has it. What was held out in one window is trained on in
+the next. What is alike to a member of a regression set (`infra.regression_sets`) is on neither side.
 """
 
 import hmac
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -22,7 +21,6 @@ from models.core.evaluation.clusters import Sketch, join, join_groups, sketch
 from models.core.learning.hidden import Sample
 from models.tokens import first_turn, turn_marks
 
-TrafficSplit = Literal["train", "held_out"]
 BATCH_ROWS = 1000
 MOST_OF_GROUP = 4  # rows; more say little that these don't, and each has to be scored
 SCORED_FIRST = 0.5  # of a domain's rows; where new large clusters have more, the others are split like small ones
@@ -38,8 +36,8 @@ class Clustered(NamedTuple):
 def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int) -> Clustered:
     """Cluster the rows of a log together with the samples that the served line of drafts began with.
 
-    Rows without a sketch get one in the file. What a sample was said to belong to is its cluster so far.
-    Rows after `last_seq` don't count.
+    Rows without a sketch get one in the file, and those after `last_seq` don't count. What a sample was said to belong
+    to is its cluster so far.
     """
     log, sketched = QueryLog(database).sketches, _sketcher(target_dir, secret)
     missing = list(log.missing(secret))
@@ -72,20 +70,8 @@ def cluster_samples(samples: Sequence[Sample], secret: bytes, target_dir: Path) 
 
 
 def _sketcher(target_dir: Path, secret: bytes) -> Callable[[Sequence[int]], Sketch]:
-    """Return the function from a prompt to the sketch of its first turn."""
     marks = turn_marks(AutoTokenizer.from_pretrained(target_dir))
     return lambda prompt_ids: sketch(first_turn(prompt_ids, marks), secret)
-
-
-def splits(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], TrafficSplit]:
-    """Return the function from a cluster to its split in a window: HMAC-SHA256 of both under the home's secret."""
-
-    def split_of(cluster: str) -> TrafficSplit:
-        said = f"{window.first_seq} {window.last_seq} {cluster}".encode()
-        digest = hmac.digest(secret, said, "sha256")
-        return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
-
-    return split_of
 
 
 def held_out_by(
@@ -93,13 +79,16 @@ def held_out_by(
 ) -> Callable[[str], bool]:
     """Return the function from a cluster to whether a window tests with it, and does not train on it.
 
-    `rows` are the log's up to the window's last one, `trained` clusters that something was trained on outside of it.
+    A large one that is new is held out; of the others HMAC-SHA256 under the home's secret says which are. `rows` are
+    the log's up to the window's last one, `trained` clusters that something was trained on outside of it.
     """
-    split_of, large = (
-        splits(secret, window, held_out_fraction),
-        unseen_and_large(rows, window, trained, drawn_by(secret)),
-    )
-    return lambda cluster: cluster in large or split_of(cluster) == "held_out"
+    large = unseen_and_large(rows, window, trained, drawn_by(secret))
+
+    def is_held_out(cluster: str) -> bool:
+        digest = hmac.digest(secret, f"{window.first_seq} {window.last_seq} {cluster}".encode(), "sha256")
+        return cluster in large or int.from_bytes(digest[:8]) / 2**64 < held_out_fraction
+
+    return is_held_out
 
 
 def drawn_by(secret: bytes) -> Callable[[str], bytes]:

@@ -1,7 +1,4 @@
-"""Prefect's `task`, which takes seconds to import, put off until a flow calls one.
-
-Commands use these functions without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
-"""
+"""Prefect's `task`, which takes seconds to import, put off until a flow calls one. `tasks.stages` caches instead."""
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
@@ -20,7 +17,6 @@ class task(Generic[P, R]):
         update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it as a task of Prefect's."""
         return self._run(*args, **kwargs)
 
     @cached_property

@@ -1,4 +1,8 @@
-"""Say that a refresh runs, and what came of it, so that what asked for it knows (infra/triggers.py)."""
+"""Say that a refresh runs, and what came of it, so that what asked for it knows (infra/triggers.py).
+
+Whether there is memory is told by what the last one took or, before the first, by the champions' files. A refresh also
+looks at the memory of its GPU. Who only asks for it does not: to look takes some.
+"""
 
 import sqlite3
 from collections.abc import Callable
@@ -6,17 +10,21 @@ from contextlib import ExitStack, suppress
 from functools import wraps
 from typing import Literal
 
+import torch
+
+from infra.memory import GIB, own_gib, read_memory
+from infra.registry import open_registry
 from infra.serving import is_served
 from infra.settings import load_settings
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
+from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, TriggerState
 from infra.triggers import Ok, Result, Retry
-from infra.versions import Version
+from infra.versions import Version, cached
 from infra.watchdog import Watchdog, gives_way
-from models.precision import is_out_of_memory
+from models.precision import is_out_of_memory, require_device
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger
-from tasks.trigger.room import short_of_memory
+from tasks.stages.throttle import device_of
 
 RefreshOutcome = Outcome | Literal["nothing to do", "waits for memory"]
 Refresh = Callable[[Recipe], tuple[RefreshOutcome, Version | None]]
@@ -32,6 +40,11 @@ RESULTS: dict[RefreshOutcome, Result] = {
 }
 # What a refresh took before counts for less with each further one.
 FADES = 0.9
+# What the libraries hold before anything is loaded.
+LIBRARIES_GIB = 1.0
+# Bytes held for each byte of a file: of the target as it is; of a draft, stored in 16 bits, in float32 with gradients,
+# two moments and a mean.
+TARGET_FACTOR, DRAFT_FACTOR = 1.0, 10.0
 
 
 def acknowledged(refresh: Refresh) -> Refresh:
@@ -77,6 +90,32 @@ def acknowledged(refresh: Refresh) -> Refresh:
             return outcome, version
 
     return told
+
+
+def short_of_memory(recipe: Recipe, seen: TriggerState, starts: bool = False) -> str:
+    """Return why no refresh can start at the moment, "" if there is room; ValueError if its device is not here.
+
+    What this process holds is part of what it needs where it `starts` it, being the refresh itself.
+    """
+    need = max(recipe.schedule.min_free_memory_gib, seen.need.gib if seen.need else _of_files())
+    room = read_memory().room_gib + (own_gib() if starts else 0.0)
+    if room < need:
+        return f"{max(0.0, room):.1f} GiB to spare, {need:.1f} wanted"
+    if not starts or (device := device_of(recipe.refresh_distill())) == "cpu":
+        return ""
+    require_device(device)
+    free, need = torch.cuda.mem_get_info(device)[0] / GIB, _of_files()
+    return "" if free >= need else f"{free:.1f} GiB of {device} to spare, {need:.1f} wanted"
+
+
+def _of_files() -> float:
+    settings = load_settings()
+    registry, need = open_registry(settings), LIBRARIES_GIB
+    for champion, factor in ((registry.champion("target"), TARGET_FACTOR), (registry.champion("draft"), DRAFT_FACTOR)):
+        if champion is not None:
+            files = cached(champion, settings.cache).rglob("*")
+            need += factor * sum(file.stat().st_size for file in files if file.is_file()) / GIB
+    return need
 
 
 def fallen_domains() -> tuple[str, ...]:

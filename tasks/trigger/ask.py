@@ -1,8 +1,8 @@
 """Ask the orchestrator for a refresh when one is due, until a run acknowledges it.
 
-The wish is a state beside the query log, and each look reads it anew: whatever is down or busy meanwhile, the wish
-stays. Asking again with the same key makes no second run. Where a run ended without acknowledging it, such as one that
-was cancelled because another was active, the next key asks for another.
+The wish is a state beside the query log, which each look reads anew: whatever is down or busy meanwhile, it stays.
+Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks for
+another.
 """
 
 import logging
@@ -30,7 +30,7 @@ from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others
-from tasks.trigger.room import short_of_memory
+from tasks.trigger.acknowledge import short_of_memory
 
 LOOK_S = 3.0
 # A run that ended without a word is followed by another after so long: a runner that fails must not be flooded.
@@ -56,17 +56,15 @@ class RefreshTrigger:
         known: Known,
         champion: Champion,
     ) -> None:
-        """Take what a look needs.
+        """Take what a look needs; the last three arguments raise OSError if they can't say.
 
         Args:
             recipe: what the refreshes run with, and when.
             log: whose rows they train on.
             trigger: what is wanted.
-            orchestrator: takes a wish and makes one run of it, however often it is asked; returns whether that run has
-                ended. Raises OSError if it can't be asked.
-            known: takes the first row of the next refresh and returns what the gate knows of the challenger that this
-                trains. Raises OSError if it can't say.
-            champion: returns the draft that is to be served. Raises OSError if it can't say.
+            orchestrator: makes one run of a wish, however often it is asked; returns whether that run has ended.
+            known: takes the first row of the next refresh and returns what is known of the challenger that it trains.
+            champion: returns the draft that is to be served.
         """
         self._recipe, self._log, self._trigger, self._orchestrator = recipe, log, trigger, orchestrator
         self._known, self._evidence = known, Evidence.start(recipe.num_draft_tokens)
@@ -74,8 +72,7 @@ class RefreshTrigger:
         self._known_at: object = None
         self._ends: object = None
         self._waits: ForOthers | None = None
-        self._from_ms = trigger.clock()
-        self._paused_ms: int | None = None
+        self._from_ms, self._ended_ms = trigger.clock(), -math.inf
 
     def run(self, stop: threading.Event) -> None:
         """Look until `stop` is set."""
@@ -94,10 +91,13 @@ class RefreshTrigger:
         before = self._trigger.state()
         wanted = self._decide(before, others is not None)
         seen = self._trigger.state()
+        is_due = any(isinstance(state, Due) for state in seen.domains.values())
         short, error = "", ""
-        if not seen.running and (seen.waits_for_memory or _is_due(seen)):
+        if not seen.running and (seen.waits_for_memory or is_due):
             short = short_of_memory(self._recipe, seen)
-            if not short and not self._is_paused() and (_is_due(seen) or self._has_waited(seen)):
+            ended_ms = seen.last_run.ended_ms if seen.last_run else None  # of one that went for want of memory
+            may_try = is_due or not self._is_within(self._recipe.schedule.retry_s, ended_ms or 0)
+            if not short and may_try and not self._is_within(PAUSE_S, self._ended_ms):
                 error = self._ask()
         self._note(before, wanted, short, error, others)
 
@@ -120,9 +120,7 @@ class RefreshTrigger:
         """
         seen = self._trigger.state()
         states = seen.domains
-        low = {
-            name: one.fall for name, one in states.items() if isinstance(one, Fallen | Due) and one.fall.why == "low"
-        }
+        low = {name: of.fall for name, of in states.items() if isinstance(of, Fallen | Due) and of.fall.why == "low"}
         enough = [domain for domain, num in self._rows.most_common() if num >= self._recipe.refresh.min_rows]
         new = [] if seen.running else [domain for domain in enough if domain not in low]
         if not low and not new:
@@ -149,22 +147,16 @@ class RefreshTrigger:
         self._trigger.tell(events)
 
     def _low(self, domain: str, champion: Version, attempts: int = 0) -> Fell:
-        served, usual = self._log.served_tau(domain), usual_tau(domain, champion.lineage.tau)
-        return Fell(
-            draft=champion.number,
-            promised=served if usual is None else usual,
-            served=served,
-            now_ms=self._trigger.clock(),
-            why="low",
-            attempts=attempts,
-        )
+        served, now_ms = self._log.served_tau(domain), self._trigger.clock()
+        promised, draft = usual_tau(domain, champion.lineage.tau) or served, champion.number
+        return Fell(draft=draft, promised=promised, served=served, now_ms=now_ms, why="low", attempts=attempts)
 
     def _decide(self, seen: TriggerState, waits: bool) -> dict[str, int]:
         """Let fallen and low domains become due, and return how many rows of its own each of them wants."""
-        queue, refresh = Queue(rows=self._log.waiting()[0] if seen.domains else {}), self._recipe.refresh
-        groups = self._log.waiting_groups() if seen.domains else {}
-        if seen.domains:
-            self._learn(seen)
+        if not seen.domains:
+            return {}
+        queue, refresh, groups = Queue(rows=self._log.waiting()[0]), self._recipe.refresh, self._log.waiting_groups()
+        self._learn(seen)
         wanted, events = {}, {}
         for domain, state in seen.domains.items():
             if isinstance(state, Fallen | Due):
@@ -211,18 +203,12 @@ class RefreshTrigger:
             return str(error)[:MAX_ERROR_CHARS]
         if ended:
             self._trigger.ask_anew(wish)
-            self._paused_ms = self._trigger.clock()
+            self._ended_ms = self._trigger.clock()
         return ""
 
-    def _is_paused(self) -> bool:
-        # A clock that is set ends the pause, in either direction.
-        return self._paused_ms is not None and 0 <= self._trigger.clock() - self._paused_ms < PAUSE_S * 1000
-
-    def _has_waited(self, seen: TriggerState) -> bool:
-        """Return whether a run that went for want of memory is long enough ago to try again."""
-        ended_ms = None if seen.last_run is None else seen.last_run.ended_ms
-        waited_ms = self._trigger.clock() - (ended_ms or 0)
-        return not 0 <= waited_ms < self._recipe.schedule.retry_s * 1000
+    def _is_within(self, seconds: float, of_ms: float) -> bool:
+        """Return whether a time was so lately; a clock that is set ends that, in either direction."""
+        return 0 <= self._trigger.clock() - of_ms < seconds * 1000
 
     def _note(
         self, before: TriggerState, wanted: dict[str, int], short: str, error: str, others: ForOthers | None
@@ -293,7 +279,3 @@ def prefect_server(deployment: str) -> Orchestrator:
         return run.state is not None and run.state.is_final()
 
     return ask
-
-
-def _is_due(seen: TriggerState) -> bool:
-    return any(isinstance(state, Due) for state in seen.domains.values())

@@ -9,9 +9,8 @@ from models.core.drafting.draft_families import family_named, family_of
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.params import BaseParams
-from tasks.distill_draft import untrained
+from tasks.distill_draft import prepare_teachers, untrained
 from tasks.measure.run import Run
-from tasks.stages.teachers import prepare_teachers
 
 
 def teach(

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from infra.artifacts import staged
 from infra.events import DRAFT_ROLLED_BACK
@@ -18,9 +16,9 @@ from infra.processes import Child, wait_until
 from infra.service_process import last_url
 from infra.settings import Settings
 from models.core.drafting.draft_families import open_draft
-from models.core.drafting.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_golden
+from tests.drills.spoiled import noisy
 from tests.flows.conftest import Cli, registry_of
 from tests.infra.collector import collecting
 from tests.world import Served
@@ -41,11 +39,7 @@ def spoiled(home: Path, tmp_path: Path) -> int:
     with staged(made) as directory:
         shutil.copytree(registry.download(champion, cache), directory, dirs_exist_ok=True)
         (directory / "manifest.json").unlink()
-        tensors, rng = load_file(directory / WEIGHTS), torch.Generator().manual_seed(0)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():
-                tensors[name] = tensor + (0.2 * torch.randn(tensor.shape, generator=rng)).to(tensor.dtype)
-        save_file(tensors, directory / WEIGHTS)
+        noisy(0.2, seed=0)(directory)
     num_draft_tokens = load_recipe("tiny").num_draft_tokens
     golden_tau = measure_golden(open_draft(made, target_dir), target_dir, num_draft_tokens, tmp_path / "golden")
     lineage = champion.lineage.model_copy(

@@ -21,6 +21,7 @@ from models.chats import ChatEncoder
 from models.recipe import load_recipe
 from models.sources import Prompt
 from tasks.select_data import choose_prompts
+from tests.tasks.made import row_of
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
@@ -117,23 +118,8 @@ def answered(target_dir: Path, prompts: Sequence[Prompt], key: str | None = None
                 pad_token_id=0,
                 return_dict_in_generate=False,
             )
-        rows.append(
-            QueryRow(
-                id=prompt.id,
-                time_ms=0,
-                domain=prompt.domain,
-                key=key,
-                consent="full",
-                scrubber_revision=1,
-                target_version=1,
-                draft_version=1,
-                prompt_ids=ids,
-                completion_ids=output[0, len(ids) :].tolist(),
-                sampling={"temperature": 0.0},
-                finish_reason="length",
-                speculating=True,
-            )
-        )
+        said = {"prompt_ids": ids, "completion_ids": output[0, len(ids) :].tolist(), "finish_reason": "length"}
+        rows.append(row_of(prompt.id, domain=prompt.domain, key=key, sampling={"temperature": 0.0}, **said))
     return rows
 
 

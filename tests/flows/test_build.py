@@ -61,7 +61,7 @@ def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in,
     output = cli_in(tmp_path / "home").run("build", "--recipe", "tiny")
     made = [line.split(" - ")[1].split(":")[0] for line in output.splitlines() if ": made, " in line]
     assert made == ["draft"]
-    assert output.count(": cached, ") == 5
+    assert output.count(": cached, ") == 6
     assert "model.safetensors has" in output
 
 

@@ -15,6 +15,7 @@ from infra.querylog import QueryLog
 from models.recipe import load_recipe
 from tests.flows.conftest import registry_of
 from tests.tags import draft_tags
+from tests.tasks.made import row_of
 
 
 @pytest.mark.engine
@@ -109,20 +110,8 @@ def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp
 
 
 def _row(number: int) -> QueryRow:
-    return QueryRow(
-        id=str(number),
-        time_ms=0,
-        domain="code",
-        consent="full",
-        scrubber_revision=1,
-        target_version=1,
-        draft_version=2,
-        prompt_ids=[1, number],
-        completion_ids=[3, 4, 5],
-        sampling={"temperature": 0.0},
-        finish_reason="length",
-        speculating=True,
-    )
+    said = {"prompt_ids": [1, number], "completion_ids": [3, 4, 5], "finish_reason": "length"}
+    return row_of(str(number), draft_version=2, sampling={"temperature": 0.0}, **said)
 
 
 def _forget_commit(home: Path) -> None:

@@ -149,8 +149,8 @@ _KEYS: dict[str, dict[str, str]] = {
         "recipe.Recipe": "refresh",
         "recipe.Refresh": "min_rows max_rows held_out_fraction replay_per_domain max_share_per_key",
     },
-    "tasks/configure_service.py": {"recipe.Recipe": "engine serve"},
-    "tasks/distill_draft.py": {"recipe.Recipe": "draft distill"},
+    "tasks/promote.py": {"recipe.Recipe": "engine serve"},
+    "tasks/distill_draft.py": {"recipe.Recipe": "draft distill", "learning.teacher.TeacherParams": "model"},
     "tasks/find_past.py": {"recipe.Refresh": "pool"},
     "tasks/change_model.py": {
         "recipe.Recipe": "pretrain shrink prune finetune quantize",
@@ -171,9 +171,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/select_text.py": {"stages.Select": "max_length method num_documents num_rounds proxy"},
     "tasks/stages/throttle.py": {"learning.distill": "device"},
     "tasks/stages/shares.py": {"recipe.Refresh": "share_wait_s"},
-    "tasks/stages/teachers.py": {"learning.teacher.TeacherParams": "model"},
-    "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},
-    "tasks/trigger/room.py": {"recipe.Schedule": "min_free_memory_gib"},
+    "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s min_free_memory_gib"},
     "tasks/post_promotion_test.py": {
         "recipe.Recipe": "post_promotion_test",
         "evaluation.post_promotion_test": "alpha num_requests per_look max_wait_s",

@@ -31,7 +31,7 @@ def test_a_nested_draft_is_taken_by_itself_and_remembered(home: Path, tmp_path: 
     source.mkdir()
     lm.save(lm.create(lm.Params(num_layers=2, nested=(1,)), target.path, None), source)
     whole, alone = adopt_draft.fn(target, source), adopt_draft.fn(target, source, 1)
-    assert (whole.num_layers, alone.num_layers) == (None, 1)
+    assert (whole.source_layers, alone.source_layers) == (None, 1)
     assert whole.source_sha256 == alone.source_sha256
     drafts = [open_draft(one.draft.path, target.path) for one in (whole, alone)]
     assert [len(one.model.layers) for one in drafts if isinstance(one, lm.Lm)] == [2, 1]
@@ -75,9 +75,9 @@ def test_what_a_heads_files_leave_open_is_measured_on_the_targets_own_answers(
     samples = answers_of(target.path, tmp_path / "samples")
     settled = settle_reading.fn(load_recipe("tiny"), target, adopted, samples)
     assert open_draft(settled.draft.path, target.path).taps == right
-    assert settled.reading.startswith(f"layers {', '.join(map(str, right))}: τ ")
-    best, *others = (float(found) for found in re.findall(r"\d\.\d\d", settled.reading))
-    print(f"\n{settled.reading}")
+    assert settled.source_reading.startswith(f"layers {', '.join(map(str, right))}: τ ")
+    best, *others = (float(found) for found in re.findall(r"\d\.\d\d", settled.source_reading))
+    print(f"\n{settled.source_reading}")
     assert best > max(others) + 0.05
     assert len(others) == (1 if named else 3)
     assert settle_reading.fn(load_recipe("tiny"), target, adopted, samples) == settled

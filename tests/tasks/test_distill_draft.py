@@ -26,9 +26,8 @@ from models.drafts import Draft, ngram, rest, self_skip
 from models.lengths import specdec_pp
 from models.recipe import Recipe
 from models.targets import describe
-from tasks.distill_draft import Trained, distill_draft, train_challenger, untrained
+from tasks.distill_draft import Trained, distill_draft, teachers_in, train_challenger, untrained
 from tasks.find_challenger import Start
-from tasks.stages.teachers import teachers_in
 from tests.infra.erase.planted import SUBJECT, planted_row
 from tests.models.drafts.hollow import make_hollow
 from tests.models.drafts.tiny import make_tiny
@@ -51,7 +50,7 @@ def go_on(
 ) -> Trained:
     """Train a challenger from a draft, as a refresh does."""
     pair = pair_of(target, draft)
-    start = Start(version=pair.draft, files=draft, state=state, evidence=Evidence.start(2, 1), going_on=False)
+    start = Start(version=pair.draft, files=draft, state=state, evidence=Evidence.start(2, 1))
     return train_challenger.fn(recipe, pair, start, samples, window)
 
 

@@ -1,7 +1,7 @@
-"""A draft that is exported: vLLM reads it with its target, and imported again it is the same."""
+"""A draft that is exported: vLLM reads it with its target, and imported again it is the same; and a folder that names
+the champion, and never half of one."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,30 +13,31 @@ from infra.registry import Registry
 from models.core.drafting.draft_families import adopter_of, family_named
 from models.drafts import eagle3
 from models.targets import describe
-from tasks.export_draft import CARD, export_draft
+from tasks.export_draft import CARD, POINTER, export_draft, publish_champion
+from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
 
 
 @pytest.fixture(autouse=True)
-def _registered(registry: Registry, target: Artifact, tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
-    """Target 1 and drafts 1, an EAGLE-3 head, and 2, of a family that vLLM does not serve."""
-    draft, other = (tmp_path / name for name in ("draft", "other"))
-    shutil.copytree(tiny_draft, draft)
-    other.mkdir()
+def _registered(registry: Registry, target: Artifact, tiny_target: Path, tmp_path: Path) -> None:
+    """Target 1 and drafts 1 and 3, EAGLE-3 heads, and 2, of a family that vLLM does not serve."""
+    folders = draft, other, later = [tmp_path / name for name in ("draft", "other", "later")]
+    for directory in folders:
+        directory.mkdir()
+    make_draft(tiny_target, draft, seed=0)
+    make_draft(tiny_target, later, seed=1)
     save_tiny(family_named("kangaroo"), tiny_target, other)
-    for directory in (draft, other):
-        write_manifest(directory)
+    write_manifest(other)
     card = describe(tiny_target)
     own = {"target_sha256": card.sha256, "tokenizer_sha256": card.tokenizer_sha256, "vocab_size": str(card.vocab_size)}
     registry.register("target", target.path, own)
-    for directory in (draft, other):
+    for directory in folders:
         registry.register("draft", directory, draft_tags() | own | {"target_version": "1", "tau": '{"chat": 1.5}'})
 
 
 def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(tmp_path: Path) -> None:
-    exported = export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit")
-    assert exported.target == "someone/target"
+    assert export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit") == "someone/target"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
@@ -71,12 +72,64 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(tmp_path: Pa
         export_draft.fn(1, tmp_path / "there")
 
 
+def named(folder: Path) -> Path:
+    """Return the directory that the pointer names, as whoever rolls it out finds it."""
+    return folder / json.loads((folder / POINTER).read_text())["directory"]
+
+
+def test_each_champion_gets_a_directory_and_the_pointer_names_the_present_one(
+    registry: Registry, tmp_path: Path
+) -> None:
+    folder = tmp_path / "published"
+    assert publish_champion.fn(folder) is None
+    assert not folder.exists()
+    registry.promote("draft", 1)
+    first = publish_champion.fn(folder, "someone/target")
+    assert first is not None and first.digest == registry.get("draft", 1).sha256
+    assert json.loads((folder / POINTER).read_text()) == {
+        "version": 1,
+        "digest": first.digest,
+        "directory": first.digest,
+    }
+    assert (folder / POINTER).stat().st_mode & 0o777 == 0o644
+    export_draft.fn(1, tmp_path / "alone", "someone/target")
+    sums = {file.name: file_sha256(file) for file in named(folder).iterdir()}
+    assert sums == {file.name: file_sha256(file) for file in (tmp_path / "alone").iterdir()}
+    registry.promote("draft", 3)
+    second = publish_champion.fn(folder)
+    assert second is not None and (second.version, named(folder).name) == (3, second.digest)
+    assert sums == {file.name: file_sha256(file) for file in (folder / first.directory).iterdir()}
+    assert sorted(file.name for file in folder.glob("[!.]*")) == sorted([first.digest, second.digest, POINTER])
+
+
+def test_what_is_there_is_not_written_again(registry: Registry, tmp_path: Path) -> None:
+    registry.promote("draft", 1)
+    publish_champion.fn(tmp_path / "published")
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "published").rglob("[!.]*")}
+    publish_champion.fn(tmp_path / "published")
+    assert {file: file.stat().st_mtime_ns for file in before} == before and len(before) > 3
+
+
+def test_a_draft_that_can_not_be_written_leaves_the_pointer_at_the_one_before(
+    registry: Registry, tmp_path: Path
+) -> None:
+    folder = tmp_path / "published"
+    registry.promote("draft", 1)
+    first = publish_champion.fn(folder)
+    assert first is not None
+    registry.promote("draft", 2)
+    with pytest.raises(ValueError, match="kangaroo"):
+        publish_champion.fn(folder)
+    assert named(folder).name == first.digest
+    assert sorted(file.name for file in folder.glob("[!.]*")) == sorted([first.digest, POINTER])
+
+
 @pytest.mark.engine
 def test_vllm_takes_it_with_its_target_and_nothing_else_said(tmp_path: Path) -> None:
     from vllm import AsyncEngineArgs
 
-    exported = export_draft.fn(1, tmp_path / "out")
+    target = export_draft.fn(1, tmp_path / "out")
     config = AsyncEngineArgs(model=str(tmp_path / "out"), max_model_len=128).create_engine_config()
-    assert config.model_config.model == exported.target
+    assert config.model_config.model == target
     assert config.speculative_config.model == str(tmp_path / "out")
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("eagle3", 3)

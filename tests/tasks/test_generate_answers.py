@@ -14,8 +14,9 @@ from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
-from tasks.generate_answers import _across_domains, _joining, _named, generate_answers
-from tasks.stages.samples import read_samples
+from tasks.generate_answers import _joining, _named, generate_answers
+from tasks.prepare_text import in_turn
+from tasks.stages.samples import by_domain, read_samples
 
 
 def prompt(text: str, domain: str) -> Prompt:
@@ -32,7 +33,7 @@ def test_answers_keep_the_group_of_their_prompt_where_the_recipe_names_it_to_the
 
 def test_golden_prompts_take_the_domains_in_turn() -> None:
     prompts = [prompt("1", "a"), prompt("2", "a"), prompt("3", "a"), prompt("4", "b")]
-    assert [one.messages[0].content for one in _across_domains(prompts, 3)] == ["1", "4", "2"]
+    assert [one.messages[0].content for one in in_turn(by_domain(prompts))[:3]] == ["1", "4", "2"]
 
 
 class Watched(TorchEngine):

@@ -1,7 +1,6 @@
 """The test over promoted drafts: a real registry, query log and scoring; drafts that are the target, or its noise."""
 
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.artifacts import staged
-from infra.consent import Consent, QueryRow
+from infra.artifacts import Artifact, staged
+from infra.consent import Consent
 from infra.post_promotion import (
     FAILED,
     PASSED,
@@ -33,6 +32,7 @@ from models.targets import describe
 from tasks.post_promotion_test import EVIDENCE, check_promoted_draft
 from tests.conftest import shake
 from tests.tags import draft_tags
+from tests.tasks.made import row_of
 
 NUM_PROMPTS = 120
 NOISE = {"good": 0.0, "same": 1e-6, "worse": 0.05}
@@ -56,37 +56,11 @@ class Scene(NamedTuple):
         self.registry.promote("draft", number)
         return number
 
-    def serve(
-        self,
-        first: int,
-        last: int,
-        draft: int = 2,
-        consent: Consent = "full",
-        domain: str = "chat",
-        group: str | None = None,
-        structured: bool = False,
-    ) -> None:
-        content = {"prompt_ids", "completion_ids"} if consent == "full" else set()
-        self.log.append(
-            [
-                QueryRow(
-                    id=f"{consent}-{draft}-{number}",
-                    time_ms=0,
-                    group=group,
-                    structured=structured,
-                    domain=domain,
-                    consent=consent,
-                    scrubber_revision=1,
-                    target_version=1,
-                    draft_version=draft,
-                    sampling={"temperature": 0.0},
-                    finish_reason="length",
-                    speculating=True,
-                    **{name: value for name, value in self.answers[number]._asdict().items() if name in content},
-                )
-                for number in range(first, last)
-            ]
-        )
+    def serve(self, first: int, last: int, draft: int = 2, consent: Consent = "full", **told: object) -> None:
+        served = {"domain": "chat", "sampling": {"temperature": 0.0}, "draft_version": draft, "consent": consent}
+        said = [answer._asdict() if consent == "full" else {} for answer in self.answers[first:last]]
+        names = (f"{consent}-{draft}-{number}" for number in range(first, last))
+        self.log.append([row_of(name, **served, **told, **ids) for name, ids in zip(names, said, strict=True)])
 
     def champion(self) -> int | None:
         found = self.registry.champion("draft")
@@ -123,23 +97,9 @@ def drafts(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scene(
-    store: Path,
-    tiny_target: Path,
-    drafts: Path,
-    answers: list[Answer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Scene:
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home)
-    monkeypatch.setenv("REDRAFT_HOME", str(home))
+def scene(registry: Registry, target: Artifact, drafts: Path, answers: list[Answer]) -> Scene:
     settings = load_settings()
-    registry = Registry(settings.mlflow_uri, settings.mlflow_files)
-    with staged(tmp_path / "target") as directory:
-        shutil.copytree(tiny_target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-    registry.promote("target", registry.register("target", tmp_path / "target", draft_tags()).number)
+    registry.promote("target", registry.register("target", target.path, draft_tags()).number)
     scene = Scene(registry, QueryLog(settings.querylog), PostPromotionTests(settings), answers)
     scene.promote(drafts, "good")
     return scene

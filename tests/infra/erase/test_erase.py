@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import privacy_commands
+from flows import home_commands
 from flows.command import complete_erasures
 from infra.consent import QueryRow, subject_of
 from infra.erase import certificate_file, erase_older_than, erase_subject, finish_erasures
@@ -157,7 +157,7 @@ def test_a_row_is_found_by_each_name_that_its_request_gave(settings: Settings) -
 
 def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(settings: Settings, capsys) -> None:
     before = planted_in(settings.home)
-    privacy_commands._show(settings, certificate := erase_subject(settings, "nobody"))
+    home_commands._show(settings, certificate := erase_subject(settings, "nobody"))
     assert "found no such row" in capsys.readouterr().out
     log = QueryLog(settings.querylog)
     with log.reading():  # nothing is waited for
@@ -165,7 +165,7 @@ def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(setting
     assert certificate.number < log.erasures.last()  # by which the service forgets its recent answers
     assert not certificate_file(settings, certificate.number).exists()
     assert planted_in(settings.home) == before
-    privacy_commands._show(settings, erase_older_than(settings, days=10**6))
+    home_commands._show(settings, erase_older_than(settings, days=10**6))
     assert "found no such row" in capsys.readouterr().out
     assert finish_erasures(settings) == []
 

@@ -35,7 +35,7 @@ class Maker:
 
 
 def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
-    return cached_step("stage", "kind", params, inputs, (gate,), maker)
+    return cached_step("stage", "kind", params, maker, inputs, (gate,))
 
 
 def test_a_stage_is_made_once():

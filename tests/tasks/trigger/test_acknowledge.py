@@ -13,8 +13,7 @@ from infra.versions import Version
 from infra.watchdog import PERIOD_S
 from models.recipe import Recipe, load_recipe
 from tasks.promote import Outcome
-from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
-from tasks.trigger.room import short_of_memory
+from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged, short_of_memory
 from tests.tags import draft_tags
 
 
