@@ -4,12 +4,12 @@
 the recipe, who has not seen the class.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 
 from models.types import Frozen
@@ -90,6 +90,17 @@ def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str)
     for key in keys:
         if (value := getattr(params, key)) != type(params).model_fields[key].get_default(call_default_factory=True):
             raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')
+
+
+def unread(*keys: str, when: Callable[[Any], bool], why: str) -> Any:
+    """Return a validator of a method's settings that refuses `keys` when nothing reads them; see `require_unsaid`."""
+
+    def check(params: BaseParams) -> BaseParams:
+        if when(params):
+            require_unsaid(params, keys, params.name, why)
+        return params
+
+    return model_validator(mode="after")(check)
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:

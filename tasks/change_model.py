@@ -38,9 +38,9 @@ def _pretrained(table: Pretrain, seed: int, start: Start) -> Changed:
 
 def _shrunk(table: Shrink, seed: int, start: Start) -> Changed:
     before = num_stored(start.model)
-    shrunk = catalog.load("shrink", table.method.name).shrink(
-        start.model, start.documents, table.method, table.training, seed, start.work, start.on_progress
-    )
+    method = catalog.load("shrink", table.method.name)
+    loop = (start.work, start.on_progress) if getattr(method, "TRAINS", False) else ()
+    shrunk = method.shrink(start.model, start.documents, table.method, table.training, seed, *loop)
     invariants.keep_zeroes(start.model, shrunk)
     return Changed(shrunk, {"parameters": num_stored(shrunk), "share_kept": num_stored(shrunk) / before})
 

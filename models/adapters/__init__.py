@@ -33,37 +33,25 @@ _CARD, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 class Adapted(NamedTuple):
-    """A model with an adapter in it.
+    """A model with an adapter in it."""
 
-    Attributes:
-        model: trained as any other; its saved directory is no plain checkpoint.
-        params: the method.
-        base_sha256: of the weights that it was attached to.
-        num_base: parameters of the base.
-    """
-
-    model: PreTrainedModel
-    params: BaseParams
-    base_sha256: str
-    num_base: int
+    model: PreTrainedModel  # trained as any other; its saved directory is no plain checkpoint
+    params: BaseParams  # the method
+    base_sha256: str  # of the weights that it was attached to
+    num_base: int  # parameters of the base
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Name to parameter, of those that are trained."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @property
     def trained_share(self) -> float:
-        """Trained parameters / parameters of the base."""
         return sum(parameter.numel() for parameter in self.trained.values()) / self.num_base
 
 
 def attach(model: PreTrainedModel, params: BaseParams, rng: torch.Generator) -> Adapted:
     """Put an adapter into a plain model in float32, in place; its logits are the base's, or those of it quantized.
-
-    Raises:
-        ValueError: the model is not plain, such as one that has an adapter, or the method can't be put into it.
-    """
+    ValueError if the model is not plain, such as one that has an adapter, or the method can't be put into it."""
     _require_plain(model)
     base_sha256, num_base = weights_sha256(model), model.num_parameters()
     model.requires_grad_(False)
@@ -81,15 +69,10 @@ def save(adapted: Adapted, directory: Path) -> None:
 
 
 def load(model: PreTrainedModel, directory: Path) -> Adapted:
-    """Put a saved adapter into its base, in place.
+    """Put a saved adapter into its base, in place; in which float format that was loaded makes no difference.
 
-    Args:
-        model: the plain model that it was attached to; in which float format it was loaded makes no difference.
-        directory: as `save` wrote it.
-
-    Raises:
-        ValueError: a file can't be read, the model is another one, or a tensor is missing, extra, of another shape or
-            not finite. `model` is unchanged if it is another one.
+    ValueError if a file can't be read, the model is another one, or a tensor is missing, extra, of another shape or not
+    finite. `model` is unchanged if it is another one.
     """
     card = _read_card(directory)
     if (found := weights_sha256(model)) != card["base_sha256"]:
@@ -114,11 +97,8 @@ def load(model: PreTrainedModel, directory: Path) -> Adapted:
 
 
 def merge(adapted: Adapted) -> PreTrainedModel:
-    """Make a plain model of it, in place, of equal logits up to rounding.
-
-    Raises:
-        ValueError: the method's result is no plain model.
-    """
+    """Make a plain model of it, in place, of equal logits up to rounding; ValueError if the method's result is no plain
+    model."""
     module = catalog.load("adapters", adapted.params.name)
     if not hasattr(module, "fold"):
         raise ValueError(

@@ -3,7 +3,7 @@
 Models of Llama's kind have none, so zero biases are added wherever the class can hold one: where its config has
 `attention_bias` and `mlp_bias` they are switched on, and transformers and vLLM load the result as any model. Other
 classes train the biases that they have (Qwen2: query, key and value), and one that can hold none is refused. RMS norms
-can hold none anywhere. That is 0.1% of a model's parameters.
+can hold none anywhere.
 
 The gradient of a bias is the sum of its layer's output gradient: no layer's input is kept for the backward pass
 (TinyTL, arXiv:2007.11622). What attention, norms and the products inside the MLP need for the gradient of the data is.
@@ -32,11 +32,8 @@ class Params(BaseParams):
 
 
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
-    """Add zero biases where the class can hold them, and train all there are; see `models.adapters`.
-
-    Raises:
-        ValueError: no layer of the model can have a bias.
-    """
+    """Add zero biases where the class can hold them, and train all there are; see `models.adapters`. ValueError if no
+    layer of the model can have a bias."""
     for flag in FLAGS:
         if hasattr(model.config, flag):
             setattr(model.config, flag, True)

@@ -27,14 +27,10 @@ LAST_LAYERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Params(BaseParams):
-    """The adapter's size.
-
-    Attributes:
-        width: m, the numbers in the middle of an adapter.
-    """
+    """The adapter's size."""
 
     name: Literal["bottleneck"] = "bottleneck"
-    width: int = Field(64, ge=1)
+    width: int = Field(64, ge=1, description="m, the numbers in the middle of an adapter.")
 
 
 class Bottleneck(nn.Module):
@@ -52,17 +48,14 @@ class Bottleneck(nn.Module):
                 layer.bias.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute the layer, then what the adapter adds to it."""
         outputs: Tensor = self.base(inputs)
         added: Tensor = self.up(nn.functional.gelu(self.down(outputs)))
         return outputs + added
 
 
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
-    """Put two adapters into each block, and let the blocks' norms be trained; see `models.adapters`.
-
-    ValueError if attention and MLP don't end with linear layers of Llama's names, or are no wider than the middle.
-    """
+    """Put two adapters into each block, and let the blocks' norms be trained; see `models.adapters`. ValueError if
+    attention and MLP don't end with linear layers of Llama's names, or are no wider than the middle."""
     width = model.config.hidden_size
     if params.width >= width:
         raise ValueError(f"width must be less than the model's {width}; got {params.width}")

@@ -18,25 +18,17 @@ LEARNING_RATE = 3e-4
 
 
 class Params(BaseParams):
-    """How much is trained.
-
-    Attributes:
-        num_layers: blocks that are trained, counted from the end.
-    """
+    """How much is trained."""
 
     name: Literal["last_layers"] = "last_layers"
-    num_layers: int = Field(2, ge=1)
+    num_layers: int = Field(2, ge=1, description="blocks that are trained, counted from the end.")
 
 
 CORNERS = (Params(num_layers=1),)
 
 
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
-    """Let the last blocks be trained; see `models.adapters`.
-
-    Raises:
-        ValueError: the model has fewer blocks.
-    """
+    """Let the last blocks be trained; see `models.adapters`. ValueError if the model has fewer blocks."""
     layers = blocks(model)
     if params.num_layers > len(layers):
         raise ValueError(f"num_layers must be at most {len(layers)}, the model's; got {params.num_layers}")

@@ -6,8 +6,7 @@ training W itself. The passes through W, of which the gradient of the data still
 saves is the weight gradient and, above all, the optimizer's state.
 
 The paper adapts the query and value projections only, which is the default here. B starts at zero, so the model starts
-as its base; A is drawn uniformly within 1/√I, as `peft` does it, where the paper says Gaussian. There is no
-dropout, so that a resumed run is the same run.
+as its base; A is drawn uniformly within 1/√I, as `peft` does it, where the paper says Gaussian.
 
 Merging adds in float64 and rounds once to W's format: in float32 logits move by some 1e-6 of their size, in float64 by
 1e-14. Rounded to bfloat16 afterwards, a merged model loses updates under 1/256 of a weight, as any finetuned one does.
@@ -50,11 +49,8 @@ CORNERS = (
 
 
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
-    """Put a low-rank part beside each of `params.layers`; see `models.adapters`.
-
-    Raises:
-        ValueError: the model has no such layer, or the rank is more than a layer's smaller side.
-    """
+    """Put a low-rank part beside each of `params.layers`; see `models.adapters`. ValueError if the model has no such
+    layer, or the rank is more than a layer's smaller side."""
     insert_lora(model, params.layers, params.rank, params.alpha, rng)
 
 

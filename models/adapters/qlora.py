@@ -7,9 +7,9 @@ dequantized once more. Embedding, output matrix and norms stay as they are; at s
 The paper pages the optimizer's state, 8 bytes for each trained parameter, which here regime `paged_state` does, in
 `[finetune]` too. The paper computes in bfloat16; here in the format of the activations.
 
-Adapters sit on all linear layers, which the paper finds is needed; rank 64 and alpha 16 are its too. There is no
-dropout, so that a resumed run is the same run. Merged, each matrix is the dequantized one plus its product: a model in
-full precision that computes as this one did, not the original base with an adapter.
+Adapters sit on all linear layers, which the paper finds is needed; rank 64 and alpha 16 are its too. Merged, each
+matrix is the dequantized one plus its product: a model in full precision that computes as this one did, not the
+original base with an adapter.
 """
 
 from typing import Literal
@@ -47,11 +47,8 @@ CORNERS = (Params(layers=("o_proj", "down_proj")),)
 
 
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
-    """Quantize the base and put low-rank parts beside it; see `models.adapters`.
-
-    Raises:
-        ValueError: the model has no such layer, or the rank is more than a layer's smaller side.
-    """
+    """Quantize the base and put low-rank parts beside it; see `models.adapters`. ValueError if the model has no such
+    layer, or the rank is more than a layer's smaller side."""
     names = params.layers or sorted({name.rpartition(".")[2] for name, _ in linears(model)})
     insert_lora(model, names, params.rank, params.alpha, rng, NormalFloatLinear)
 

@@ -42,15 +42,10 @@ OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], No
 
 
 class RolloutSource(Protocol):
-    """The rounds in which a run writes what it learns; see `models.core.learning.rollouts`.
+    """The rounds in which a run writes what it learns; see `models.core.learning.rollouts`."""
 
-    Attributes:
-        samples: the target's answers, in whose place others are written.
-        tokens_per_s: at which the target read the last ones.
-    """
-
-    samples: list[Sample]
-    tokens_per_s: float
+    samples: list[Sample]  # the target's answers, in whose place others are written
+    tokens_per_s: float  # at which the target read the last ones
 
     def at(self, step: int, total: int) -> int:
         """Return which round a step is of."""
@@ -86,11 +81,8 @@ def require_labels(answers: BaseParams, loss: BaseParams) -> None:
 def require_source(
     answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool, domains: Collection[str]
 ) -> None:
-    """Raise ValueError if a draft can't learn from such answers.
-
-    `of_log` says whether they come from the query log, and `domains` are those that a first draft is trained on;
-    later drafts keep answers of theirs.
-    """
+    """Raise ValueError if a draft can't learn from such answers. `of_log` says whether they come from the query log,
+    and `domains` are those that a first draft is trained on; later drafts keep answers of theirs."""
     source = catalog.load("answers", answers.name)
     if (source.WRITES or hasattr(source, "weigh")) and not is_trained:
         raise ValueError(f'answers "{answers.name}" are for drafts that are trained, and this one has no weights')

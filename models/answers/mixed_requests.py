@@ -14,14 +14,10 @@ WRITES, LOGGED, ROUNDS = True, False, Rollouts
 
 
 class Params(RolloutParams):
-    """How they are mixed.
-
-    Attributes:
-        share: of the answers that the draft writes, rounded to whole ones.
-    """
+    """How they are mixed."""
 
     name: Literal["mixed_requests"] = "mixed_requests"
-    share: float = Field(0.5, gt=0, lt=1)
+    share: float = Field(0.5, gt=0, lt=1, description="of the answers that the draft writes, rounded to whole ones.")
 
 
 def by_draft(lengths: Sequence[int], params: Params, rng: torch.Generator) -> list[list[bool] | None]:

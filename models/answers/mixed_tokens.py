@@ -19,14 +19,10 @@ WRITES, LOGGED, ROUNDS = True, False, Rollouts
 
 
 class Params(RolloutParams):
-    """How they are mixed.
-
-    Attributes:
-        share: chance that the draft writes a token.
-    """
+    """How they are mixed."""
 
     name: Literal["mixed_tokens"] = "mixed_tokens"
-    share: float = Field(0.5, gt=0, lt=1)
+    share: float = Field(0.5, gt=0, lt=1, description="chance that the draft writes a token.")
 
 
 def by_draft(lengths: Sequence[int], params: Params, rng: torch.Generator) -> list[list[bool] | None]:

@@ -2,11 +2,10 @@
 
 L = L_first + λ L_second, each of them a mean over the tokens of its answers
 
-In "distilling step-by-step" a large model's rationales are a second task of the small one that learns its answers. They
-teach what answers alone do not, and are not asked for later. Here the target writes both: the second task is a domain
-of the traffic, whose prompts ask for the working, such as those of source `reasoned` with `task = "rationale"`. A
-draft learns what the target says in either; a token counts so that the two tasks count as above, however many tokens
-they have.
+In "distilling step-by-step" a large model's rationales are a second task of the small one that learns its answers. Here
+the target writes both: the second task is a domain of the traffic, whose prompts ask for the working, such as those of
+source `reasoned` with `task = "rationale"`. A draft learns what the target says in either; a token counts so that the
+two tasks count as above, however many tokens they have.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,24 +21,16 @@ WRITES = LOGGED = False
 
 
 class Params(BaseParams):
-    """Which task is the second, and how it is weighed.
-
-    Attributes:
-        domain: of the second task's prompts; all other domains are the first task.
-        weight: λ.
-    """
+    """Which task is the second, and how it is weighed."""
 
     name: Literal["rationales"] = "rationales"
-    domain: str = "rationale"
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    domain: str = Field("rationale", description="of the second task's prompts; all other domains are the first task.")
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="λ.")
 
 
 def weigh(samples: Sequence[Sample], params: Params) -> list[list[float]]:
-    """Return the weight of each token of each answer; the mean over all that can be drafted is 1.
-
-    Raises:
-        ValueError: one of the two tasks has no answer of two tokens.
-    """
+    """Return the weight of each token of each answer; the mean over all that can be drafted is 1. ValueError if one of
+    the two tasks has no answer of two tokens."""
     num_drafted = dict.fromkeys((False, True), 0)
     for sample in samples:
         num_drafted[sample.domain == params.domain] += len(sample.completion_ids) - 1

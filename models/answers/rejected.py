@@ -31,11 +31,8 @@ class Params(BaseParams):
 
 
 def weigh(samples: Sequence[Sample], params: Params) -> list[list[float]]:
-    """Return the weight of each token of each answer; the mean over all that can be drafted is 1.
-
-    Raises:
-        ValueError: a refused place is not one of its answer's, or nothing would count, since nowhere was any refused.
-    """
+    """Return the weight of each token of each answer; the mean over all that can be drafted is 1. ValueError if a
+    refused place is not one of its answer's, or nothing would count, since nowhere was any refused."""
     weights = [_of_answer(sample, params.others) for sample in samples]
     drafted = [weight for of_answer in weights for weight in of_answer[1:]]
     mean = sum(drafted) / max(len(drafted), 1)

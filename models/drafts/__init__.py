@@ -4,8 +4,9 @@ Letters: B sequences, T tokens of a sequence, N rows with a loss, H hidden width
 vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
-publish is an `Adopter` as well, and one whose drafts hold smaller ones has `cut(draft, num_layers)`. Which family a
-directory is of, `models.core.drafting.draft_families` finds.
+publish is an `Adopter` as well. One whose drafts hold smaller ones has `cut(draft, num_layers)`; one of which vLLM can
+compute some drafts alone has `require_served(params, num_draft_tokens)`, whose ValueError says what to set; one that is
+fitted to the target's answers by a search has `search`. `models.core.drafting.draft_families` finds a directory's.
 """
 
 from abc import ABC, abstractmethod
@@ -33,17 +34,11 @@ KeepRows = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Procedure(NamedTuple):
-    """How a family is trained by its paper; a recipe that says otherwise goes before.
+    """How a family is trained by its paper; a recipe that says otherwise goes before."""
 
-    Attributes:
-        loss: what is minimised.
-        follow: which rows are unrolled further, "accepted" those whose tokens were right so far, "all" every one.
-        step_decay: weight of unroll j is step_decay ** j.
-    """
-
-    loss: BaseParams = forward_kl.Params()
-    follow: Literal["accepted", "all"] = "accepted"
-    step_decay: float = 0.8
+    loss: BaseParams = forward_kl.Params()  # what is minimised
+    follow: Literal["accepted", "all"] = "accepted"  # rows that are unrolled further, those right so far or every one
+    step_decay: float = 0.8  # weight of unroll j is step_decay ** j
 
 
 class Rows(NamedTuple):
@@ -67,68 +62,45 @@ class Unrolled(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One sequence's drafting, with its cache; what some of them can do besides is in `models.core.drafting.drafters`.
+    """One sequence's drafting, with its cache; `models.core.drafting.drafters` has what some of them can do besides."""
 
-    Attributes:
-        draft: whose weights are used; may be set to another of the same shape between two calls.
-    """
-
-    draft: Any
+    draft: Any  # whose weights are used; may be set to another of the same shape between two calls
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         """Take in what is certain. A drafted token that was accepted comes again, with the target's states on its path.
-
-        `token_ids` [n+1] int64 are the token that `hidden` [n, A·H], tapped states, begins at and n tokens after it.
-        """
+        `token_ids` [n+1] int64 are the token that `hidden` [n, A·H], tapped states, begins at and n tokens after it."""
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """Draft at most `num_tokens` tokens after the last certain one, of all branches together.
+        """Draft at most `num_tokens` tokens, from 1, after the last certain one, of all branches together: one block.
 
-        Args:
-            num_tokens: from 1.
-            draw: chooses tokens, so that they follow the request's sampling settings.
-            go_on: asked after each pass of the draft but the last, with its `confidence` or a better guess of the
-                family's own; None where nobody wants to stop it. A draft of one pass does not ask.
-
-        Returns:
-            one block.
+        `draw` chooses tokens, so that they follow the request's sampling settings. `go_on` is asked after each pass of
+        the draft but the last, with its `confidence` or a better guess of the family's own.
         """
 
 
 class Draft(nn.Module, ABC):
-    """What training, scoring and the reference engine ask of a draft.
+    """What training, scoring and the reference engine ask of a draft."""
 
-    Attributes:
-        config: as in config.json, where it has weights or settings.
-        taps: residual streams of the target that it reads, counted as layers done, ascending; may be empty.
-        vocabulary: [D] target ids of its tokens, ascending.
-        procedure: how it is trained.
-        max_depth: tokens after the last certain one that it can draft, None for any number.
-        max_unroll: steps that differ in training, None for all; 1 where a drafted token that was right is like one that
-            was read.
-        replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
-            afterwards; if it does not, `unroll` raises a ValueError.
-        branches: whether its drafters propose likeliest siblings by themselves.
-        expands: whether its drafters are `models.core.drafting.drafters.Expander`s, so that trees can be grown.
-        asks: whether its drafters ask `go_on`; not those that make no pass.
-    """
+    config: Any  # as in config.json, where it has weights or settings
+    procedure: ClassVar[Procedure] = Procedure()  # how it is trained
+    max_depth: int | None = None  # tokens after the last certain one that it can draft, None for any number
+    max_unroll: int | None = (
+        None  # steps that differ in training, None for all; 1 where right tokens are like read ones
+    )
+    replayable: bool = True  # what it drafts follows from the text and the tapped states; else `unroll` is a ValueError
+    branches: bool = False  # whether its drafters propose likeliest siblings by themselves
+    expands: bool = False  # whether its drafters are `Expander`s, so that trees can be grown
+    asks: bool = True  # whether its drafters ask `go_on`; not those that make no pass
 
-    config: Any
-    procedure: ClassVar[Procedure] = Procedure()
-    max_depth: int | None = None
-    max_unroll: int | None = None
-    replayable: bool = True
-    branches: bool = False
-    expands: bool = False
-    asks: bool = True
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Residual streams of the target that it reads, counted as layers done, ascending; none in some families."""
+        return ()
 
     @property
     @abstractmethod
-    def taps(self) -> tuple[int, ...]: ...
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> Tensor: ...
+    def vocabulary(self) -> Tensor:
+        """[D] target ids of its tokens, ascending."""
 
     def borrow(self, target_dir: Path) -> Self:
         """Take over what is the target's and never trained or saved, nothing in some families; return the draft."""
@@ -144,26 +116,15 @@ class Draft(nn.Module, ABC):
         return min(num_draft_tokens, self.max_unroll or num_draft_tokens)
 
     def num_vectors(self, num_tokens: int) -> int:
-        """Return the most vectors of its own that the target reads beside `num_tokens` drafted tokens.
-
-        None, but in families whose drafters are `models.core.drafting.drafters.QueryingDrafter`s.
-        """
+        """Return the most vectors that the target reads beside `num_tokens` drafted tokens for a `QueryingDrafter`."""
         return 0
 
     @abstractmethod
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """Draft `num_steps` tokens from every row, fed with the tokens that really came.
+        """Draft `num_steps` tokens from every row, fed with the tokens that really came; fewer where it can't go on.
 
-        Args:
-            rows: the packed batch.
-            num_steps: K.
-            keep: says after each step which rows go on; all of them if None.
-
-        Returns:
-            what each step drafted; fewer than `num_steps` where it can draft no further.
-
-        Raises:
-            ValueError: the rows' states are not as wide as what it reads.
+        `keep` says after each step which rows go on, all of them if None. ValueError if the rows' states are not as
+        wide as what it reads.
         """
 
     def unroll_all(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[list[Unrolled]]:
@@ -176,10 +137,7 @@ class Draft(nn.Module, ABC):
         return ()
 
     def pack(self, dtype: torch.dtype) -> Self:
-        """Multiply in `dtype` from now on, by matrices laid out for a drafter's few rows; return the draft.
-
-        Weights stay what they are; it is trained and moved no more.
-        """
+        """Multiply in `dtype` from now on, laid out for a drafter's few rows; it is trained and moved no more."""
         pack(self, dtype, self.unrounded)
         return self
 
@@ -191,13 +149,8 @@ class Draft(nn.Module, ABC):
 def step_by_step(
     running: Tensor, num_steps: int, keep: KeepRows | None, say: Callable[[int, Tensor], tuple[Tensor | None, Tensor]]
 ) -> list[Unrolled]:
-    """Unroll rows whose steps need nothing of each other.
-
-    Args:
-        running: [n] the row numbers that begin.
-        num_steps, keep: as in `Draft.unroll`.
-        say: from a step and the rows that run in it to what the output matrix multiplies, if there is one, and logits.
-    """
+    """Unroll rows whose steps need nothing of each other, [n] row numbers at first; see `Draft.unroll`. `say` makes of
+    a step and the rows that run in it what the output matrix multiplies, if there is one, and logits."""
     drafted = []
     for step in range(num_steps):
         hidden, logits = say(step, running)
@@ -224,13 +177,7 @@ def confidence(logits: Tensor) -> float:
 def draft_chain(
     after: Callable[[list[int]], Tensor], num_tokens: int, draw: Draw, go_on: GoOn | None, device: torch.device | str
 ) -> Proposal:
-    """Draft one token after the other.
-
-    Args:
-        after: from the tokens that are drafted already to the logits [D] of what follows them.
-        num_tokens, draw, go_on: as in `Drafter.propose`.
-        device: where the tokens are wanted.
-    """
+    """Draft one token after the other, by the logits [D] `after` those drafted already; see `Drafter.propose`."""
     proposed: list[int] = []
     drawn_from: list[Tensor | None] = []
     while True:
@@ -243,12 +190,10 @@ def draft_chain(
 
 
 class EngineWeights(NamedTuple):
-    """What vLLM loads of a draft when it is swapped in.
+    """What vLLM loads of a draft when it is swapped in: a safetensors file, and each parameter of vLLM's module to the
+    file's tensors that it is stacked of, in order.
 
-    Attributes:
-        file: a safetensors file.
-        parameters: name of each parameter of vLLM's module, to the file's tensors that it is stacked of, in order.
-            Every tensor of the file is in it once; one whose module turns out to be the target's own is left alone.
+    Every tensor of the file is in it once; one whose module turns out to be the target's own is left alone.
     """
 
     file: Path
@@ -283,16 +228,8 @@ class Family(Protocol):
         """The shape of a new draft."""
 
     def create(self, params: Any, target_dir: Path, token_counts: np.ndarray) -> Draft:
-        """Make a draft for a target.
-
-        Args:
-            params: the family's `Params`.
-            target_dir: the target's directory.
-            token_counts: [V] how often each target token occurs in the traffic.
-
-        Raises:
-            ValueError: the target is of a layout that the family does not take, or `params` don't fit it.
-        """
+        """Make a draft for a target; ValueError if it is of a layout that the family can't take, or `params` don't fit.
+        `token_counts` [V] is how often each target token occurs in the traffic."""
 
     def renew(self, draft: Any, target_dir: Path, token_counts: np.ndarray) -> Draft:
         """Let a draft follow the traffic's tokens, before it is trained again."""
@@ -306,32 +243,17 @@ class Family(Protocol):
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Say all that can be said against a draft before an engine reads it.
 
-        Args:
-            directory: the draft.
-            like: a draft that is served; shapes must equal its, because they can't change in a swap.
-            target: the target that is served.
-
-        Raises:
-            ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
-                draft that was made for another target or tokenizer, or that can't be swapped in for `like`.
+        Shapes must equal those of `like`, a draft that is served, because they can't change in a swap. ValueError: a
+        file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a draft that was
+        made for another target or tokenizer, or that can't be swapped in for `like`.
         """
 
     def vllm_config(self, directory: Path) -> dict[str, Any]:
-        """Return what vLLM's speculative_config says of this draft, K with it where no other is possible.
-
-        Raises:
-            ValueError: the family is not `SERVED`, or vLLM can't compute this draft; see `Limited`.
-        """
+        """Return what vLLM's speculative_config says of this draft, K with it where no other is possible; ValueError if
+        the family is not `SERVED`, or vLLM can't compute this draft."""
 
     def vllm_weights(self, directory: Path) -> EngineWeights | None:
         """Return what vLLM loads in a swap, None where it loads nothing; ValueError if it can't be read."""
-
-
-class Limited(Family, Protocol):
-    """A family of which vLLM can compute some drafts and not others."""
-
-    def require_served(self, params: Any, num_draft_tokens: int) -> None:
-        """Raise ValueError, which says what to set, if vLLM can't draft K tokens with what is made by `params`."""
 
 
 class Collector(Family, Protocol):
@@ -341,34 +263,12 @@ class Collector(Family, Protocol):
         """Keep texts, token ids of each, in place of those that a draft kept; ValueError at one of no vocabulary."""
 
 
-class Searcher(Family, Protocol):
-    """A family without weights that is fitted to a target's answers by a search."""
-
-    def search(
-        self,
-        draft: Any,
-        answers: Sequence[tuple[Sequence[int], Sequence[int]]],
-        num_draft_tokens: int,
-        seed: int,
-        on_progress: Callable[[int, int, str], None] | None = None,
-    ) -> None:
-        """Fit a draft, beginning with what it is, to answers: token ids of each prompt and of what the target answered.
-
-        `num_draft_tokens` is K as served; `on_progress` is called with what is done, of how much, and a word about it.
-
-        Raises:
-            ValueError: the answers are too few or too short.
-        """
-
-
 class Publisher(Family, Protocol):
     """A family whose drafts vLLM serves without redraft, in a layout of their own."""
 
     def publish(self, directory: Path, into: Path, target: Mapping[str, Any], num_draft_tokens: int) -> None:
         """Write a draft so that `vllm serve INTO` serves it with its target, K tokens a step unless it is told another.
-
-        `into` is empty; `target` has `name_or_path`, a directory or a hub's id, and `architectures`.
-        """
+        `into` is empty; `target` has `name_or_path`, a directory or a hub's id, and `architectures`."""
 
 
 class Adopter(Family, Protocol):
@@ -378,11 +278,8 @@ class Adopter(Family, Protocol):
         """Whether a config.json is that of a draft in a layout that `adopt` reads."""
 
     def adopt(self, directory: Path, target_dir: Path) -> Draft:
-        """Take a draft that somebody else trained: config.json, safetensors files, and a tokenizer.json if it has one.
-
-        Raises:
-            ValueError: it does not fit the target, or is of a shape that is not supported; names what does not fit.
-        """
+        """Take a draft that somebody else trained: config.json, safetensors files, and a tokenizer.json if it has one;
+        ValueError if it does not fit the target, or is of a shape that is not supported; names what does not fit."""
 
     def readings(self, draft: Draft, directory: Path, target_dir: Path) -> Mapping[str, Draft]:
         """Return what an adopted draft may be as far as its files tell, by what differs: itself first, or alone."""

@@ -5,16 +5,14 @@
     q_k       = softmax(U_k [f̂(t+k); f(t)])                                                   residual decoding head k
 
 f(t) is what the target's output matrix multiplies, t+1 the last certain token, E the target's input embedding. The
-layer reads no text: its keys and values are of the target's features, which are there already, so that a certain token
-costs no more than these. x stands only for tokens that the target has not read. Its first two in a text have nothing
-before them, and are a unigram and a bigram.
+layer reads no text: its keys and values are of the target's features. x stands only for tokens that the target has not
+read.
 
-As in the paper and its code: what the layer makes is to be the feature by squared distance, beside the cross-entropy
-to the token that came, every head alike and on every row; the keys of a drafted token are of its guessed feature. The
+As in the paper and its code: what the layer makes is to be the feature by squared distance, beside the cross-entropy to
+the token that came, every head alike and on every row; the keys of a drafted token are of its guessed feature. The
 paper's encoder has the two products W₁ and W₂; the residuals around them are its code's. Where training there lets a
 trigram see those before it, drafting does not, and neither does this. Here the layer starts as the target's last, U_k
-as the target's output matrix for f̂ and nothing for f, of the commonest tokens, and R by chance, the same each time. As
-the heads are learnt, the vocabulary stays what it was made with.
+as the target's output matrix for f̂ and nothing for f, of the commonest tokens, and R by chance, the same each time.
 """
 
 from pathlib import Path
@@ -38,23 +36,17 @@ from models.losses import feature_l2
 from models.params import BaseParams
 
 PAPER = "arXiv:2402.15758; github.com/kafkayu/Chimera"
-FAMILY = "chimera"
 ARCHITECTURES = ("ChimeraDraft",)
 TRAINED = True
 SERVED = False
 
 
 class Params(BaseParams):
-    """Shape of a new draft.
-
-    Attributes:
-        vocab_size: D, at most the target's.
-        num_heads: K, the most tokens that are drafted one after the other.
-    """
+    """Shape of a new draft."""
 
     name: Literal["chimera"] = "chimera"
-    vocab_size: int = Field(4096, ge=1)
-    num_heads: int = Field(4, ge=1)
+    vocab_size: int = Field(4096, ge=1, description="D, at most the target's.")
+    num_heads: int = Field(4, ge=1, description="K, the most tokens that are drafted one after the other.")
 
 
 class Chimera(BorrowingDraft):
@@ -71,38 +63,19 @@ class Chimera(BorrowingDraft):
         width = config["hidden_size"]
         self.max_depth = config["num_heads"]
         self.trigram = Block(3 * width, width, 2)
-        self.layers = nn.ModuleList([decoder_layer(config, width, ("input_layernorm",))])
+        self.layers = nn.ModuleList([decoder_layer(config, width)])
         self.heads = nn.ModuleList(linear(2 * width, config["draft_vocab_size"]) for _ in range(config["num_heads"]))
 
     def borrow(self, target_dir: Path) -> Self:
-        """See the base; the output matrices are its own."""
         super().borrow(target_dir)
         self.output = Borrowed(torch.empty(0))
         return self
-
-    @property
-    def layer(self) -> Any:
-        """See the base, as are the next seven."""
-        return self.layers[0]
 
     def num_unrolled(self, num_draft_tokens: int) -> int:
         """Return K: a tree may have more nodes than heads, so how many are served does not tell which heads are."""
         return len(self.heads)
 
-    def combine(self, hidden: Tensor) -> Tensor:
-        """The feature; ValueError if the states are of another width."""
-        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
-
-    def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """The state alone, normed; tokens are in trigrams. J = H."""
-        return self.normed(state, self.layer["input_layernorm"])
-
-    def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """The state."""
-        return state
-
     def begin(self, rows: Rows, combined: Tensor) -> Tensor:
-        """The feature, twice, with the embeddings of its token and of the one before."""
         read = torch.stack([rows.index, rows.index - 1], dim=1)
         embedded = functional.embedding(rows.token_ids[rows.sequence[:, None], read.clamp(min=0)], self.embedding)
         feature = super().begin(rows, combined)
@@ -135,7 +108,6 @@ class Chimera(BorrowingDraft):
         return torch.cat([made, embedded, last, feature], dim=-1)
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """The step's own head reads the guess and the feature."""
         guessed, *_, feature = state.chunk(4, dim=-1)
         return guessed, self.heads[step](torch.cat([guessed, feature], dim=-1))
 
@@ -161,16 +133,14 @@ class _Drafter(FeatureDrafter):
         self._before = read[-1:]
 
 
-_format = Format(FAMILY, ARCHITECTURES, Chimera, (*LAYER_SIZES, "num_heads"))
+_format = Format("chimera", ARCHITECTURES, Chimera, (*LAYER_SIZES, "num_heads"))
 save, load, check = _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Chimera:
-    """Make a draft whose layer is the target's last, with a trigram encoder of chance values.
-
-    See `models.drafts.Family`.
-    """
+    """Make a draft whose layer is the target's last, with a trigram encoder of chance values; see
+    `models.drafts.Family`."""
     draft = _format.start(params.vocab_size, {"num_heads": params.num_heads}, target_dir, token_counts)
     width = draft.config["hidden_size"]
     rng, bound = torch.Generator().manual_seed(0), (3 * width) ** -0.5

@@ -6,8 +6,7 @@
     q     = softmax(W_out u_k),   u₀ = W₁ h₀,  u_k = W₂ [h_k; E(x_{k+1})], normed
 
 f is the target's last residual stream. The attention is over the one token that came last, so its weight is a cosine
-and no softmax. E is the target's output matrix, as W_out is; of W_out the rows of the commonest tokens. The block alone
-has keys of what came before; a token costs six products of width H and the output matrix.
+and no softmax. E is the target's output matrix, as W_out is; of W_out the rows of the commonest tokens.
 
 The three parts are Clover's. Their order (A₁ before the block), W₁ and W₂, and the training are Clover-2's, as its code
 has them: led by the tokens that came, every head on every row, smooth L1 to the feature that the target will have and a
@@ -29,12 +28,11 @@ from models.core.checkpoints.checkpoint import output_embedding
 from models.core.drafting.borrowing import BorrowingDraft, Format
 from models.core.drafting.draft_format import LAYER_SIZES
 from models.core.drafting.features import Scale, decoder_layer, start_as
-from models.drafts import Procedure
+from models.drafts import Procedure, require_width
 from models.losses import feature_regression
 from models.params import BaseParams
 
 PAPER = "arXiv:2405.00263; arXiv:2408.00264, github.com/XiaoBin1992/clover"
-FAMILY = "clover"
 ARCHITECTURES = ("CloverDraft",)
 TRAINED = True
 SERVED = False
@@ -99,20 +97,14 @@ class Clover(BorrowingDraft):
         super().__init__(config)
         self.max_unroll = config["num_heads"]
         self.before, self.regressive = (AttentionDecoder(width, num_heads, self.eps) for _ in range(2))
-        self.layers = nn.ModuleList([decoder_layer(config, width, ("input_layernorm",))])
+        self.layers = nn.ModuleList([decoder_layer(config, width)])
         self.block_norm, self.norm = Scale(width), Scale(width)
         self.first, self.later = nn.Linear(width, width), nn.Linear(2 * width, width)
 
     def borrow(self, target_dir: Path) -> Self:
-        """See the base; tokens are read as they are said."""
         super().borrow(target_dir)
         self.embedding = output_embedding(target_dir)
         return self
-
-    @property
-    def layer(self) -> Any:
-        """See the base, as are the next five."""
-        return self.layers[0]
 
     def context(
         self, hidden: Tensor, token_ids: Tensor, start: int = 0, rng: torch.Generator | None = None
@@ -122,13 +114,9 @@ class Clover(BorrowingDraft):
         positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)
         return mixed, *self.keys_values(self.join(mixed, token_ids), positions)
 
-    def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """The state alone, normed; the token is in it. J = H."""
-        return self.normed(state, self.layer["input_layernorm"])
-
-    def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """The state."""
-        return state
+    def combine(self, hidden: Tensor) -> Tensor:
+        require_width(self, hidden, len(self.target_norm))
+        return hidden
 
     def advance(self, step: int, state: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
         """The block in the first step, and the recurrence in all that follow; these add no keys."""
@@ -140,20 +128,17 @@ class Clover(BorrowingDraft):
         return torch.cat([told, self.later(torch.cat([told, embedded], dim=-1))], dim=-1)
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """A norm of its own before the target's output matrix."""
         return super().say(self.normed(state.chunk(2, dim=-1)[1], self.norm))
 
 
-_format = Format(FAMILY, ARCHITECTURES, Clover, (*LAYER_SIZES, "num_heads"))
+_format = Format("clover", ARCHITECTURES, Clover, (*LAYER_SIZES, "num_heads"))
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Clover:
-    """Make a draft whose block is the target's last layer, and to which tokens say nothing yet.
-
-    See `models.drafts.Family`.
-    """
+    """Make a draft whose block is the target's last layer, and to which tokens say nothing yet; see
+    `models.drafts.Family`."""
     draft = _format.start(params.vocab_size, {"num_heads": params.num_heads}, target_dir, token_counts)
     with torch.no_grad():
         for decoder in (draft.before, draft.regressive):

@@ -3,13 +3,13 @@
     x(t+1), [mask], …, [mask]  →  layers that see the target's states ≤ t and the whole block  →  –, q₁, q₂, …
 
 The target's tapped states, as one product and normed, go into the keys and values of every layer beside the block's
-own; queries are the block's alone. So the text before costs two products a layer and a token. Each place of a block
-sees all others, but not which tokens they become. A block always has `block_size` places, the last certain token
-among them, as in training; what was not asked for is thrown away.
+own; queries are the block's alone. Each place of a block sees all others, but not which tokens they become. A block
+always has `block_size` places, the last certain token among them, as in training; what was not asked for is thrown
+away.
 
 Trained as the paper says: cross-entropy to the tokens that came, in all places of a block at once, place k with weight
 exp(−(k − 1) / 4), as vLLM's trainer `speculators` has it for blocks of 8. That draws some rows of a text as beginnings
-of blocks, here every row is one. New layers start as the target's last ones.
+of blocks, here every row is one.
 
 The directory is in the layout of vLLM's DFlash (`dflash_config`), and served. Its block has one place more than tokens
 are drafted (read in vLLM 0.32: v1/spec_decode/dflash.py); as each place sees all others, K must be what a block was
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.checkpoints.checkpoint import read_tensor
-from models.core.drafting.draft_files import read_config
 from models.core.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
 from models.core.drafting.features import Scale, decoder_layer, start_as
 from models.core.drafting.path_drafters import PathDrafter
@@ -34,26 +33,19 @@ from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"
-FAMILY = "dflash"
 ARCHITECTURES = ("DFlashDraftModel",)
 TRAINED = True
 SERVED = True
 
 
 class Params(MaskedParams):
-    """Shape of a new draft.
-
-    Attributes:
-        num_layers: decoder layers.
-        block_size: places of a block; one less are drafted.
-    """
+    """Shape of a new draft."""
 
     name: Literal["dflash"] = "dflash"
-    num_layers: int = Field(2, ge=1)
-    block_size: int = Field(8, ge=2)
+    num_layers: int = Field(2, ge=1, description="decoder layers.")
+    block_size: int = Field(8, ge=2, description="places of a block; one less are drafted.")
 
     def more(self, vocab_size: int) -> dict[str, Any]:
-        """See the base; `causal` is what vLLM asks for."""
         return {
             "model_type": "qwen3",
             "num_hidden_layers": self.num_layers,
@@ -68,11 +60,8 @@ class DFlash(TappedDraft):
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=math.exp(-1 / 4))
 
     def make_layers(self) -> None:
-        """Set the norm of what is injected, and layers with normed queries and keys.
-
-        Raises:
-            ValueError: the mask is no token of the target's, or a size is none.
-        """
+        """Set the norm of what is injected, and layers with normed queries and keys; ValueError if the mask is no token
+        of the target's, or a size is none."""
         for key, least in (("num_hidden_layers", 1), ("block_size", 2)):
             if not isinstance(self.config.get(key), int) or self.config[key] < least:
                 raise ValueError(f"{key} must be a number from {least}; got {self.config.get(key)!r}")
@@ -80,17 +69,11 @@ class DFlash(TappedDraft):
         token_id = masked.get("mask_token_id") if isinstance(masked, dict) else None
         self.mask_token_id = require_mask(token_id, self.config["vocab_size"])
         self.hidden_norm = Scale(self.config["hidden_size"])
-        self.layers = nn.ModuleList(self._layer() for _ in range(self.config["num_hidden_layers"]))
-
-    def _layer(self) -> nn.Module:
-        layer: Any = decoder_layer(self.config, self.config["hidden_size"], ("input_layernorm",))
-        for name in ("q_norm", "k_norm"):
-            layer["self_attn"][name] = Scale(self.head_dim)
-        return nn.ModuleDict(layer)
+        width, numbers = self.config["hidden_size"], range(self.config["num_hidden_layers"])
+        self.layers = nn.ModuleList(decoder_layer(self.config, width, head_norms=True) for _ in numbers)
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
-        """One token for each mask."""
         return int(self.config["block_size"]) - 1
 
     def num_unrolled(self, num_draft_tokens: int) -> int:
@@ -175,19 +158,17 @@ class _Drafter(PathDrafter):
 
 
 def _start(draft: DFlash, target_dir: Path, last: int) -> None:
-    """Start each layer as one of the target's last ones, the norms of queries and keys at 1."""
     draft.hidden_norm.weight.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
     for number, layer in enumerate(draft.layers, last + 1 - len(draft.layers)):
         start_as(layer, target_dir, max(number, 0))
 
 
-_format = Format(FAMILY, ARCHITECTURES, DFlash, _start)
+_format = Format("dflash", ARCHITECTURES, DFlash, _start)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_weights = engine_weights
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
-    """See `models.drafts.Limited`."""
     if params.block_size != num_draft_tokens + 1:
         raise ValueError(
             f"vLLM drafts whole blocks, of one token less than their size; got blocks of {params.block_size} for "
@@ -196,7 +177,6 @@ def require_served(params: Params, num_draft_tokens: int) -> None:
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Return what vLLM's speculative_config says of this draft."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
+    config = _format.read(directory)
     settings = {"num_speculative_tokens": config["block_size"] - 1, "parallel_drafting": True}
     return {"method": "dflash", "model": str(directory), **settings}

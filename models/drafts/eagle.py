@@ -4,10 +4,9 @@
 
 The feature of a token is the target's last hidden state, normed; the token that was drawn after it settles what the
 feature alone leaves open. The layer has no norm before its attention. E and W_out are the target's; of W_out the rows
-of the commonest tokens, which the paper has all of and which at small sizes are most of what a pass multiplies. They
-are not learnt, so which ones they are can follow the traffic. Training is of one step, with the target's features:
-smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
-for the errors that further steps start from.
+of the commonest tokens. Training is of one step, with the target's features: smooth L1 to the next feature and a tenth
+of the cross-entropy to its distribution; uniform noise on the features stands for the errors that further steps start
+from.
 
 With FSPAD, two options, with the same loss and weights, which add nothing to a new draft. Feature sampling: what a
 feature leaves open, the token after it settles; its embedding e says in the width of an MLP what of the two is taken:
@@ -31,10 +30,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor, tensor_names
-from models.core.drafting.borrowing import Format, NormedDraft
-from models.core.drafting.draft_files import fused, read_config, require_whole_vocabulary
-from models.core.drafting.draft_format import WEIGHTS
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.drafting.borrowing import Format, NoisyDraft
+from models.core.drafting.draft_files import engine_weights, require_whole_vocabulary
 from models.core.drafting.features import Scale, decoder_layer, linear
 from models.drafts import EngineWeights, Procedure
 from models.losses import feature_regression
@@ -66,7 +64,6 @@ class Params(BaseParams):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The options that are true."""
         return tuple(name for name in OPTIONS if getattr(self, name))
 
 
@@ -88,7 +85,7 @@ class Sampler(nn.Module):
         return sampled
 
 
-class Eagle(NormedDraft):
+class Eagle(NoisyDraft):
     """The layer; parameters carry the names of the checkpoint.
 
     Between two steps it hands on what was said from and what is fed on, side by side, [n, 2 H], or only one where the
@@ -112,19 +109,12 @@ class Eagle(NormedDraft):
             layer["mlp"]["down_proj"] = linear(inner, 2 * hidden)
         self.layers = nn.ModuleList([layer])
 
-    @property
-    def layer(self) -> Any:
-        """See the base, as are the next two."""
-        return self.layers[0]
-
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """One product of the embedding and the feature; J = H."""
         embedded = functional.embedding(token_ids, self.embedding)
         joined: Tensor = self.fc(torch.cat([embedded, self.fed(state)], dim=-1))
         return joined if self.sampler is None else self.sampler(joined, embedded)
 
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """The product."""
         return joined
 
     def fed(self, state: Tensor) -> Tensor:
@@ -132,7 +122,6 @@ class Eagle(NormedDraft):
         return state[..., -self.config["hidden_size"] :]
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """The one is aligned, the other says tokens."""
         return self.fed(state), super().say(state[..., : self.config["hidden_size"]], step)[1]
 
 
@@ -141,10 +130,8 @@ renew, save, load, check = _format.renew, _format.save, _format.load, _format.ch
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
-    """Make a draft whose layer is the target's last, and to which the embedding says nothing yet.
-
-    See `models.drafts.Family`.
-    """
+    """Make a draft whose layer is the target's last, and to which the embedding says nothing yet; see
+    `models.drafts.Family`."""
     own = {"feature_noise": params.noise, **dict.fromkeys(params.chosen, True)}
     draft = _format.start(params.vocab_size, own, target_dir, token_counts)
     hidden, last = draft.config["hidden_size"], f"model.layers.{draft.num_target_layers - 1}"
@@ -160,27 +147,25 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
-    """See `models.drafts.Limited`."""
     require_whole_vocabulary(FAMILY, params.vocab_size, 0)
     _require_plain(params.chosen)
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """See `models.drafts.Family`; ValueError for a draft of a part of the vocabulary, or with FSPAD."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
+    config = _format.read(directory)
     require_whole_vocabulary(FAMILY, config["draft_vocab_size"], config["vocab_size"])
     _require_plain(tuple(name for name in OPTIONS if config.get(name)))
     return {"method": "eagle", "model": str(directory)}
 
 
 def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file, with vLLM's names for its tensors."""
-    file = directory / WEIGHTS
-    return EngineWeights(file, fused({f"model.{name}": name for name in tensor_names(file)}))
+    """Return the file; its tensors have vLLM's names behind "model."."""
+    file, parameters = engine_weights(directory)
+    return EngineWeights(file, {f"model.{name}": tensors for name, tensors in parameters.items()})
 
 
 def _require_plain(chosen: tuple[str, ...]) -> None:
-    """Raise ValueError if a draft has options that vLLM does not compute."""
     if chosen:
         raise ValueError(
             f"vLLM's drafts of family {FAMILY} have no {' and no '.join(chosen)}: leave it out of [draft], or engine "

@@ -3,7 +3,7 @@
 What the first layers make of a token is the same in draft and target, so they share keys and values, and the target's
 pass takes up drafted tokens where the draft left them: only the last one, which the draft has not read, goes through
 these layers then. It pays on targets whose early layers have learnt to speak: those finetuned with the regime
-`layer_dropout`. Others are accepted seldom.
+`layer_dropout`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,21 +20,18 @@ from models.core.layers.decoder import Cache, Decoder
 from models.params import BaseParams
 
 PAPER = "arXiv:2404.16710, section 4.2"
-FAMILY = "early_exit"
 ARCHITECTURES = ("EarlyExitDraft",)
 TRAINED = False
 SERVED = False
 
 
 class Params(BaseParams):
-    """Where it leaves the target.
-
-    Attributes:
-        exit_layer: E, how many of the first layers draft; by default a quarter of them.
-    """
+    """Where it leaves the target."""
 
     name: Literal["early_exit"] = "early_exit"
-    exit_layer: int | None = Field(None, ge=1)
+    exit_layer: int | None = Field(
+        None, ge=1, description="E, how many of the first layers draft; by default a quarter of them."
+    )
 
 
 class EarlyExit(SelfDraft):
@@ -52,7 +49,7 @@ class EarlyExit(SelfDraft):
         yield from (made[start : start + num_tokens] for start in starts)
 
 
-_format = SelfFormat(FAMILY, ARCHITECTURES, Params, EarlyExit)
+_format = SelfFormat("early_exit", ARCHITECTURES, Params, EarlyExit)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 

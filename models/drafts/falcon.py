@@ -6,8 +6,7 @@
 
 f is what the target's output matrix W_out multiplies, as in EAGLE; index j of a pass goes k features on instead of one.
 The next pass reads the k features that this one made and the k tokens that were drafted from them. So what follows a
-token of a pass is the same for all its siblings, and a tree takes one pass for k levels of nodes. The paper's decoding
-tree does so in a shape chosen by hand; here any of `models.trees` does.
+token of a pass is the same for all its siblings, and a tree takes one pass for k levels of nodes.
 
 Trained by coupled sequential glancing distillation. A step cuts texts into blocks of k, which begin at a place drawn by
 chance. A first pass without a gradient tells how many tokens of a text would be wrong. For a share of so many places,
@@ -30,7 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.drafting.borrowing import Format, NormedDraft
+from models.core.drafting.borrowing import Format, NoisyDraft
 from models.core.drafting.draft_format import LAYER_SIZES
 from models.core.drafting.features import decoder_layer, start_as
 from models.core.drafting.path_drafters import Node, NodeDrafter, stacked
@@ -39,7 +38,6 @@ from models.losses import feature_regression
 from models.params import BaseParams
 
 PAPER = "arXiv:2412.12639; github.com/Bestpay-inc/Falcon"
-FAMILY = "falcon"
 ARCHITECTURES = ("FalconDraft",)
 TRAINED = True
 SERVED = False
@@ -49,21 +47,15 @@ KeyValues = tuple[Tensor, Tensor]
 
 
 class Params(BaseParams):
-    """Shape of a new draft.
-
-    Attributes:
-        vocab_size: D, at most the target's.
-        tokens_per_pass: k.
-        noise: features are off by up to this in training, each entry by itself.
-    """
+    """Shape of a new draft."""
 
     name: Literal["falcon"] = "falcon"
-    vocab_size: int = Field(4096, ge=1)
-    tokens_per_pass: int = Field(2, ge=1)
-    noise: float = Field(0.1, ge=0)
+    vocab_size: int = Field(4096, ge=1, description="D, at most the target's.")
+    tokens_per_pass: int = Field(2, ge=1, description="k.")
+    noise: float = Field(0.1, ge=0, description="features are off by up to this in training, each entry by itself.")
 
 
-class Falcon(NormedDraft):
+class Falcon(NoisyDraft):
     """The head; parameters carry the names of the checkpoint."""
 
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=1.0)
@@ -75,17 +67,10 @@ class Falcon(NormedDraft):
         self.lstm = nn.LSTM(2 * hidden, hidden, num_layers=2, batch_first=True)
         self.layers = nn.ModuleList([decoder_layer(config, hidden, ())])
 
-    @property
-    def layer(self) -> Any:
-        """See the base, as are the next two."""
-        return self.layers[0]
-
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """The embedding and the feature side by side; J = 2 H."""
         return torch.cat([functional.embedding(token_ids, self.embedding), state], dim=-1)
 
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """What the LSTM made of it."""
         return joined
 
     def num_unrolled(self, num_draft_tokens: int) -> int:
@@ -158,13 +143,7 @@ class Falcon(NormedDraft):
         return self._pass(block, places, own, sequence, index, text), own, memory
 
     def _pass(
-        self,
-        block: Tensor,
-        places: Tensor,
-        own: Any,
-        sequence: Tensor,
-        index: Tensor,
-        text: tuple[Tensor, Tensor],
+        self, block: Tensor, places: Tensor, own: Any, sequence: Tensor, index: Tensor, text: tuple[Tensor, Tensor]
     ) -> Tensor:
         attention = self.layer["self_attn"]
         queries = self.rotated(attention["q_proj"](block), self.num_heads, places)
@@ -175,9 +154,7 @@ class Falcon(NormedDraft):
         self, rows: Rows, features: Tensor, following: Tensor, ends: Tensor, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Put truth in the place of some of the features [B, T, H], without noise, and of the tokens [B, T] after them.
-
-        `ends` are the row numbers that end a block. Returns both, with noise on features that are not of the truth.
-        """
+        `ends` are the row numbers that end a block. Returns both, with noise on features that are not of the truth."""
         noisy = self.noise(features, rng)
         sequence, index = rows.sequence[ends], rows.index[ends]
         last = torch.zeros(len(features), dtype=index.dtype, device=index.device)
@@ -211,7 +188,6 @@ class Falcon(NormedDraft):
         return ((rows.index - rows.index[drawn]) % self.per_pass == 0).nonzero()[:, 0]
 
     def _memories(self, features: Tensor, token_ids: Tensor, rows: Rows) -> KeyValues:
-        """Return what the LSTM remembers after each row's index."""
         after: KeyValues | None = None
         kept = []
         for place in range(int(rows.index.max()) + 1):
@@ -272,16 +248,14 @@ class _Drafter(NodeDrafter):
             self._nodes[path] = Node(states[number], logits[number], tuple(one[number] for one in own), kept)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Falcon, (*LAYER_SIZES, "tokens_per_pass"))
+_format = Format("falcon", ARCHITECTURES, Falcon, (*LAYER_SIZES, "tokens_per_pass"))
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Falcon:
-    """Make a draft whose layer is the target's last, with an LSTM of chance values, the same each time.
-
-    See `models.drafts.Family`.
-    """
+    """Make a draft whose layer is the target's last, with an LSTM of chance values, the same each time; see
+    `models.drafts.Family`."""
     own = {"feature_noise": params.noise, "tokens_per_pass": params.tokens_per_pass}
     draft = _format.start(params.vocab_size, own, target_dir, token_counts)
     rng, bound = torch.Generator().manual_seed(0), draft.config["hidden_size"] ** -0.5

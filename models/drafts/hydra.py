@@ -23,7 +23,6 @@ from models.drafts import Procedure
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2402.05109, section 3"
-FAMILY = "hydra"
 ARCHITECTURES = ("HydraModel",)
 TRAINED = True
 SERVED = False
@@ -50,14 +49,12 @@ class Hydra(Heads):
         return super().borrow(target_dir)
 
     def num_inputs(self, head: int) -> int:
-        """The state, the last certain token, and one for each head before."""
         return head + 2
 
     def inputs(self, head: int, state: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the state with the tokens' embeddings behind it, in their order."""
         return torch.cat([state, functional.embedding(token_ids, self.embedding).flatten(1)], dim=-1)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Hydra, SIZES)
+_format = Format("hydra", ARCHITECTURES, Hydra, SIZES)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

@@ -18,7 +18,6 @@ from models.drafts import Draw, GoOn, draft_chain
 from models.params import BaseParams
 
 PAPER = "arXiv:2410.01699, algorithm 1; greedy: arXiv:2305.10427"
-FAMILY = "jacobi"
 ARCHITECTURES = ("JacobiDraft",)
 TRAINED = False
 SERVED = False
@@ -38,15 +37,12 @@ class Jacobi(TargetDraft):
 
 
 class _Drafter:
-    """See `models.drafts.Drafter`."""
-
     def __init__(self, draft: Jacobi) -> None:
         self.draft = draft
         self._said: Tensor | None = None  # [n, V] of the last pass
         self._num_certain = 0  # of its rows
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.core.drafting.drafters.Observer`."""
         self._said = logits
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
@@ -59,6 +55,6 @@ class _Drafter:
         return draft_chain(lambda made: said[min(first + len(made), last)], num_tokens, draw, go_on, said.device)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, Jacobi)
+_format = Format("jacobi", ARCHITECTURES, Params, Jacobi)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

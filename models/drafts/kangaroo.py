@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import output_embedding, read_tensor
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import read_config, require_llama_layout
+from models.core.drafting.draft_files import require_llama_layout
 from models.core.drafting.draft_format import HEAD_SIZES
 from models.core.drafting.features import LayeredDraft, layer_config, linear
 from models.core.drafting.self_draft import Drafter, TargetPart, after_exit
@@ -68,12 +68,10 @@ class Kangaroo(TargetPart, LayeredDraft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The states after the first layers."""
         return (int(self.config["exit_layer"]),)
 
     @property
     def vocabulary(self) -> Tensor:
-        """All of the target's."""
         return torch.arange(self.config["vocab_size"], device=self.head.device)
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
@@ -113,9 +111,7 @@ class Kangaroo(TargetPart, LayeredDraft):
 
     def adapt(self, states: Tensor, places: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return [n, H] what the output matrix multiplies, of states [n, H] after the first layers at `places` [n].
-
-        `keys` and `values` [T, kv heads, width], their own too, are seen as `seen` [n, T] says; None for all.
-        """
+        `keys` and `values` [T, kv heads, width], their own too, are seen as `seen` [n, T] says; None for all."""
         queries = self.rotated(self.self_attn["q_proj"](self.input_layernorm(states)), self.num_heads, places)
         query, key, value = (one.transpose(0, 1)[None] for one in (queries, keys, values))
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)[0]
@@ -155,12 +151,10 @@ class _Drafter(Drafter):
 
 
 class Format(draft_format.Format[Kangaroo]):
-    """See the base."""
-
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """See the base; a draft for a target of another depth is refused as well."""
         super().check(directory, like, target)
-        num_layers = read_config(directory, FAMILY, ARCHITECTURES)["num_hidden_layers"]
+        num_layers = self.read(directory)["num_hidden_layers"]
         if num_layers != target.num_layers:
             raise ValueError(
                 f"draft {directory.name} has num_hidden_layers {num_layers}, the target has {target.num_layers}"
@@ -173,10 +167,8 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Kangaroo:
-    """Make an adapter that starts as the attention of the first layer that is left out, and the target's last norm.
-
-    See `models.drafts.Family`.
-    """
+    """Make an adapter that starts as the attention of the first layer that is left out, and the target's last norm; see
+    `models.drafts.Family`."""
     source = AutoConfig.from_pretrained(target_dir)
     require_llama_layout(source.model_type, FAMILY)
     num_layers, shape = source.num_hidden_layers, layer_config(source)

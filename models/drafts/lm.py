@@ -1,10 +1,9 @@
 """A language model of its own: the target without most of its layers, distilled to say what the target would.
 
 The kept layers are spread evenly from the first to the last, so that the embedding and the output matrix still meet the
-layers they were trained with (DistilBERT starts the same way). Both matrices are the target's and stay as they are: at
-small sizes they are most of the weights, and a draft that shares them starts from something. Unlike a head on the
-target's states it reads nothing of the target, so a drafted token that was right is no different from one that was
-read: one unroll trains all of them.
+layers they were trained with. Both matrices are the target's and stay as they are: at small sizes they are most of the
+weights, and a draft that shares them starts from something. Unlike a head on the target's states it reads nothing of
+the target, so a drafted token that was right is no different from one that was read: one unroll trains all of them.
 
 Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
 trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
@@ -22,12 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.core.checkpoints.checkpoint import read_tensors, tensor_names
+from models.core.checkpoints.checkpoint import read_tensors
 from models.core.checkpoints.loading import load_floats
 from models.core.drafting.draft_files import (
+    WEIGHTS,
     Shapes,
     check_config,
-    fused,
+    engine_weights,
     made_for,
     own,
     read_config,
@@ -39,14 +39,13 @@ from models.core.drafting.nested import NestedReader
 from models.core.drafting.reading import Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
-from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_by_step
+from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 from models.tokens import differing_tokens
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation); arXiv:2407.01955 (nested drafts)"
 FAMILY = "lm"
-WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 NESTED = "nested"
 HEAD = "draft_vocab_size"  # what the config of a head has that calls itself by one of these names too
@@ -88,13 +87,7 @@ class Lm(Draft):
         return tuple(getattr(self.config, "redraft", {}).get(NESTED, ()))
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Nothing of the target is read."""
-        return ()
-
-    @property
     def vocabulary(self) -> Tensor:
-        """All of the target's."""
         return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
@@ -124,7 +117,7 @@ class Lm(Draft):
         return self
 
     def drafter(self, max_len: int) -> Reader:
-        return NestedReader(self, max_len) if self.nested else _Drafter(self, max_len)
+        return (NestedReader if self.nested else Reader)(self, max_len)
 
     def decoder(self) -> Decoder:
         """Return the forward pass that drafts, of the weights as they are now."""
@@ -134,15 +127,6 @@ class Lm(Draft):
             dtype = self._decoded_in or weight.dtype
             self._decoder = versions, Decoder(self.config, self.state_dict(), dtype, str(weight.device))
         return self._decoder[1]
-
-
-class _Drafter(Reader):
-    """See `models.core.drafting.reading.Reader`."""
-
-    draft: Lm
-
-    def decoder(self) -> Decoder:
-        return self.draft.decoder()
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
@@ -169,13 +153,9 @@ def publishes(config: Mapping[str, Any]) -> bool:
 def adopt(directory: Path, target_dir: Path) -> Lm:
     """Take a language model that says the target's tokens, such as a smaller one of its series, or a draft of another.
 
-    Args:
-        directory: config.json, safetensors files, and a tokenizer.json unless it is a draft that was made here.
-        target_dir: the target that it is to draft for.
-
-    Raises:
-        ValueError: its vocabulary is not the target's or it does not say what it is, a tensor is missing, or it is of
-            another layout.
+    It has a tokenizer.json beside its config.json and safetensors files, unless it is a draft that was made here.
+    ValueError if its vocabulary is not the target's or it does not say what it is, a tensor is missing, or it is of
+    another layout.
     """
     config, target = read_json(directory / "config.json"), describe(target_dir)
     if not publishes(config):
@@ -234,7 +214,6 @@ def load(directory: Path, target_dir: Path) -> Lm:
 
 
 def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """See `models.drafts.Family`."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
     served = None if like is None else read_config(like, FAMILY, ARCHITECTURES)
     check_config(config, directory, served, target)
@@ -248,19 +227,15 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
-    """See `models.drafts.Limited`."""
     if params.nested:
         raise ValueError(f"vLLM drafts with all layers; got nested {list(params.nested)}: set nested = [] in [draft]")
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Return what vLLM's speculative_config says of this draft."""
     return {"method": "draft_model", "model": str(directory)}
 
 
-def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file, with vLLM's names for its tensors."""
-    return EngineWeights(directory / WEIGHTS, fused({name: name for name in tensor_names(directory / WEIGHTS)}))
+vllm_weights = engine_weights
 
 
 def expected_shapes(config: Any) -> Shapes:

@@ -17,11 +17,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import tensor_names
-from models.core.drafting.draft_files import read_config, require_whole_vocabulary
-from models.core.drafting.draft_format import WEIGHTS
+from models.core.drafting.draft_files import engine_weights, require_whole_vocabulary
 from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
-from models.drafts import EngineWeights, Procedure
+from models.drafts import Procedure
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2401.10774, sections 3.1 and 3.2 (Medusa-1)"
@@ -39,25 +37,21 @@ class Params(HeadsParams):
 
 
 class Medusa(Heads):
-    """See `models.core.drafting.heads.Heads`."""
-
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=0.8)
 
     def num_inputs(self, head: int) -> int:
-        """One: the state."""
         return 1
 
     def inputs(self, head: int, state: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the state; drafted tokens are not read."""
         return state
 
 
 _format = Format(FAMILY, ARCHITECTURES, Medusa, SIZES)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
+vllm_weights = engine_weights
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
-    """See `models.drafts.Limited`."""
     require_whole_vocabulary(FAMILY, params.vocab_size, 0)
     if params.num_heads != num_draft_tokens:
         raise ValueError(
@@ -68,12 +62,6 @@ def require_served(params: Params, num_draft_tokens: int) -> None:
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """See `models.drafts.Family`; ValueError for heads of a part of the vocabulary."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
+    config = _format.read(directory)
     require_whole_vocabulary(FAMILY, config["truncated_vocab_size"], config["vocab_size"])
     return {"method": "medusa", "model": str(directory), "num_speculative_tokens": config["num_heads"]}
-
-
-def vllm_weights(directory: Path) -> EngineWeights:
-    """Return the file; its tensors have vLLM's names."""
-    file = directory / WEIGHTS
-    return EngineWeights(file, {name: (name,) for name in tensor_names(file)})

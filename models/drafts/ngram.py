@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from models.core.drafting.draft_files import read_config
 from models.core.drafting.weightless import Format, TextDraft
 from models.params import BaseParams
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
-FAMILY = "ngram"
 ARCHITECTURES = ("NgramDraft",)
 TRAINED = False
 SERVED = True
@@ -22,16 +20,11 @@ FIXED_K = True
 
 
 class Params(BaseParams):
-    """What is looked up.
-
-    Attributes:
-        min_tokens: the fewest last tokens that are looked up.
-        max_tokens: the most.
-    """
+    """What is looked up."""
 
     name: Literal["ngram"] = "ngram"
-    min_tokens: int = 2
-    max_tokens: int = 5
+    min_tokens: int = Field(2, description="the fewest last tokens that are looked up.")
+    max_tokens: int = Field(5, description="the most.")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -46,7 +39,6 @@ class Ngram(TextDraft):
     params: Params
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.core.drafting.weightless.TextDraft`."""
         return look_up(token_ids, num_tokens, self.params)
 
 
@@ -62,12 +54,11 @@ def look_up(token_ids: list[int], num_tokens: int, params: Params) -> list[int]:
     return []
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, Ngram)
+_format = Format("ngram", ARCHITECTURES, Params, Ngram)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_weights = _format.vllm_weights
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Return what vLLM's speculative_config says of this draft."""
-    params = read_config(directory, FAMILY, ARCHITECTURES)["ngram"]
+    params = _format.read(directory)["ngram"]
     return {"method": "ngram", "prompt_lookup_min": params["min_tokens"], "prompt_lookup_max": params["max_tokens"]}

@@ -4,7 +4,7 @@
 
 Where EAGLE-3 would read its own output and the token drafted from it, the later places read a token that stands for
 none and a learnt vector h* in place of the target's states, the same in all of them; position and attention to what
-came before tell them apart. So a pass costs little more than one token's, and siblings of a tree have equal children.
+came before tell them apart.
 
 Trained on the target's distributions, every place on every row that is kept: of the rows of a place the next one keeps
 a share drawn by chance (COD sampling), at least so many of all. The paper's drafts have up to four layers, which these
@@ -36,23 +36,19 @@ from models.core.drafting.proposal import Proposal
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
 
 PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
-FAMILY = "parallel_eagle"
 ARCHITECTURES = ("Eagle3LlamaForCausalLM",)
 TRAINED = True
 SERVED = True
 
 
 class Params(MaskedParams):
-    """Shape of a new head.
-
-    Attributes:
-        retention: share of a place's rows that are trained at the next place too.
-        least_retention: share of all rows that every place is trained on.
-    """
+    """Shape of a new head."""
 
     name: Literal["parallel_eagle"] = "parallel_eagle"
-    retention: float = Field(0.7, gt=0, le=1)
-    least_retention: float = Field(0.2, ge=0, le=1)
+    retention: float = Field(
+        0.7, gt=0, le=1, description="share of a place's rows that are trained at the next place too."
+    )
+    least_retention: float = Field(0.2, ge=0, le=1, description="share of all rows that every place is trained on.")
 
     def more(self, vocab_size: int) -> dict[str, Any]:
         return {
@@ -142,7 +138,7 @@ class _Drafter(FeatureDrafter):
             self._run_by = self.draft
 
 
-_format = Format(FAMILY, ARCHITECTURES, ParallelEagle, start_from_last_layer)
+_format = Format("parallel_eagle", ARCHITECTURES, ParallelEagle, start_from_last_layer)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_weights = engine_weights
 
@@ -157,5 +153,4 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Parall
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Return what vLLM's speculative_config says of this draft."""
     return {"method": "eagle3", "model": str(directory), "parallel_drafting": True}

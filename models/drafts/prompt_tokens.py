@@ -7,13 +7,11 @@ there are several chains of them, of which none sees another, and their logits a
 the commonest tokens.
 
 A step's guesses come out of the step before: its pass reads vectors behind each token that it verifies, because any of
-them may be the last that is accepted, and only those of this one are used. So the draft makes no pass, but rows of the
-target's; logits are computed of the K rows that are used. Which rows get vectors follows the paper's pruning, from the
-draft's own word instead of counts: a row's i-th vector counts as much as the row is likely to be the last that is
-accepted, times how likely i guesses in a row are right, and the best `num_vectors` are read, at least one behind each
-row. How large the tree is, is the engine's to choose; length policy `hardware_aware` counts these rows too. Where
-nothing was asked in the step before, in a request's first step and after a swap, a pass of the draft's own reads K
-rows.
+them may be the last that is accepted, and only those of this one are used. Which rows get vectors follows the paper's
+pruning, from the draft's own word instead of counts: a row's i-th vector counts as much as the row is likely to be the
+last that is accepted, times how likely i guesses in a row are right, and the best `num_vectors` are read, at least one
+behind each row. Where nothing was asked in the step before, in a request's first step and after a swap, a pass of the
+draft's own reads K rows.
 
 Trained on the target's distributions, 0.8ᵏ for place k, at places that are drawn anew each time: each is K rows through
 the whole target, forth and back.
@@ -34,7 +32,7 @@ from transformers import AutoConfig, PreTrainedModel
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.loading import load_floats, moved
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import read_config, read_params, require_llama_layout
+from models.core.drafting.draft_files import read_params, require_llama_layout
 from models.core.drafting.drafters import Beside
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import SharedTarget, TargetRunner
@@ -70,12 +68,7 @@ class Params(BaseParams):
 
 
 class PromptTokens(TargetRunner):
-    """The vectors [ensemble, K, H]; all else is the target's.
-
-    Attributes:
-        params: see there.
-        config: as in config.json.
-    """
+    """The vectors [ensemble, K, H]; all else is the target's."""
 
     procedure = Procedure(follow="all", step_decay=0.8)
     expands = True
@@ -88,17 +81,10 @@ class PromptTokens(TargetRunner):
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
-        """One token for each vector of a chain."""
         return self.params.num_prompts
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's states are not handed over: what it reads of them, it reads in the target."""
-        return ()
-
-    @property
     def vocabulary(self) -> Tensor:
-        """All of the target's."""
         return torch.arange(self.config["vocab_size"], device=self.vectors.device)
 
     def num_unrolled(self, num_draft_tokens: int) -> int:
@@ -111,10 +97,8 @@ class PromptTokens(TargetRunner):
         return sum(counts) * self.params.ensemble
 
     def allot(self, last: Sequence[float], right: Sequence[float]) -> list[int]:
-        """Choose how many vectors of a chain are read behind each row.
-
-        `last` is how likely each row is the last that is accepted, `right` [K] how likely so many guesses hold.
-        """
+        """Choose how many vectors of a chain are read behind each row. `last` is how likely each row is the last that
+        is accepted, `right` [K] how likely so many guesses hold."""
         counts = [1] * len(last)
         more = [(row, place) for row in range(len(last)) for place in range(1, len(right))]
         more.sort(key=lambda one: -last[one[0]] * right[one[1]])
@@ -197,7 +181,6 @@ class _Drafter(SharedTarget):
         self._heard = self._guessed = None
 
     def ask(self, proposal: Proposal) -> Beside:
-        """See `models.core.drafting.drafters.QueryingDrafter`."""
         counts = self.draft.allot(self._chances(proposal), self._right())
         vectors: list[Tensor] = []
         parents: list[int] = []
@@ -211,7 +194,6 @@ class _Drafter(SharedTarget):
         return Beside(torch.cat(vectors), tuple(parents))
 
     def hear(self, states: Tensor, row: int) -> None:
-        """See `models.core.drafting.drafters.QueryingDrafter`."""
         first, count = self._asked[row]
         self._heard = states[first : first + self.draft.params.ensemble * count].unflatten(0, (-1, count)).mean(0)
         self._heard_by = self.draft
@@ -274,11 +256,9 @@ class _Drafter(SharedTarget):
 
 
 class Format(draft_format.Format[PromptTokens]):
-    """See the base."""
-
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """See the base; settings that can't be are refused as well."""
-        read_params(read_config(directory, FAMILY, ARCHITECTURES), FAMILY, Params, directory)
+        read_params(self.read(directory), FAMILY, Params, directory)
         super().check(directory, like, target)
 
 

@@ -9,9 +9,8 @@ context is not drafted for: the target would only do its work twice.
 
 The paper finds parts by an embedding model and five more by BM25, sets them in a prompt of their own, and drafts with
 other and larger models too. Here is BM25 alone, over the engine's tokens, and the parts follow each other as they are.
-With a lossless rule the output is the target's. The paper's own rule, which lets the draft's knowledge in, is
-`models.verify.knowledge_transfer`. What is drafted hangs on where the prompt ended, which the rows of training and
-scoring don't tell.
+The paper's own rule, which lets the draft's knowledge in, is `models.verify.knowledge_transfer`. What is drafted hangs
+on where the prompt ended, which the rows of training and scoring don't tell.
 """
 
 from collections.abc import Sequence
@@ -31,25 +30,18 @@ from models.drafts import Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams
 
 PAPER = "arXiv:2502.20330"
-FAMILY = "rag_draft"
 ARCHITECTURES = ("RagDraft",)
 TRAINED = False
 SERVED = False
 
 
 class Params(BaseParams):
-    """What the draft reads of a prompt, in tokens.
-
-    Attributes:
-        context: the most of it.
-        part: how long the parts are that are chosen or left out.
-        question: how much of the prompt's end is looked for, and always read.
-    """
+    """What the draft reads of a prompt, in tokens."""
 
     name: Literal["rag_draft"] = "rag_draft"
-    context: int = Field(1024, ge=1)
-    part: int = Field(64, ge=1)
-    question: int = Field(128, ge=1)
+    context: int = Field(1024, ge=1, description="the most of it.")
+    part: int = Field(64, ge=1, description="how long the parts are that are chosen or left out.")
+    question: int = Field(128, ge=1, description="how much of the prompt's end is looked for, and always read.")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -102,7 +94,6 @@ class _Drafter(Reader):
         self._fits = False  # the prompt into the context
 
     def share(self, target: Decoder, cache: Cache) -> None:
-        """See `models.core.drafting.drafters.SelfDrafter`."""
         self._target = target
 
     def begun(self) -> Begun | None:
@@ -140,6 +131,6 @@ class _Drafter(Reader):
         return super().propose(num_tokens, draw, go_on)
 
 
-_format = SelfFormat(FAMILY, ARCHITECTURES, Params, RagDraft)
+_format = SelfFormat("rag_draft", ARCHITECTURES, Params, RagDraft)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

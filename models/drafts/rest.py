@@ -26,7 +26,6 @@ from models.targets import TargetCard, describe
 from models.trees import merge
 
 PAPER = "arXiv:2311.08252, section 3; github.com/FasterDecoding/REST"
-FAMILY = "rest"
 ARCHITECTURES = ("RestDraft",)
 TRAINED = False
 SERVED = False
@@ -35,18 +34,12 @@ TENSORS = {"token_ids", "lengths"}
 
 
 class Params(BaseParams):
-    """What is looked up.
-
-    Attributes:
-        shortest: the fewest last tokens that are looked up.
-        longest: the most.
-        capacity: the most tokens that are stored, of the texts that come first.
-    """
+    """What is looked up."""
 
     name: Literal["rest"] = "rest"
-    shortest: int = Field(2, ge=1)
-    longest: int = Field(16, ge=1)
-    capacity: int = Field(200_000, ge=0)
+    shortest: int = Field(2, ge=1, description="the fewest last tokens that are looked up.")
+    longest: int = Field(16, ge=1, description="the most.")
+    capacity: int = Field(200_000, ge=0, description="the most tokens that are stored, of the texts that come first.")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -56,11 +49,7 @@ class Params(BaseParams):
 
 
 class Rest(TextDraft):
-    """Looks up in its store.
-
-    Attributes:
-        store: the texts.
-    """
+    """Looks up in its store of texts."""
 
     branches = True
     params: Params
@@ -74,7 +63,6 @@ class Rest(TextDraft):
         return merge(self.store.continuations(token_ids, self.params.longest, num_tokens), num_tokens)
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.core.drafting.weightless.TextDraft`."""
         tokens, parents = self.tree(token_ids, num_tokens)
         branch, node = [], -1
         while node in parents:
@@ -94,7 +82,7 @@ class _Drafter(TextDrafter):
         return Proposal(torch.tensor([tokens], dtype=torch.int64, device=self.device), parents)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, Rest)
+_format = Format("rest", ARCHITECTURES, Params, Rest)
 create, renew = _format.create, _format.renew
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 

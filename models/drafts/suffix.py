@@ -21,7 +21,6 @@ from models.drafts import Draw, GoOn
 from models.params import BaseParams
 
 PAPER = "arXiv:2411.04975"
-FAMILY = "suffix"
 ARCHITECTURES = ("SuffixDraft",)
 TRAINED = False
 SERVED = False
@@ -30,20 +29,13 @@ UNSERVED = "vLLM's suffix trees are a package's, arctic-inference, and have none
 
 
 class Params(BaseParams):
-    """What is looked up.
-
-    Attributes:
-        shortest: the fewest last tokens that are looked up.
-        longest: the most.
-        factor: α, tokens drafted for each token of a match.
-        remembered: tokens of recent answers that are looked up too, 0 for none.
-    """
+    """What is looked up."""
 
     name: Literal["suffix"] = "suffix"
-    shortest: int = Field(2, ge=1)
-    longest: int = Field(24, ge=1)
-    factor: float = Field(1.0, gt=0)
-    remembered: int = Field(8192, ge=0)
+    shortest: int = Field(2, ge=1, description="the fewest last tokens that are looked up.")
+    longest: int = Field(24, ge=1, description="the most.")
+    factor: float = Field(1.0, gt=0, description="α, tokens drafted for each token of a match.")
+    remembered: int = Field(8192, ge=0, description="tokens of recent answers that are looked up too, 0 for none.")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -53,11 +45,7 @@ class Params(BaseParams):
 
 
 class Suffix(TextDraft):
-    """Looks up, and remembers answers.
-
-    Attributes:
-        answers: of requests that have ended.
-    """
+    """Looks up, and remembers answers of requests that have ended."""
 
     params: Params
 
@@ -66,7 +54,6 @@ class Suffix(TextDraft):
         self.answers = Answers(params.shortest, params.remembered)
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.core.drafting.weightless.TextDraft`."""
         sequence = Sequence(self.params.shortest, self.params.longest)
         sequence.extend(token_ids)
         return look_up(sequence, num_tokens, self.params)
@@ -76,8 +63,6 @@ class Suffix(TextDraft):
 
 
 class _Drafter:
-    """See `models.drafts.Drafter`."""
-
     def __init__(self, draft: Suffix) -> None:
         self.draft = draft
         self._sequence = Sequence(draft.params.shortest, draft.params.longest)
@@ -106,6 +91,6 @@ def look_up(sequence: Sequence, num_tokens: int, params: Params) -> list[int]:
     return match.token_ids[: max(1, int(params.factor * match.length))]
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, Suffix)
+_format = Format("suffix", ARCHITECTURES, Params, Suffix)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

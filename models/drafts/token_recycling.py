@@ -21,7 +21,6 @@ from models.params import BaseParams
 from models.trees import Shape, sequoia
 
 PAPER = "arXiv:2408.08696"
-FAMILY = "token_recycling"
 ARCHITECTURES = ("TokenRecyclingDraft",)
 TRAINED = False
 SERVED = False
@@ -29,16 +28,13 @@ UNKNOWN = -1
 
 
 class Params(BaseParams):
-    """What is recycled.
-
-    Attributes:
-        num_candidates: k, next tokens that are kept of each token.
-        tree: the shape of what is drafted, a tree that is the same in each step.
-    """
+    """What is recycled."""
 
     name: Literal["token_recycling"] = "token_recycling"
-    num_candidates: int = Field(8, ge=1)
-    tree: Annotated[BaseParams, catalog.Method("trees")] = sequoia.Params()
+    num_candidates: int = Field(8, ge=1, description="k, next tokens that are kept of each token.")
+    tree: Annotated[BaseParams, catalog.Method("trees")] = Field(
+        sequoia.Params(), description="the shape of what is drafted, a tree that is the same in each step."
+    )
 
     @field_validator("tree")
     @classmethod
@@ -49,11 +45,7 @@ class Params(BaseParams):
 
 
 class TokenRecycling(TargetDraft):
-    """The matrix, which all requests share.
-
-    Attributes:
-        candidates: [V, k] int32, likeliest first; −1 where a token was not read yet.
-    """
+    """The matrix [V, k] int32, which all requests share: likeliest first, −1 where a token was not read yet."""
 
     asks = False
     branches = True
@@ -68,8 +60,6 @@ class TokenRecycling(TargetDraft):
 
 
 class _Drafter:
-    """See `models.drafts.Drafter`."""
-
     def __init__(self, draft: TokenRecycling) -> None:
         self.draft = draft
         self._last, self._device = UNKNOWN, torch.device("cpu")
@@ -92,10 +82,8 @@ class _Drafter:
 
 
 def recycle(candidates: np.ndarray, last: int, shape: Shape) -> tuple[list[int], tuple[int, ...]]:
-    """Fill a shape from candidates [V, k], likeliest first, −1 where unknown; ranks from k on are left out.
-
-    Returns tokens and parents of the nodes whose token is known, behind the token `last`.
-    """
+    """Fill a shape from candidates [V, k], likeliest first, −1 where unknown; ranks from k on are left out. Returns
+    tokens and parents of the nodes whose token is known, behind the token `last`."""
     tokens: list[int] = []
     parents: list[int] = []
     numbers = {-1: -1}  # nodes of the shape that are filled
@@ -111,6 +99,6 @@ def recycle(candidates: np.ndarray, last: int, shape: Shape) -> tuple[list[int],
     return tokens, tuple(parents)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, TokenRecycling)
+_format = Format("token_recycling", ARCHITECTURES, Params, TokenRecycling)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights

@@ -20,13 +20,10 @@ A policy's module has
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from models.core.throughput.cost import Cost
 from models.core.throughput.running import Lookup, Source, kind_of
-
-RECENT = 32
 
 Why = Literal["pays", "loses", "explores", "unmeasured", "fixed"]
 
@@ -35,34 +32,21 @@ Why = Literal["pays", "loses", "explores", "unmeasured", "fixed"]
 class View:
     """What a policy knows of one sequence and of the engine.
 
-    Attributes:
-        limit: K, the most tokens that the engine drafts in a step.
-        position: tokens of the sequence so far, prompt included.
-        steps: (drafted, accepted) tokens of each of its verification steps so far.
-        num_running: sequences that the engine serves now, this one included.
-        cost: what steps take.
-        confidences: of each pass of the draft in this step, from 0 to 1 (`models.drafts.confidence`, or the policy's
-            `estimate`).
-        vectors: how many rows of its own the draft has read beside 0 tokens, beside one, and so on; empty if never any.
+    `confidences` are `models.drafts.confidence`, or the policy's `estimate`.
     """
 
-    limit: int
-    position: int
-    steps: tuple[tuple[int, int], ...]
-    num_running: int
-    cost: Cost
-    confidences: tuple[float, ...] = ()
-    vectors: tuple[int, ...] = ()
+    limit: int  # K, the most tokens that the engine drafts in a step
+    steps: tuple[tuple[int, int], ...]  # (drafted, accepted) tokens of each of its verification steps so far
+    num_running: int  # sequences that the engine serves now, this one included
+    cost: Cost  # what steps take
+    confidences: tuple[float, ...] = ()  # of each pass of the draft in this step, from 0 to 1
+    vectors: tuple[
+        int, ...
+    ] = ()  # rows of its own that the draft has read beside 0 tokens, beside one …; empty if none
 
     def num_rows(self, num_tokens: int) -> int:
         """Return the rows of the target's pass that verifies so many drafted tokens."""
         return 1 + num_tokens + (self.vectors[num_tokens] if self.vectors else 0)
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens of the last 32 steps that drafted; None before the first."""
-        recent = list(islice((step for step in reversed(self.steps) if step[0]), RECENT))
-        return sum(accepted for _, accepted in recent) / sum(drafted for drafted, _ in recent) if recent else None
 
 
 def all_tokens(view: View, params: Any) -> int:

@@ -30,12 +30,13 @@ from models.core.throughput.cost import Cost
 from models.core.throughput.curves import Line
 from models.core.throughput.options import Group, Option, Price, everything, option_of, options_of
 from models.core.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
-from models.lengths import RECENT, Plan, SequenceState, View
+from models.lengths import Plan, SequenceState, View
 from models.params import BaseParams
 
 PAPER = "arXiv:2406.14066, section 4"
 PLANS = ("margin", "rest_after")
 
+RECENT = 32  # steps of a sequence that drafted, which it is judged by
 DWELL = 16  # steps between two changes of k, unless load or draft changed
 RESTED = 1.5  # of the margin: what it must promise to begin again after a rest
 EAGER = 500  # steps after a swap or a change of load in which what was put by is spent
@@ -61,54 +62,33 @@ class Params(BaseParams):
 
 
 class _Memory(NamedTuple):
-    """What a plan leaves to the next one.
+    """What a plan leaves to the next one."""
 
-    Attributes:
-        since: steps since k changed.
-        quiet: steps since a swap or a change of load.
-        load: class of the number of sequences.
-        num_swaps: that `Acceptance` had seen.
-        price: of the step before.
-        budget, put_by: ms that may be lost for learning.
-        explored: how often something was, a stretch counting once.
-        gap: steps since then.
-        stretch: steps of a stretch that are still to come.
-        kept_ms: that keeping the keys has taken since the last proposal; infinity once it rests.
-    """
-
-    since: int = 0
-    quiet: int = 0
-    load: int = 0
-    num_swaps: int = 0
-    price: Price | None = None
-    budget: float = 0.0
-    put_by: float = 0.0
-    explored: int = 0
-    gap: int = 0
-    stretch: int = 0
-    kept_ms: float = 0.0
+    since: int = 0  # steps since k changed
+    quiet: int = 0  # steps since a swap or a change of load
+    load: int = 0  # class of the number of sequences
+    num_swaps: int = 0  # that `Acceptance` had seen
+    price: Price | None = None  # of the step before
+    budget: float = 0.0  # ms that may be lost for learning
+    put_by: float = 0.0  # the same, for later
+    explored: int = 0  # how often something was, a stretch counting once
+    gap: int = 0  # steps since then
+    stretch: int = 0  # steps of a stretch that are still to come
+    kept_ms: float = 0.0  # that keeping the keys has taken since the last proposal; infinity once it rests
 
 
 class _Try(NamedTuple):
-    """A way to draft that teaches something.
-
-    Attributes:
-        lost_ms: of each step, if nothing more is accepted for it.
-        num_steps: in a row.
-        possible: there is a sequence to learn from.
-        read_ms: that the first of them takes to read prompts.
-    """
+    """A way to draft that teaches something."""
 
     num_passes: int
     longest: dict[tuple[str, Source, int], int]
-    lost_ms: float
-    num_steps: int = 1
-    possible: bool = True
-    read_ms: float = 0.0
+    lost_ms: float  # of each step, if nothing more is accepted for it
+    num_steps: int = 1  # in a row
+    possible: bool = True  # there is a sequence to learn from
+    read_ms: float = 0.0  # that the first of them takes to read prompts
 
     @property
     def total_ms(self) -> float:
-        """Of all its steps."""
         return self.num_steps * self.lost_ms + self.read_ms
 
 
@@ -145,10 +125,7 @@ def plan(
     params: Params,
 ) -> Plan:
     """Choose how a step drafts; as long as the cost can't tell, the limit is. A look-up is as long as it is worth.
-
-    Raises:
-        ValueError: no sequence runs.
-    """
+    ValueError if no sequence runs."""
     if not running:
         raise ValueError("wanted sequences to plan for, got none")
     num = len(running)
@@ -259,13 +236,7 @@ def _explore(tried: _Try, step_ms: float, memory: _Memory) -> tuple[bool, _Memor
 
 
 def _try(
-    line: Line,
-    groups: Sequence[Group],
-    options: Sequence[Option],
-    settled: int,
-    idle: bool,
-    num_whole: int,
-    turn: int,
+    line: Line, groups: Sequence[Group], options: Sequence[Option], settled: int, idle: bool, num_whole: int, turn: int
 ) -> _Try:
     """Return what is to be learned from next, and what it costs if nothing more is accepted for it.
 

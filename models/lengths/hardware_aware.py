@@ -12,6 +12,8 @@ Sizes that double are tried first, as long as the engine has not timed them: bet
 from itertools import takewhile
 from typing import Literal
 
+from pydantic import Field
+
 from models.lengths import View
 from models.params import BaseParams
 from models.trees import sequoia
@@ -20,14 +22,12 @@ PAPER = "arXiv:2402.12374, section 3.3"
 
 
 class Params(BaseParams):
-    """Which tree is grown.
-
-    Attributes:
-        tree: the draft's acceptance by rank, and how deep the tree may be.
-    """
+    """Which tree is grown."""
 
     name: Literal["hardware_aware"] = "hardware_aware"
-    tree: sequoia.Params = sequoia.Params()
+    tree: sequoia.Params = Field(
+        sequoia.Params(), description="the draft's acceptance by rank, and how deep the tree may be."
+    )
 
 
 def num_draft_tokens(view: View, params: Params) -> int:

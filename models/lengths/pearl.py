@@ -7,8 +7,8 @@ that is wrong is found out at once and one that is right costs no pass of its ow
 tokens is verified at the end of the step and the others wait; where one is rejected, all behind it are thrown away.
 
 So a chunk grows for as long as the draft is right, and a step takes the longer of K passes of the draft and one of the
-target, not their sum. The rules of `models.verify` are asked as ever, and the output is the same. A step that keeps all
-of its tokens has none of the target's own, so τ counts its last token as that.
+target, not their sum. A step that keeps all of its tokens has none of the target's own, so τ counts its last token as
+that.
 """
 
 from typing import Literal

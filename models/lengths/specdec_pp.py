@@ -6,7 +6,7 @@ to aₖ of the step so far, the draft stops as soon as
     1 − a₁ a₂ … aₖ > h
 
 which is the best policy, with an h that follows from what passes of the draft and of the target take (the paper's
-theorem). The head is fit for one draft on answers of its target (`fit`), rejections weighing more than acceptances.
+theorem).
 
 The paper's head reads the draft's last hidden state, and learns from tokens that follow others of the draft's own. This
 one reads what the draft said, so that it fits each family that is asked whether to go on; and it learns from tokens
@@ -59,16 +59,9 @@ num_draft_tokens = all_tokens  # `go_on` ends a step
 
 
 def estimate(logits: Tensor, index: int, place: int, params: Params) -> float:
-    """Return how likely the token that was drafted last is to be accepted.
+    """Return how likely the token that was drafted last, `index` of logits [D] at temperature 1, is to be accepted.
 
-    Args:
-        logits: [D] that it was drawn from, at temperature 1.
-        index: which of them it is.
-        place: tokens drafted before it in the step.
-        params: the head.
-
-    Raises:
-        ValueError: the head's file is missing, or is one for something else.
+    `place` tokens were drafted before it in the step. ValueError if the head's file is missing, or for something else.
     """
     if params.head is None:
         return confidence(logits)
@@ -92,10 +85,7 @@ def fit(
     seed: int,
 ) -> Params:
     """Fit the head to what a draft is accepted for, as serving greedy answers would show; see `models.lengths`.
-
-    Raises:
-        ValueError: no answer has more than two tokens, or what the draft says does not follow from the text.
-    """
+    ValueError if no answer has more than two tokens, or what the draft says does not follow from the text."""
     samples = [sample for sample in samples if len(sample.completion_ids) >= MIN_COMPLETION]
     if not samples:
         raise ValueError("specdec_pp: no sample has an answer of more than two tokens to fit a head to")

@@ -35,17 +35,11 @@ class Law(Protocol):
 
 
 class Emitted(NamedTuple):
-    """Outcome of one verification step.
+    """Outcome of one verification step."""
 
-    Attributes:
-        tokens: [B, K + 1, W] the accepted ones, one more from the target, then NaN.
-        num_accepted: [B] int64, from 0 to K.
-        num_tries: [B] int64, draws from the target that it took to find what a rejection leaves; 0 without one.
-    """
-
-    tokens: Tensor
-    num_accepted: Tensor
-    num_tries: Tensor
+    tokens: Tensor  # [B, K + 1, W] the accepted ones, one more from the target, then NaN
+    num_accepted: Tensor  # [B] int64, from 0 to K
+    num_tries: Tensor  # [B] int64, draws from the target that it took to find what a rejection leaves; 0 without one
 
 
 def verify(

@@ -9,8 +9,7 @@ To find what choosing could give, three things are compared at as many big modul
 - routers, one a layer, which read what the module reads and are fit to the oracle's choices (`fit_routers`).
 
 The paper trains big and small modules together from the start. Here the big ones are a finished model's and stay, and a
-small one adds nothing before it is trained, which is the paper's third choice, to pass a layer by. Both modules are
-computed and one is taken, so that nothing is saved here: what is studied is what a choice is worth. A library: engines
+small one adds nothing before it is trained, which is the paper's third choice, to pass a layer by. A library: engines
 serve plain models, and no plain one computes this.
 
 Letters: L layers, B sequences, T tokens of one, H width, P ways through the layers.
@@ -18,6 +17,7 @@ Letters: L layers, B sequences, T tokens of one, H width, P ways through the lay
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import product
 from typing import cast
 
@@ -50,7 +50,6 @@ class Duo(nn.Module):
                 still.zero_()
 
     def forward(self, states: Tensor) -> Tensor:
-        """[B, T, H] → [B, T, H]."""
         if self.route is None:
             whole: Tensor = self.big(states)
             return whole
@@ -61,10 +60,7 @@ class Duo(nn.Module):
 def insert(model: PreTrainedModel, small_width: int, rng: torch.Generator) -> list[Duo]:
     """Put a small module beside each feed-forward module, in place; only small ones need a gradient afterwards.
 
-    The model's logits stay.
-
-    Raises:
-        ValueError: the width is none, or the model is not of Llama's layout or has such modules.
+    The model's logits stay. ValueError if the width is none, or the model is not of Llama's layout or has such modules.
     """
     if small_width < 1:
         raise ValueError(f"small_width must be from 1, got {small_width}")
@@ -92,11 +88,11 @@ def routed(duos: Sequence[Duo], routes: Sequence[Route]) -> Iterator[None]:
 
 def fixed(ways: Tensor) -> list[Route]:
     """Return routes that are given: [L, B, T], or [L, 1, T] for any B."""
+    return [partial(_given, way) for way in ways]
 
-    def route(way: Tensor) -> Route:
-        return lambda states: way.expand(states.shape[:2])
 
-    return [route(way) for way in ways]
+def _given(way: Tensor, states: Tensor) -> Tensor:
+    return way.expand(states.shape[:2])
 
 
 class RandomRouting(Regime):
@@ -110,7 +106,6 @@ class RandomRouting(Regime):
         self._seed, self._rng = int(torch.randint(2**31, (1,), generator=rng)), torch.Generator()
 
     def around(self, step: int) -> AbstractContextManager[object]:
-        """See `models.regimes.Regime`."""
         self._rng.manual_seed(self._seed + step)  # a resumed run draws the same
         return routed(self._duos, [self._coins] * len(self._duos))
 
@@ -131,10 +126,8 @@ def losses(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int]
 def oracle(model: PreTrainedModel, duos: Sequence[Duo], token_ids: Sequence[int], num_big: int) -> Tensor:
     """Return the ways [L, T − 1] that make each next token likeliest, token after token, of `num_big` big ones at most.
 
-    Of ways that cost as much the one with fewest is taken.
-
-    Raises:
-        ValueError: there is nothing to predict, or no layer has so many modules.
+    Of ways that cost as much the one with fewest is taken. ValueError if there is nothing to predict, or there are
+    not so many modules.
     """
     if len(token_ids) < 2:
         raise ValueError(f"wanted 2 tokens and more, got {len(token_ids)}")

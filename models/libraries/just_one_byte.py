@@ -9,10 +9,10 @@ which it rounds to a byte and sends. All know each other's seeds, so each draws 
 
     θ ← θ − η / W · Σ_w g_w z_w.
 
-No gradient and no data of others is ever sent. Who was away, or comes anew, steps through the bytes that were sent and
-has the others' weights. The law is that all have equal weights after each step, bit for bit. So, other than in the
-paper, weights are not moved back from θ ± ε z, which rounds otherwise where another z was tried: what is trained is
-kept in a second copy. Rounding to the bit is the same on machines of one kind alone.
+Who was away, or comes anew, steps through the bytes that were sent and has the others' weights. The law is that all
+have equal weights after each step, bit for bit. So, other than in the paper, weights are not moved back from θ ± ε z,
+which rounds otherwise where another z was tried: what is trained is kept in a second copy. Rounding to the bit is the
+same on machines of one kind alone.
 
 A byte is a sign and 7 bits of an exponent: 0, or ±2^((b − 64) / 8) for b from 1 to 127. So magnitudes from 0.004 to 234
 are off by at most 4.5%; others are 0 or the largest.
@@ -40,35 +40,21 @@ Exchange = Callable[[int, int], Sequence[int]]  # step and own byte → the byte
 
 
 class Learning(Frozen):
-    """How machines learn; the same for all.
+    """How machines learn; the same for all."""
 
-    Attributes:
-        epsilon: ε, how far a direction is tried.
-        learning_rate: η.
-        seed: that directions are drawn from, with step and machine.
-    """
-
-    epsilon: float = Field(1e-3, gt=0)
-    learning_rate: float = Field(1e-3, gt=0)
-    seed: int = 0
+    epsilon: float = Field(1e-3, gt=0)  # ε, how far a direction is tried
+    learning_rate: float = Field(1e-3, gt=0)  # η
+    seed: int = 0  # that directions are drawn from, with step and machine
 
 
 class Machine:
-    """One of W machines.
-
-    Attributes:
-        number: from 0.
-        step: that comes next.
-    """
+    """One of W machines, numbered from 0, with the `step` that comes next."""
 
     def __init__(
         self, trained: Mapping[str, Tensor], loss: Loss, number: int, num_machines: int, learning: Learning
     ) -> None:
-        """Take tensors to train, of the same values for all machines, changed in place, and the loss that reads them.
-
-        Raises:
-            ValueError: nothing is trained, or there is no such machine.
-        """
+        """Take tensors to train, of the same values for all machines, changed in place, and the loss that reads them;
+        ValueError if nothing is trained, or there is no such machine."""
         if not trained:
             raise ValueError("wanted tensors to train, got none")
         if not 0 <= number < num_machines:
@@ -80,10 +66,7 @@ class Machine:
     @torch.no_grad()
     def say(self) -> int:
         """Return what this step's data say of this machine's direction, 0 to 255; the weights stay as they are.
-
-        Raises:
-            FloatingPointError: a loss is NaN or infinite.
-        """
+        FloatingPointError if a loss is NaN or infinite."""
         kept = [tensor.clone() for tensor in self._trained]
         losses = []
         for sign in (1, -1):
@@ -98,11 +81,8 @@ class Machine:
 
     @torch.no_grad()
     def hear(self, said: Sequence[int]) -> None:
-        """Step as all machines do, by their bytes in order of their numbers.
-
-        Raises:
-            ValueError: there is not one byte a machine; no weight was changed.
-        """
+        """Step as all machines do, by their bytes in order of their numbers; ValueError if there is not one byte a
+        machine; no weight was changed."""
         if len(said) != self._num_machines or not all(0 <= byte <= 255 for byte in said):
             raise ValueError(
                 f"step {self.step} wants a byte of each of {self._num_machines} machines, got {list(said)}"
@@ -119,7 +99,6 @@ class Machine:
             self.hear(exchange(self.step, self.say()))
 
     def _direction(self, number: int) -> list[Tensor]:
-        """Return this step's direction of a machine, standard normal, a tensor for each that is trained."""
         rng = torch.Generator().manual_seed((self._learning.seed * 1_000_003 + self.step) * 65_537 + number)
         return [torch.randn(tensor.shape, generator=rng).to(tensor) for tensor in self._trained]
 

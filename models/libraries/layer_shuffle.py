@@ -29,22 +29,16 @@ def probabilities(num_layers: int, most: float) -> list[float]:
 
 
 def shuffled(layer: Layer, states: Tensor, order: Tensor) -> Tensor:
-    """Let a layer, its residual included, read tokens of [B, T, H] in another order, and put back what it says.
-
-    Raises:
-        ValueError: the order is not a permutation of T tokens.
-    """
+    """Let a layer, its residual included, read tokens of [B, T, H] in another order, and put back what it says;
+    ValueError if the order is not a permutation of T tokens."""
     if sorted(order.tolist()) != list(range(states.shape[1])):
         raise ValueError(f"order must hold each of {states.shape[1]} places once, got {len(order)} numbers")
     return layer(states[:, order])[:, order.argsort()]
 
 
 def forward(layers: Sequence[Layer], states: Tensor, most: float, rng: torch.Generator | None) -> Tensor:
-    """Run all layers on [B, T, H], each in its coin's order; ValueError if P is no probability.
-
-    Coins and orders are drawn, one of each a layer for the whole batch; without `rng` nothing is shuffled, as in
-    use.
-    """
+    """Run all layers on [B, T, H], each in its coin's order; ValueError if P is no probability. Coins and orders are
+    drawn, one of each a layer for the whole batch; without `rng` nothing is shuffled, as in use."""
     for layer, probability in zip(layers, probabilities(len(layers), most), strict=True):
         if rng is not None and float(torch.rand((), generator=rng)) < probability:
             states = shuffled(layer, states, torch.randperm(states.shape[1], generator=rng))

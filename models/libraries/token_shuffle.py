@@ -1,9 +1,9 @@
 """Token-Shuffle: s × s neighbouring image tokens are one token of the transformer, their channels side by side.
 
 Embeddings of image tokens are far wider than what they tell: codes of few numbers are mapped to a language model's
-width. So each is narrowed to H / s², the s² of a window are put side by side, and the transformer reads a grid of
-s² times fewer tokens of width H; what it puts out is taken apart the same way and widened again. MLPs on a residual
-path, before and behind, may mix what is in a window. The transformer says all tokens of the next window at once.
+width. So each is narrowed to H / s², the s² of a window are put side by side, and the transformer reads a grid of s²
+times fewer tokens of width H; what it puts out is taken apart the same way and widened again. MLPs on a residual path,
+before and behind, may mix what is in a window.
 
 So tokens of one window are independent given those before: what they have in common and nothing before tells is lost.
 For tokens of a window that all follow one coin, plain decoding can reach log 2 nats a window, this no less than
@@ -22,11 +22,8 @@ PAPER = "arXiv:2504.17789, section 3"
 
 
 def merge(states: Tensor, side: int) -> Tensor:
-    """Put the tokens of each window side by side along the channels, [B, R, C, H] → [B, R/s, C/s, s²·H], by rows.
-
-    Raises:
-        ValueError: windows don't cover the image, or there is none.
-    """
+    """Put the tokens of each window side by side along the channels, [B, R, C, H] → [B, R/s, C/s, s²·H], by rows;
+    ValueError if windows don't cover the image, or there is none."""
     if states.ndim != 4 or side < 1 or states.shape[1] % side or states.shape[2] % side:
         raise ValueError(f"states [B, R, C, H] must be cut into windows of {side} × {side}; got {list(states.shape)}")
     batch, rows, columns, width = states.shape
@@ -35,11 +32,8 @@ def merge(states: Tensor, side: int) -> Tensor:
 
 
 def split(merged: Tensor, side: int) -> Tensor:
-    """Take windows apart again: `split(merge(x, s), s)` is x, bit for bit.
-
-    Raises:
-        ValueError: the channels are not those of s² tokens.
-    """
+    """Take windows apart again: `split(merge(x, s), s)` is x, bit for bit; ValueError if the channels are not those of
+    s² tokens."""
     if merged.ndim != 4 or side < 1 or merged.shape[-1] % side**2:
         raise ValueError(f"merged [B, R/s, C/s, s²·H] must hold {side} × {side} tokens; got {list(merged.shape)}")
     batch, rows, columns, channels = merged.shape
@@ -55,14 +49,11 @@ class Shuffle(nn.Module):
         super().__init__()
         self.side = side
         self.narrow = nn.Linear(width, _narrowed(width, side))
-        self.mix = nn.ModuleList(_Mixer(width) for _ in range(num_mixers))
+        self.mix = nn.Sequential(*(_Mixer(width) for _ in range(num_mixers)))
 
     def forward(self, states: Tensor) -> Tensor:
-        """See the class."""
-        merged = merge(self.narrow(states), self.side)
-        for mixer in self.mix:
-            merged = mixer(merged)
-        return merged
+        mixed: Tensor = self.mix(merge(self.narrow(states), self.side))
+        return mixed
 
 
 class Unshuffle(nn.Module):
@@ -72,14 +63,11 @@ class Unshuffle(nn.Module):
         """Raise ValueError where s² doesn't divide the width."""
         super().__init__()
         self.side = side
-        self.mix = nn.ModuleList(_Mixer(width) for _ in range(num_mixers))
+        self.mix = nn.Sequential(*(_Mixer(width) for _ in range(num_mixers)))
         self.widen = nn.Linear(_narrowed(width, side), width)
 
     def forward(self, merged: Tensor) -> Tensor:
-        """See the class."""
-        for mixer in self.mix:
-            merged = mixer(merged)
-        states: Tensor = self.widen(split(merged, self.side))
+        states: Tensor = self.widen(split(self.mix(merged), self.side))
         return states
 
 

@@ -25,21 +25,15 @@ Minimum = Literal["distribution", "token", "hidden", "hidden neurons", "hidden s
 class Drafted:
     """What one unroll drafted, and what the target says in the same places.
 
-    Only what a loss needs is there; to read another column is an AttributeError.
-
-    Attributes:
-        draft_logits: [N, D].
-        target_probs: [N, D] the target's probabilities of the draft's tokens, not normalised over them: what is missing
-            from 1 is the mass that the draft can't propose.
-        token: [N] int64 which of the D tokens came, −1 where it was none of them.
-        draft_hidden, target_hidden: [N, H] what the output matrix of either multiplies.
+    Only what a loss needs is there; to read another column is an AttributeError. `target_probs` are not normalised over
+    the draft's tokens: what is missing from 1 is the mass that it can't propose.
     """
 
-    draft_logits: Tensor
-    target_probs: Tensor
-    token: Tensor
-    draft_hidden: Tensor
-    target_hidden: Tensor
+    draft_logits: Tensor  # [N, D]
+    target_probs: Tensor  # [N, D]
+    token: Tensor  # [N] int64 which of the D tokens came, −1 where it was none of them
+    draft_hidden: Tensor  # [N, H] what its output matrix multiplies
+    target_hidden: Tensor  # [N, H] what the target's does
 
     def __init__(self, draft_logits: Tensor, **columns: Tensor) -> None:
         """Hold columns by name; ValueError if two that are compared have different shapes."""
@@ -59,3 +53,7 @@ class Drafted:
         """[N] float32, log q of the token that came, 0 where the draft can't propose it."""
         log_q = self.draft_logits.float().log_softmax(-1)
         return torch.where(self.token >= 0, log_q.gather(-1, self.token.clamp(min=0)[:, None])[:, 0], 0.0)
+
+    def acceptance(self) -> Tensor:
+        """[N] float32, Σ min(p, q), the probability that a token drawn from the draft is kept."""
+        return torch.minimum(self.target_probs.float(), self.draft_logits.float().softmax(-1)).sum(-1)

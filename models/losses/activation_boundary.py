@@ -4,7 +4,6 @@
 
 t and s are entries of the target's and of the draft's feature. The paper's are of a layer before its ReLU, which it
 teaches first and labels after; here they are of what the output matrix multiplies, and the two are learnt together.
-Where each entry is on its side by μ the second part is 0, so that far fewer features will do than that of the target.
 """
 
 from typing import Literal
@@ -23,16 +22,11 @@ MINIMUM: tuple[Minimum, ...] = ("hidden signs", "distribution")
 
 
 class Params(BaseParams):
-    """How the two are weighed, and how far on its side an entry is to be.
-
-    Attributes:
-        weight: w.
-        margin: μ.
-    """
+    """How the two are weighed, and how far on its side an entry is to be."""
 
     name: Literal["activation_boundary"] = "activation_boundary"
-    weight: float = Field(1.0, ge=0)
-    margin: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, ge=0, description="w.")
+    margin: float = Field(1.0, gt=0, description="μ.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

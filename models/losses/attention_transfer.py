@@ -22,14 +22,10 @@ MINIMUM: tuple[Minimum, ...] = ("hidden neurons", "distribution")
 
 
 class Params(BaseParams):
-    """How the two are weighed.
-
-    Attributes:
-        weight: β.
-    """
+    """How the two are weighed."""
 
     name: Literal["attention_transfer"] = "attention_transfer"
-    weight: float = Field(1000.0, ge=0)
+    weight: float = Field(1000.0, ge=0, description="β.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

@@ -20,14 +20,10 @@ MINIMUM: tuple[Minimum, ...] = ("hidden", "token")
 
 
 class Params(BaseParams):
-    """How the two are weighed.
-
-    Attributes:
-        classification: w.
-    """
+    """How the two are weighed."""
 
     name: Literal["feature_l2"] = "feature_l2"
-    classification: float = Field(1.0, ge=0)
+    classification: float = Field(1.0, ge=0, description="w.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

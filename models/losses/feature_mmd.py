@@ -24,14 +24,10 @@ MINIMUM: tuple[Minimum, ...] = ("hidden neurons", "distribution")
 
 
 class Params(BaseParams):
-    """How the two are weighed.
-
-    Attributes:
-        weight: λ.
-    """
+    """How the two are weighed."""
 
     name: Literal["feature_mmd"] = "feature_mmd"
-    weight: float = Field(50.0, ge=0)
+    weight: float = Field(50.0, ge=0, description="λ.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

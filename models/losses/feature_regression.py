@@ -18,14 +18,10 @@ MINIMUM: tuple[Minimum, ...] = ("hidden", "distribution")
 
 
 class Params(BaseParams):
-    """How the two are weighed.
-
-    Attributes:
-        classification: w.
-    """
+    """How the two are weighed."""
 
     name: Literal["feature_regression"] = "feature_regression"
-    classification: float = Field(0.1, ge=0)
+    classification: float = Field(0.1, ge=0, description="w.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

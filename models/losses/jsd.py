@@ -19,14 +19,10 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """What the two are held against.
-
-    Attributes:
-        beta: the target's share β of the mixture.
-    """
+    """What the two are held against."""
 
     name: Literal["jsd"] = "jsd"
-    beta: float = Field(0.5, gt=0, lt=1)
+    beta: float = Field(0.5, gt=0, lt=1, description="the target's share β of the mixture.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from models.losses import Drafted, Minimum
-from models.losses.total_variation import acceptance
 from models.params import BaseParams
 
 PAPER = "arXiv:2602.23881, sections 4.2 and 4.4 (LK-λ)"
@@ -19,14 +18,10 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """How the two are weighed.
-
-    Attributes:
-        eta: how soon acceptance takes over; 0 is KL alone.
-    """
+    """How the two are weighed."""
 
     name: Literal["lk_hybrid"] = "lk_hybrid"
-    eta: float = Field(3.0, ge=0)
+    eta: float = Field(3.0, ge=0, description="how soon acceptance takes over; 0 is KL alone.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:
@@ -34,6 +29,6 @@ def loss(drafted: Drafted, params: Params) -> Tensor:
     p = drafted.target_probs.float()
     log_q = drafted.draft_logits.float().log_softmax(-1)
     divergence = (p * (p.clamp(min=torch.finfo(p.dtype).tiny).log() - log_q)).sum(-1)
-    accepted = acceptance(drafted)
+    accepted = drafted.acceptance()
     weight = (-params.eta * accepted.detach()).exp()
     return weight * divergence + (1 - weight) * (1 - accepted)

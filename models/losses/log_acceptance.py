@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from models.losses import Drafted, Minimum
-from models.losses.total_variation import acceptance
 from models.params import BaseParams
 
 PAPER = "arXiv:2602.23881, section 4.3 (LK-α)"
@@ -19,16 +18,12 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """Where the logarithm ends.
-
-    Attributes:
-        floor: what is added to the acceptance, so that 0 has one.
-    """
+    """Where the logarithm ends."""
 
     name: Literal["log_acceptance"] = "log_acceptance"
-    floor: float = Field(1e-6, gt=0, lt=1)
+    floor: float = Field(1e-6, gt=0, lt=1, description="what is added to the acceptance, so that 0 has one.")
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
-    return -(acceptance(drafted) + params.floor).log()
+    return -(drafted.acceptance() + params.floor).log()

@@ -18,14 +18,12 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """Where the logarithm ends.
-
-    Attributes:
-        least_prob: the least that p counts as: log p has no bound of its own.
-    """
+    """Where the logarithm ends."""
 
     name: Literal["reverse_kl"] = "reverse_kl"
-    least_prob: float = Field(1e-6, gt=0, lt=1)
+    least_prob: float = Field(
+        1e-6, gt=0, lt=1, description="the least that p counts as: log p has no bound of its own."
+    )
 
 
 def loss(drafted: Drafted, params: Params) -> Tensor:

@@ -6,7 +6,6 @@ gradient.
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from models.losses import Drafted, Minimum
@@ -25,9 +24,4 @@ class Params(BaseParams):
 
 def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32 in [0, 1]."""
-    return 1 - acceptance(drafted)
-
-
-def acceptance(drafted: Drafted) -> Tensor:
-    """Return [N] float32: Σ min(p, q), the probability that a token drawn from the draft is kept."""
-    return torch.minimum(drafted.target_probs.float(), drafted.draft_logits.float().softmax(-1)).sum(-1)
+    return 1 - drafted.acceptance()

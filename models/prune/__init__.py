@@ -6,8 +6,7 @@ A method's module has `prune(weight [O, I], inputs, pattern, params) -> [O, I]`,
 as it is, `inputs` being XᵀX and N, and `CALIBRATED`: whether it reads `inputs`. ValueError where these or the pattern
 don't fit the layer. `prune_model` walks over a model.
 
-Speed and size stay too: nothing here multiplies sparse matrices on a CPU, and a file holds the zeroes. GPUs from Ampere
-on multiply 2:4 matrices faster.
+Speed and size stay too: nothing here multiplies sparse matrices on a CPU, and a file holds the zeroes.
 """
 
 from collections.abc import Sequence
@@ -41,10 +40,8 @@ def prune_model(
 
     Each block is pruned on the inputs that the pruned blocks before it give, and what was zero before stays so. The
     config notes each layer's pattern, so that what comes after keeps it (`models.core.checkpoints.invariants`).
-
-    Raises:
-        ValueError: a layer does not fit the pattern or can't be handled (names it), or calibration is too short. What
-            shapes alone tell is told before anything is changed.
+    ValueError if a layer does not fit the pattern or can't be handled (names it), or calibration is too short. What
+    shapes alone tell is told before anything is changed.
     """
     method = catalog.load("prune", params.name)
     for name, layer in linears(model):

@@ -39,11 +39,8 @@ class Params(BaseParams):
 
 
 def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
-    """Zero weights of one linear layer and update the others; see `models.prune`.
-
-    Raises:
-        ValueError: also where inputs are fewer tokens than a block, or the pattern does not divide the block.
-    """
+    """Zero weights of one linear layer and update the others; see `models.prune`. ValueError also where inputs are
+    fewer tokens than a block, or the pattern does not divide the block."""
     require_inputs(weight, inputs, min(params.block_size, weight.shape[1]))
     if pattern.group is not None and params.block_size % pattern.group:
         raise ValueError(f"block_size is {params.block_size}, which {pattern.group} of {pattern} does not divide")

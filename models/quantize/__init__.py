@@ -37,7 +37,7 @@ from models.core.layers.integers import Integers
 from models.core.layers.linears import linears
 from models.core.learning import training
 from models.params import BaseParams, TrainingParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 CHANGES = ("low rank",)  # of every method
 # The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
@@ -63,7 +63,6 @@ class Grid(BaseParams):
 
     @property
     def scheme(self) -> dict[str, Any] | None:
-        """See `Quantized`."""
         return compressed.packed_scheme(self.bits, self.group_size, self.symmetric)
 
 
@@ -74,37 +73,26 @@ class Rounding(Regime):
         """[..., I] → [..., O]."""
         raise NotImplementedError
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        """See the base."""
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         check(model, getattr(self.params, "group_size", None))
         for _, layer in linears(model):
             layer.forward = partial(self.forward, layer)  # type: ignore[method-assign]  # until `finish`
-        return []
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See the base."""
         for _, layer in linears(model):
             del layer.forward
 
 
 class Quantized(NamedTuple):
-    """A quantized model.
+    """A quantized model, and what the method says of itself."""
 
-    Attributes:
-        model: computes as the quantized model does, in float32.
-        tensors: all that a file of it holds, by name.
-        scheme: `quantization_config` of config.json for engines that read `tensors`; None where none does.
-        figures: what the method says of itself.
-    """
-
-    model: PreTrainedModel
-    tensors: dict[str, Tensor]
-    scheme: dict[str, Any] | None = None
+    model: PreTrainedModel  # computes as the quantized model does, in float32
+    tensors: dict[str, Tensor]  # all that a file of it holds, by name
+    scheme: dict[str, Any] | None = None  # config.json's `quantization_config` for engines, None where none reads it
     figures: dict[str, float] = {}  # noqa: RUF012 - never changed
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -130,11 +118,8 @@ def train_for(
 
 
 def save(quantized: Quantized, directory: Path) -> None:
-    """Write config.json and safetensors into `directory`, as engines and transformers load them.
-
-    Raises:
-        ValueError: no engine reads this form.
-    """
+    """Write config.json and safetensors into `directory`, as engines and transformers load them; ValueError if no
+    engine reads this form."""
     if quantized.scheme is None:
         served = [name for name in catalog.names("quantize") if catalog.load("quantize", name).STORED]
         raise ValueError(f"no engine reads this quantized form; those of these methods are: {', '.join(served)}")
@@ -146,11 +131,8 @@ def save(quantized: Quantized, directory: Path) -> None:
 
 
 def check(model: PreTrainedModel, group_size: int | None = None) -> None:
-    """Say all that can be said against quantizing a model before anything is changed.
-
-    Raises:
-        ValueError: it is not in float32, a layer can't be handled, or groups don't fill the rows of one; names it.
-    """
+    """Say all that can be said against quantizing a model before anything is changed; ValueError if it is not in
+    float32, a layer can't be handled, or groups don't fill the rows of one; names it."""
     for name, layer in linears(model):
         if layer.weight.dtype != torch.float32:
             raise ValueError(f"layer {name} is in {layer.weight.dtype}; models are quantized in float32")
@@ -170,9 +152,7 @@ def round_each(
     model: PreTrainedModel, code: Callable[[str, nn.Linear], tuple[Tensor, Mapping[str, Tensor]]]
 ) -> dict[str, Mapping[str, Tensor]]:
     """Quantize weights in place, layer by layer, where nothing else of a layer changes; return what is stored of it.
-
-    `code` says what stands for a layer's weight now, [O, I], and the tensors that are stored instead of it.
-    """
+    `code` says what stands for a layer's weight now, [O, I], and the tensors that are stored instead of it."""
     parts = {}
     for name, layer in linears(model):
         weight, parts[name] = code(name, layer)
@@ -198,10 +178,8 @@ def assemble(
     scheme: dict[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> Quantized:
-    """Round what is not quantized to bfloat16, and gather all that is stored; see `Quantized`.
-
-    `parts` are of each quantized layer the tensors that are stored instead of its weight.
-    """
+    """Round what is not quantized to bfloat16, and gather all that is stored; see `Quantized`. `parts` are of each
+    quantized layer the tensors that are stored instead of its weight."""
     tensors = {f"{layer}.{part}": tensor for layer, stored in parts.items() for part, tensor in stored.items()}
     for name, parameter in model.named_parameters():  # a tied matrix comes once
         layer, _, leaf = name.rpartition(".")

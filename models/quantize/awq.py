@@ -2,7 +2,7 @@
 
 W·x = (W·diag(s)) · (diag(s)⁻¹·x), with s = (mean |x|)^α and α searched from 0 in steps of 1/20 for the least squared
 error of the outputs. diag(s)⁻¹ goes into whatever makes the inputs: the norm before, or the rows of v_proj (for o_proj)
-and up_proj (for down_proj), so that the result is a plain checkpoint. s is divided by √(max s · min s).
+and up_proj (for down_proj), so that the result is a plain checkpoint.
 
 Layers that read the same inputs share s. Where several heads read one value head, o_proj's s is the mean over them;
 the authors' code leaves o_proj out then. After that each group is clipped to the share of its range, from 1 down to
@@ -40,17 +40,14 @@ UNCLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 class Params(Grid):
-    """The grid and the search.
-
-    Attributes:
-        search_tokens: calibration tokens that errors are measured on, spread over the text.
-        clip: whether ranges are clipped.
-    """
+    """The grid and the search."""
 
     name: Literal["awq"] = "awq"
     symmetric: bool = False
-    search_tokens: int = Field(128, ge=1)
-    clip: bool = True
+    search_tokens: int = Field(
+        128, ge=1, description="calibration tokens that errors are measured on, spread over the text."
+    )
+    clip: bool = Field(True, description="whether ranges are clipped.")
 
 
 CORNERS = (Params(group_size=32, symmetric=True),)

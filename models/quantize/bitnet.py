@@ -5,18 +5,18 @@ A layer computes y = γ · s_x · (X₈ · W̃ᵀ). Ternary: γ = mean |W|, W̃ 
 1-bit paper takes one scale for the whole batch in training and one a token afterwards, here it is one a token always.
 
 Both papers normalise a layer's inputs before rounding, b1.58 by an RMSNorm inside of the layer. Here it has no weights
-(`norm`), so that the checkpoint keeps Llama's names; the block's own norms stay too. Embedding, norms and output matrix
-are not quantized.
+(`norm`), so that the checkpoint keeps Llama's names; the block's own norms stay too.
 
 The model is trained from scratch under `Hooks`: weights stay floats, the forward pass rounds them, and gradients pass
 straight through both roundings. `quantize` on a model that was not trained so gives one that says nothing of use.
 Five ternary weights share a byte (3⁵ = 243): 1.6 bits a weight; eight binary ones do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -35,25 +35,18 @@ _EPSILON = 1e-5
 
 
 class Params(BaseParams):
-    """The form of weights and layers.
-
-    Attributes:
-        weights: of three values or of two.
-        norm: whether an RMSNorm without weights comes before each layer.
-    """
+    """The form of weights and layers."""
 
     name: Literal["bitnet"] = "bitnet"
-    weights: Literal["ternary", "binary"] = "ternary"
-    norm: bool = True
+    weights: Literal["ternary", "binary"] = Field("ternary", description="of three values or of two.")
+    norm: bool = Field(True, description="whether an RMSNorm without weights comes before each layer.")
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
     """Put layers of few-valued weights in place of the linear ones of the decoder blocks; see `models.quantize`."""
     check(model)
     made = {name: _Linear(layer, params) for name, layer in linears(model)}
-    parts = {
-        name: {"weight_packed": _PACK[params.weights](m.values), "weight_scale": m.scale} for name, m in made.items()
-    }
+    parts = {n: {"weight_packed": pack(m.values, params.weights), "weight_scale": m.scale} for n, m in made.items()}
     replace(model, lambda name, layer: made[name])
     return assemble(model, parts)
 
@@ -64,7 +57,6 @@ class Hooks(Rounding):
     params: Params
 
     def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
-        """See the base."""
         rows = _norm(inputs) if self.params.norm else inputs
         with torch.no_grad():
             values, scale = few_valued(layer.weight, self.params)
@@ -99,24 +91,13 @@ def few_valued(weight: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     return (weight / (scale + _EPSILON)).round().clamp(-1, 1), scale
 
 
-def pack_ternary(values: Tensor) -> Tensor:
-    """Put five values of −1, 0 and 1 into a byte (uint8), the first counting most; the last is filled up with −1."""
-    return _pack(values + 1, base=3, each=5)
-
-
-def pack_binary(values: Tensor) -> Tensor:
-    """Put eight values of −1 and 1 into a byte; see `pack_ternary`."""
-    return _pack((values + 1) // 2, base=2, each=8)
-
-
-def _pack(digits: Tensor, base: int, each: int) -> Tensor:
+def pack(values: Tensor, weights: Literal["ternary", "binary"]) -> Tensor:
+    """Put five ternary or eight binary values into a byte (uint8), the first counting most, −1 where none is left."""
+    digits, base, each = (values + 1, 3, 5) if weights == "ternary" else ((values + 1) // 2, 2, 8)
     digits = functional.pad(digits.flatten().long(), (0, -digits.numel() % each)).view(-1, each)
-    weights = base ** torch.arange(each - 1, -1, -1, device=digits.device)
-    return (digits * weights).sum(1).to(torch.uint8)
+    counts = base ** torch.arange(each - 1, -1, -1, device=digits.device)
+    return (digits * counts).sum(1).to(torch.uint8)
 
 
 def _norm(inputs: Tensor) -> Tensor:
     return functional.rms_norm(inputs, inputs.shape[-1:], eps=_EPSILON)
-
-
-_PACK: dict[str, Callable[[Tensor], Tensor]] = {"ternary": pack_ternary, "binary": pack_binary}

@@ -31,16 +31,11 @@ STORED = compressed.PACKED
 
 
 class Params(Grid):
-    """The grid and the order.
-
-    Attributes:
-        damping: share of the diagonal's mean that is added to it.
-        act_order: whether columns of large inputs are rounded first.
-    """
+    """The grid and the order."""
 
     name: Literal["gptq"] = "gptq"
-    damping: float = Field(0.01, gt=0, lt=1)
-    act_order: bool = False
+    damping: float = Field(0.01, gt=0, lt=1, description="share of the diagonal's mean that is added to it.")
+    act_order: bool = Field(False, description="whether columns of large inputs are rounded first.")
 
 
 CORNERS = (Params(group_size=32, symmetric=False),)

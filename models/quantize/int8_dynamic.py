@@ -1,7 +1,6 @@
 """W8A8 with scales of activations taken on the fly: int8 weights with a scale a row, int8 inputs with a scale a token.
 
-x · Wᵀ ≈ (s_x · s_wᵀ) ∘ (X₈ · W₈ᵀ), the sum over integers exact, s = largest magnitude / 127. A scale a token needs no
-calibration and follows each token's range, at the price of a pass over the inputs.
+x · Wᵀ ≈ (s_x · s_wᵀ) ∘ (X₈ · W₈ᵀ), the sum over integers exact, s = largest magnitude / 127.
 
 A CPU without VNNI instructions adds pairs of products in 16 bits, which saturate when weights exceed 63; on such a
 machine the engine refuses weights of 8 bits, and 7 are served exactly.
@@ -10,6 +9,7 @@ machine the engine refuses weights of 8 bits, and 7 are served exactly.
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import Field
 from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
@@ -25,14 +25,12 @@ STORED = compressed.INTEGER
 
 
 class Params(BaseParams):
-    """The form of weights.
-
-    Attributes:
-        weight_bits: 7 leaves the highest bit of int8 weights unused; see the module.
-    """
+    """The form of weights."""
 
     name: Literal["int8_dynamic"] = "int8_dynamic"
-    weight_bits: Literal[7, 8] = 8
+    weight_bits: Literal[7, 8] = Field(
+        8, description="7 leaves the highest bit of int8 weights unused; see the module."
+    )
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:

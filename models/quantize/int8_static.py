@@ -60,7 +60,6 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
 
 
 def _scale(inputs: Tensor, percentile: float) -> Tensor:
-    """[N, I] to [1]."""
     magnitudes = inputs.abs().flatten()
     rank = max(1, round(percentile / 100 * magnitudes.numel()))
     most = magnitudes.max() if rank == magnitudes.numel() else magnitudes.kthvalue(rank).values

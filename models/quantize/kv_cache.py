@@ -5,7 +5,7 @@ Letters: B sequences, K heads of keys and values, T tokens, D width of a head.
 Keys are rounded as they are cached, after their rotation. "int8" has a float32 scale a token and head (largest
 magnitude / 127); "fp8" is e4m3 without a scale, which engines call fp8 with scale 1: magnitudes over 448 are clipped.
 All tokens that are attended to are rounded, the one that asks too, as an engine does that attends over its cache; one
-that computes a prompt before caching it is a little more exact there. Weights stay as they are.
+that computes a prompt before caching it is a little more exact there.
 
 An engine does this by a setting of its own, not by a checkpoint (vLLM: `kv_cache_dtype` "int8_per_token_head", GPU
 only, or "fp8").
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -33,14 +34,10 @@ ELSEWHERE = 'an engine rounds its cache by itself, no checkpoint does: [engine] 
 
 
 class Params(BaseParams):
-    """The form of the cache.
-
-    Attributes:
-        form: of a cached number.
-    """
+    """The form of the cache."""
 
     name: Literal["kv_cache"] = "kv_cache"
-    form: Literal["int8", "fp8"] = "int8"
+    form: Literal["int8", "fp8"] = Field("int8", description="of a cached number.")
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:

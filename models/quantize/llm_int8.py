@@ -12,16 +12,16 @@ integers. O is looked for in all tokens of a call, padding included.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.core.layers.integers import product
 from models.core.layers.linears import Rows, calibrate, linears, replace
-from models.params import BaseParams, require_unsaid
+from models.params import BaseParams, unread
 from models.quantize import Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2208.07339, sections 2 and 3"
@@ -33,26 +33,14 @@ Scheme = Literal["absmax", "zeropoint"]
 
 
 class Params(BaseParams):
-    """Settings.
-
-    Attributes:
-        scheme: where the integers lie.
-        granularity: what shares a scale.
-        decompose: whether outlier features are multiplied in 16 bits.
-        threshold: magnitude from which a feature is an outlier.
-    """
+    """Settings."""
 
     name: Literal["llm_int8"] = "llm_int8"
-    scheme: Scheme = "absmax"
-    granularity: Literal["tensor", "row", "vector"] = "vector"
-    decompose: bool = True
-    threshold: float = Field(6.0, gt=0)
-
-    @model_validator(mode="after")
-    def _finds_outliers(self) -> Self:
-        if not self.decompose:
-            require_unsaid(self, ["threshold"], self.name, "decompose is false")
-        return self
+    scheme: Scheme = Field("absmax", description="where the integers lie.")
+    granularity: Literal["tensor", "row", "vector"] = Field("vector", description="what shares a scale.")
+    decompose: bool = Field(True, description="whether outlier features are multiplied in 16 bits.")
+    threshold: float = Field(6.0, gt=0, description="magnitude from which a feature is an outlier.")
+    _outliers = unread("threshold", when=lambda params: not params.decompose, why="decompose is false")
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
@@ -118,7 +106,6 @@ class _Linear(nn.Module):
 
 
 def _outliers(rows: Tensor, threshold: float) -> Tensor:
-    """[N, I] to [I] bool."""
     return (rows.abs() >= threshold).any(0)
 
 

@@ -8,6 +8,7 @@ to be e4m3; the authors' code has a format of its own there.
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,16 +26,11 @@ ELSEWHERE = (
 
 
 class Params(BaseParams):
-    """The form of weights.
-
-    Attributes:
-        group_size: weights of a row that share a scale.
-        double: whether scales are stored in 8 bits instead of 32.
-    """
+    """The form of weights."""
 
     name: Literal["nf4"] = "nf4"
-    group_size: Literal[32, 64, 128] = 64
-    double: bool = True
+    group_size: Literal[32, 64, 128] = Field(64, description="weights of a row that share a scale.")
+    double: bool = Field(True, description="whether scales are stored in 8 bits instead of 32.")
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:

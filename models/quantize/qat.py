@@ -1,8 +1,7 @@
 """Quantization-aware training: the model is trained with rounded weights, and gradients pass rounding as if not there.
 
 w̃ = w + (round(w) − w) with the bracket's gradient left out (straight-through). The grid is that of `rtn`, fitted anew
-in every step, so nothing is clipped and no gradient is cut. Training starts from a trained model, under `Hooks`;
-`quantize` rounds what came out of it, and without training before is rounding to nearest.
+in every step, so nothing is clipped and no gradient is cut. Training starts from a trained model, under `Hooks`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ class Hooks(Rounding):
     params: Params
 
     def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
-        """See the base."""
         with torch.no_grad():
             wrong = self.params.round(layer.weight).floats() - layer.weight
         return functional.linear(inputs, layer.weight + wrong, layer.bias)

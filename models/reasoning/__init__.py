@@ -23,19 +23,12 @@ By = Literal["small", "target"]
 
 
 class Step(NamedTuple):
-    """What was added to an answer.
+    """What was added to an answer."""
 
-    Attributes:
-        token_ids: at least one.
-        by: who wrote it.
-        score: what the target gave the small model's step, from 0 to 9; None where it was not asked, or had no room.
-        given_up: tokens that the small model wrote here in vain.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # at least one
     by: By
-    score: int | None = None
-    given_up: int = 0
+    score: int | None = None  # from 0 to 9, of the small model's step; None if the target was not asked, or had no room
+    given_up: int = 0  # tokens that the small model wrote here in vain
 
 
 Steps = AsyncGenerator[Step, None]
@@ -45,23 +38,11 @@ class Writers:
     """Two running engines over one vocabulary, for one answer."""
 
     def __init__(
-        self,
-        small: Engine,
-        target: Engine,
-        vocabulary: "Vocabulary",
-        max_model_len: int,
-        sampling: Sampling,
-        name: str,
+        self, small: Engine, target: Engine, vocabulary: "Vocabulary", max_model_len: int, sampling: Sampling, name: str
     ) -> None:
-        """Take what the answer is written with.
+        """Take what the answer is written with; of a seed of `sampling` each call has one that follows.
 
-        Args:
-            small: writes where that will do.
-            target: writes where it must, and judges.
-            vocabulary: of both.
-            max_model_len: tokens that both can read, the answer included.
-            sampling: of both; how many tokens is said at each call, and of a seed each call has one that follows.
-            name: of no other answer on its way.
+        `max_model_len` is how many tokens both can read, the answer included; no other answer on its way has `name`.
         """
         self._engines: dict[By, Engine] = {"small": small, "target": target}
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
@@ -70,10 +51,8 @@ class Writers:
     async def write(
         self, by: By, token_ids: Sequence[int], max_tokens: int, whole_steps: bool = True
     ) -> tuple[int, ...]:
-        """Go on with a text by at most so many tokens, and until a step ends where `whole_steps`.
-
-        At least one token is written; the last one says why it ended: see `Vocabulary`.
-        """
+        """Go on with a text by at most so many tokens, and until a step ends where `whole_steps`. At least one token is
+        written; the last one says why it ended: see `Vocabulary`."""
         return await self._generate(by, token_ids, max_tokens, self.vocabulary.step_ends if whole_steps else ())
 
     async def likeliest(self, token_ids: Sequence[int]) -> int | None:
@@ -93,12 +72,7 @@ class Writers:
 
 
 class Vocabulary:
-    """What both models write in.
-
-    Attributes:
-        step_ends: tokens that end a step.
-        answer_ends: tokens that end an answer.
-    """
+    """What both models write in, with the tokens that end a step or an answer."""
 
     def __init__(self, tokenizer: Any, answer_ends: frozenset[int]) -> None:
         """Look through all tokens of a Hugging Face tokenizer once, which takes a second of a large vocabulary."""
@@ -108,23 +82,14 @@ class Vocabulary:
         self.step_ends = found[0] or found[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return tokens as text, without special ones."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Return a text of ours as tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class Answer:
-    """An answer as far as it is written.
-
-    Attributes:
-        text: token ids of the prompt and of what was written.
-        left: how many more tokens there may be.
-        done: whether it has ended.
-        at_boundary: whether a step has just ended.
-    """
+    """An answer as far as it is written: its `text`, prompt included, and how many more tokens are `left`."""
 
     def __init__(self, writers: Writers, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Begin one; ValueError if the prompt is empty, or leaves no room for what is asked."""

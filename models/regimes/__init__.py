@@ -26,29 +26,15 @@ from transformers import PreTrainedModel
 
 
 class Batch(NamedTuple):
-    """What one step trains on.
+    """What one step trains on, [B, T] int64 each."""
 
-    Attributes:
-        token_ids: [B, T] int64, padded with anything.
-        labels: [B, T] int64, the same ids, −100 where there is nothing to learn; the model shifts them by itself.
-        position_ids: [B, T] int64 where rows hold several documents, each counted from 0; None counts rows.
-    """
-
-    token_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor | None = None
+    token_ids: Tensor  # padded with anything
+    labels: Tensor  # the same ids, −100 where there is nothing to learn; the model shifts them by itself
+    position_ids: Tensor | None = None  # where rows hold several documents, each counted from 0; None counts rows
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are learnt."""
         return int((self.labels != -100).sum())
-
-
-class Plan(NamedTuple):
-    """How long training is going to be."""
-
-    num_steps: int
-    steps_per_epoch: int
 
 
 class Regime:
@@ -56,21 +42,16 @@ class Regime:
 
     A regime may wrap or replace modules in `start` and takes all of it back in `finish`, so that a plain Hugging Face
     model comes out.
-
-    Attributes:
-        handles: of what `start` hung on the model.
-        KEPT: attributes that a resumed run needs, of values that JSON has.
     """
 
-    handles: Sequence[RemovableHandle] = ()
-    KEPT: tuple[str, ...] = ()
+    handles: Sequence[RemovableHandle] = ()  # of what `start` hung on the model
+    KEPT: tuple[str, ...] = ()  # attributes that a resumed run needs, of values that JSON has
 
     def __init__(self, params: Any = None, rng: Any = None) -> None:
         self.params, self.rng = params, rng
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> list[nn.Parameter] | None:
         """Prepare the model before the optimizer is made; returns parameters of its own that are trained too."""
-        return []
 
     def hold(self, optimizer: Optimizer) -> None:
         """Say where the optimizer's state lies, before it has any."""
@@ -115,10 +96,8 @@ class Regime:
             handle.remove()
 
     def figures(self) -> dict[str, float]:
-        """Return what it did, such as the share of skipped layers.
-
-        `flops_share` scales the count of FLOPs where savings are simulated: what is really left out is not counted.
-        """
+        """Return what it did, such as the share of skipped layers. `flops_share` scales the count of FLOPs where
+        savings are simulated: what is really left out is not counted."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -142,7 +121,6 @@ class Skipping(Regime):
         self.num_skipped = self.num_seen = 0
 
     def around(self, step: int) -> AbstractContextManager[object]:
-        """See the base."""
         self.step = step
         self.coins.manual_seed(self.seed + step)
         return nullcontext()
@@ -153,5 +131,4 @@ class Skipping(Regime):
         self.num_skipped += len(ran) - int(ran.sum())
 
     def figures(self) -> dict[str, float]:
-        """See the base."""
         return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}

@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from models.params import BaseParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 PAPER = "arXiv:1710.03740, section 3.1; arXiv:1905.12322"
 CHANGES = ("precision",)
@@ -28,11 +27,10 @@ class Params(BaseParams):
 class Hooks(Regime):
     """Refuses weights that are not in float32."""
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         if model.dtype != torch.float32:
             raise ValueError(f"bf16 keeps weights in float32; the model's are {model.dtype}")
         self.device = model.device.type
-        return []
 
     def around(self, step: int) -> AbstractContextManager[object]:
         return torch.autocast(self.device, torch.bfloat16)

@@ -2,12 +2,12 @@
 
 After each group but the last the states go through an auxiliary norm of the group's own and the model's output matrix
 to a next-token loss, whose backward pass is run at once, so that the group's activations are freed before the next
-group runs. The last group is trained by the model's own loss. Held at one time is then one group, not the model.
+group runs. The last group is trained by the model's own loss.
 
 What readers of the paper would not expect: BIM trains vision encoders by masked images, with a decoder for each block;
-here the loss is the language model's and the decoders share the output matrix, which every group trains (of a wide
-vocabulary a matrix for each group would be most of the model). The auxiliary norms are thrown away in the end. It needs
-no loop of its own: the local passes run inside of the loop's forward pass and leave their gradients for its step.
+here the loss is the language model's and the decoders share the output matrix, which every group trains. The auxiliary
+norms are thrown away in the end. It needs no loop of its own: the local passes run inside of the loop's forward pass
+and leave their gradients for its step.
 """
 
 import copy
@@ -20,21 +20,19 @@ from transformers import PreTrainedModel
 
 from models.core.layers.layout import blocks
 from models.params import BaseParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 PAPER = "arXiv:2311.17218, section 3"
 CHANGES = ("depth", "activations")
 
 
 class Params(BaseParams):
-    """How the blocks are grouped.
-
-    Attributes:
-        num_groups: groups that the blocks fall into, at most one for each block; the paper has 4.
-    """
+    """How the blocks are grouped."""
 
     name: Literal["blockwise_local"] = "blockwise_local"
-    num_groups: int = Field(4, ge=2)
+    num_groups: int = Field(
+        4, ge=2, description="groups that the blocks fall into, at most one for each block; the paper has 4."
+    )
 
 
 class Hooks(Regime):
@@ -42,7 +40,7 @@ class Hooks(Regime):
 
     params: Params
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> list[nn.Parameter]:
         layers = blocks(model)
         if len(layers) < 2:
             raise ValueError("blockwise_local takes a model of at least 2 blocks; got 1")

@@ -8,25 +8,20 @@ the peak. It needs an input with a gradient, which a frozen embedding doesn't gi
 from typing import Literal
 
 from pydantic import Field
-from torch import nn
 from transformers import PreTrainedModel
 
 from models.params import BaseParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 PAPER = "arXiv:1604.06174"
 CHANGES = ("activations",)
 
 
 class Params(BaseParams):
-    """Which blocks are computed again.
-
-    Attributes:
-        every: each so-many-th block, 1 is all of them.
-    """
+    """Which blocks are computed again."""
 
     name: Literal["checkpointing"] = "checkpointing"
-    every: int = Field(1, ge=1)
+    every: int = Field(1, ge=1, description="each so-many-th block, 1 is all of them.")
 
 
 CORNERS = (Params(every=2),)
@@ -37,11 +32,10 @@ class Hooks(Regime):
 
     params: Params
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         if model.is_gradient_checkpointing:
             raise ValueError("the model is checkpointed already; give it without")
         model.gradient_checkpointing_enable({"use_reentrant": True}, every_n_layers=self.params.every)
-        return []
 
     def finish(self, model: PreTrainedModel) -> None:
         model.disable_input_require_grads()  # transformers sets this hook when it is enabled, and leaves it

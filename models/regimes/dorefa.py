@@ -12,26 +12,25 @@ What a reader of the paper would not expect: the paper's weights fill [−1, 1] 
 each layer is followed by batch normalisation and a bounded activation. A transformer has neither. So weights are scaled
 back by s, which makes them tanh(w) for large k, and activations, signed and unbounded, are scaled by one number a
 tensor, c = `activation_clip` times their root mean square, or their largest magnitude if that is less; by default the
-factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.6 at 8). Clipped ones pass no gradient,
-as in the paper. m is taken per document, the paper's instance of a mini-batch. The noise makes the rounding of
-gradients unbiased; a gradient of exactly 0, as on padding, stays 0 although 0 is none of the 2^k values. Embedding and
-output matrix keep full precision, as the paper's first and last layer do, and so do weights that are frozen. `finish`
-leaves the rounded weights in the model, which computes with those and with unrounded activations; `answering` rounds
-these too.
+factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.6 at 8). m is taken per document, the
+paper's instance of a mini-batch. The noise makes the rounding of gradients unbiased; a gradient of exactly 0, as on
+padding, stays 0 although 0 is none of the 2^k values. Embedding and output matrix keep full precision, as the paper's
+first and last layer do, and so do weights that are frozen. `finish` leaves the rounded weights in the model, which
+computes with those and with unrounded activations; `answering` rounds these too.
 """
 
 from contextlib import AbstractContextManager
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from models.core.layers.numbers import fixed_point, unit_interval
 from models.core.layers.products import ProductRegime, on_gradient, straight_through
-from models.params import BaseParams, require_unsaid
+from models.params import BaseParams, unread
 
 PAPER = "arXiv:1606.06160, sections 2.3 to 2.5"
 CHANGES = ("products",)
@@ -61,12 +60,9 @@ class Params(BaseParams):
     activation_bits: Bits = 8
     gradient_bits: Bits = 8
     activation_clip: float | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _rounds_activations(self) -> Self:
-        if self.activation_bits == OFF:
-            require_unsaid(self, ["activation_clip"], self.name, f"activation_bits is {OFF}")
-        return self
+    _clip = unread(
+        "activation_clip", when=lambda params: params.activation_bits == OFF, why=f"activation_bits is {OFF}"
+    )
 
 
 CORNERS = (Params(weight_bits=1, activation_bits=1, gradient_bits=1),)
@@ -75,9 +71,10 @@ CORNERS = (Params(weight_bits=1, activation_bits=1, gradient_bits=1),)
 class Hooks(ProductRegime):
     """`rng` draws the gradients' noise. Figure: `clipped_share` of the activations."""
 
+    params: Params
+
     def __init__(self, params: Params, rng: torch.Generator) -> None:
-        super().__init__(rng)
-        self.params = params
+        super().__init__(params, rng)
         self.clip = params.activation_clip or normal_clip(params.activation_bits)
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -142,9 +139,7 @@ def quantize_activation(inputs: Tensor, num_bits: int, scale: Tensor) -> Tensor:
 
 def quantize_gradient(gradient: Tensor, num_bits: int, rng: torch.Generator) -> Tensor:
     """Round [B, ...] stochastically to the 2^num_bits values from −m to m, m the largest magnitude of each instance.
-
-    Adding noise of ±½ step and rounding to the nearest is what stochastic rounding does.
-    """
+    Adding noise of ±½ step and rounding to the nearest is what stochastic rounding does."""
     largest = _positive(gradient.abs().amax(dim=tuple(range(1, gradient.ndim)), keepdim=True))
     kept = 2 * largest * (unit_interval(gradient / (2 * largest) + 0.5, num_bits, rng) - 0.5)
     return torch.where(gradient == 0, 0, kept)

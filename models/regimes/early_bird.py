@@ -13,7 +13,7 @@ What readers of the paper would not expect: it prunes channels of convolutions b
 language model lacks; coefficients of heads and channels stand in for them (EarlyBERT, arXiv:2101.00063), channels and
 heads being ranked each among themselves over all layers, and each layer keeps its best one. Dropped parts are zero but
 not cut out: the plain model has its old shape and the steps their old cost, and `flops_share` says what training would
-have taken cut to the ticket (by weights of products; attention scores left out, keys and values kept).
+have taken cut to the ticket.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from models.core.layers.layout import blocks
 from models.params import BaseParams
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Regime
 
 PAPER = "arXiv:1909.11957, section 3, algorithm 1"
 CHANGES = ("products", "weights", "end", "frozen weights")
@@ -34,24 +34,21 @@ KEEPS = ("zeroes",)
 
 
 class Params(BaseParams):
-    """How the ticket is looked for, and what becomes of it.
-
-    Attributes:
-        pruned_share: of channels, and of heads, that the ticket lacks.
-        epsilon: Hamming distance, as a share of the mask, under which masks are the same.
-        window: how many earlier epochs' masks must agree.
-        penalty: of the coefficients' absolute values.
-        ticket: the parts with the largest coefficients, or the control.
-        then: "train" trains the ticket for the remaining epochs, "stop" ends training there.
-    """
+    """How the ticket is looked for, and what becomes of it."""
 
     name: Literal["early_bird"] = "early_bird"
-    pruned_share: float = Field(0.3, gt=0, lt=1)
-    epsilon: float = Field(0.1, gt=0, lt=1)
-    window: int = Field(5, ge=1)
-    penalty: float = Field(1e-4, ge=0)
-    ticket: Literal["largest", "random"] = "largest"
-    then: Literal["train", "stop"] = "train"
+    pruned_share: float = Field(0.3, gt=0, lt=1, description="of channels, and of heads, that the ticket lacks.")
+    epsilon: float = Field(
+        0.1, gt=0, lt=1, description="Hamming distance, as a share of the mask, under which masks are the same."
+    )
+    window: int = Field(5, ge=1, description="how many earlier epochs' masks must agree.")
+    penalty: float = Field(1e-4, ge=0, description="of the coefficients' absolute values.")
+    ticket: Literal["largest", "random"] = Field(
+        "largest", description="the parts with the largest coefficients, or the control."
+    )
+    then: Literal["train", "stop"] = Field(
+        "train", description='"train" trains the ticket for the remaining epochs, "stop" ends training there.'
+    )
 
 
 # Eight short epochs are too few for five masks to agree with the next: the first ones are still far apart.
@@ -67,9 +64,7 @@ CORNERS = (Params(window=1, epsilon=0.99), Params(window=1, epsilon=0.99, ticket
 
 def draw(coefficients: Sequence[Tensor], pruned_share: float) -> list[Tensor]:
     """Return which parts are kept, a bool each, of each layer's coefficients [C]; its largest stays in any case.
-
-    `pruned_share` is of all layers' parts together.
-    """
+    `pruned_share` is of all layers' parts together."""
     sizes = torch.cat([layer.detach().abs() for layer in coefficients])
     kept = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
     kept[sizes.argsort()[: int(pruned_share * len(sizes))]] = False
@@ -96,12 +91,12 @@ class Hooks(Regime):
         self.ticket: str | None = None
         self.epoch = self.num_steps = self.num_ticket_steps = 0
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> list[nn.Parameter]:
         layers = blocks(model)
         self.head_dim = layers[0].self_attn.head_dim
-        num_heads = model.config.num_attention_heads
-        self.heads = [_ones(num_heads, model.device) for _ in layers]
-        self.channels = [_ones(layer.mlp.down_proj.in_features, model.device) for layer in layers]
+        num_heads, device = model.config.num_attention_heads, model.device
+        self.heads = [nn.Parameter(torch.ones(num_heads, device=device)) for _ in layers]
+        self.channels = [nn.Parameter(torch.ones(one.mlp.down_proj.in_features, device=device)) for one in layers]
         self.handles = [
             hook
             for layer, head, channel in zip(layers, self.heads, self.channels, strict=True)
@@ -182,10 +177,6 @@ class Hooks(Regime):
             gone += int((channels == 0).sum()) * 3 * model.config.hidden_size
             gone += int((heads == 0).sum()) * 2 * self.head_dim * model.config.hidden_size
         return 1 - gone / total
-
-
-def _ones(size: int, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.ones(size, device=device))
 
 
 def _permute(mask: Tensor, rng: torch.Generator) -> Tensor:

@@ -6,8 +6,8 @@ element a mantissa of `mantissa_bits`. The three products of training,
     y = x̂ · ŵᵀ,    ∂x = ĝ · ŵ,    ∂w = ĝᵀ · x̂,
 
 so add integer products within a tile and floats across tiles. So do the output matrix and the two products inside of
-attention, whose tiles stay within one head of one document. The weights themselves are kept with the wider mantissa
-of `wide_bits`, which the update is rounded to; "HBFP8_16" is mantissa_bits 8 and wide_bits 16.
+attention, whose tiles stay within one head of one document. The weights themselves are kept with the wider mantissa of
+`wide_bits`, which the update is rounded to.
 
 What a reader of the paper would not expect: all three operands are tiled in two dimensions, so that each sums along
 tiles in both products it takes part in; the paper tiles weights and gives each training input one exponent. Mantissas
@@ -21,34 +21,26 @@ from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from models.core.layers.numbers import block_floating_point
 from models.core.layers.products import ProductRegime, on_gradient, straight_through
 from models.params import BaseParams
-from models.regimes import Plan
 
 PAPER = "arXiv:1804.01526, sections 4 and 5"
 CHANGES = ("products",)
 
 
 class Params(BaseParams):
-    """Settings; the defaults are the paper's HBFP8_16.
-
-    Attributes:
-        mantissa_bits: in products, without the sign.
-        wide_bits: of the weights that are updated, without the sign.
-        tile: side of the square tiles that share an exponent.
-        stochastic: round stochastically instead of to the nearest.
-    """
+    """Settings; the defaults are the paper's HBFP8_16."""
 
     name: Literal["hybrid_bfp"] = "hybrid_bfp"
-    mantissa_bits: int = Field(8, ge=1, le=23)
-    wide_bits: int = Field(16, ge=1, le=23)
-    tile: int = Field(24, ge=1)
-    stochastic: bool = False
+    mantissa_bits: int = Field(8, ge=1, le=23, description="in products, without the sign.")
+    wide_bits: int = Field(16, ge=1, le=23, description="of the weights that are updated, without the sign.")
+    tile: int = Field(24, ge=1, description="side of the square tiles that share an exponent.")
+    stochastic: bool = Field(False, description="round stochastically instead of to the nearest.")
 
     @model_validator(mode="after")
     def _wider(self) -> "Params":
@@ -65,14 +57,11 @@ class Hooks(ProductRegime):
 
     EVERYWHERE = True
 
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        super().__init__(rng)
-        self.params = params
+    params: Params
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        own = super().start(model, plan)
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
+        super().start(model, num_steps)
         self.after_step(model)
-        return own
 
     @torch.no_grad()
     def after_step(self, model: PreTrainedModel) -> None:

@@ -25,13 +25,13 @@ import torch
 from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.core.layers.linears import linears
 from models.core.learning import training as loop
 from models.params import BaseParams, TrainingParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 PAPER = "arXiv:1903.01611, algorithm 2; controls of arXiv:1803.03635 and arXiv:1810.05270"
 CHANGES = ("loop", "frozen weights")
@@ -39,29 +39,23 @@ KEEPS = ("zeroes",)
 
 
 class Params(BaseParams):
-    """How much is dropped, and what the ticket is.
-
-    Attributes:
-        num_rounds: trainings before the last one.
-        pruned_share: of the weights that are left, dropped after each.
-        rewind: step i as a share of a training's steps; 0 rewinds to the very start.
-        ticket: "rewound", or one of the two controls.
-    """
+    """How much is dropped, and what the ticket is."""
 
     name: Literal["iterative_magnitude"] = "iterative_magnitude"
-    num_rounds: int = Field(3, ge=1)
-    pruned_share: float = Field(0.2, gt=0, lt=1)
-    rewind: float = Field(0.05, ge=0, lt=1)
-    ticket: Literal["rewound", "random", "reinitialised"] = "rewound"
+    num_rounds: int = Field(3, ge=1, description="trainings before the last one.")
+    pruned_share: float = Field(0.2, gt=0, lt=1, description="of the weights that are left, dropped after each.")
+    rewind: float = Field(
+        0.05, ge=0, lt=1, description="step i as a share of a training's steps; 0 rewinds to the very start."
+    )
+    ticket: Literal["rewound", "random", "reinitialised"] = Field(
+        "rewound", description='"rewound", or one of the two controls.'
+    )
 
 
 CORNERS = (Params(num_rounds=1, ticket="random"), Params(num_rounds=1, ticket="reinitialised"))
 
 
-COMPARED = {
-    "random_mask": Params(ticket="random"),
-    "reinitialised": Params(ticket="reinitialised"),
-}
+COMPARED = {"random_mask": Params(ticket="random"), "reinitialised": Params(ticket="reinitialised")}
 
 
 def train(
@@ -75,12 +69,9 @@ def train(
 ) -> loop.Trained:
     """Find a ticket and train it in place; see `models.core.learning.training.train`.
 
-    Returns:
-        the last training's losses; tokens, steps and seconds of all trainings together; figure "sparsity".
-
-    Raises:
-        ValueError: nothing to learn from, or the model is not of Llama's layout.
-        FloatingPointError: a loss is NaN or infinite.
+    Returned are the last training's losses; tokens, steps and seconds of all trainings together; figure "sparsity".
+    ValueError if there is nothing to learn, or the model is not of Llama's layout. FloatingPointError if a loss is NaN
+    or infinite.
     """
     folder = None if work_dir is None else work_dir / _digest(params, training, seed, documents)
     whole = {name: torch.ones_like(layer.weight, dtype=torch.bool) for name, layer in linears(model)}
@@ -147,11 +138,10 @@ class _Ticket(Regime):
         self.file = None if folder is None else folder / "start.safetensors"
         self.first_round = not start
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         self.model = model
-        self.first_step = int(self.rewind * plan.num_steps)
+        self.first_step = int(self.rewind * num_steps)
         self._mask(layer.weight for _, layer in linears(model))
-        return []
 
     def runs(self, step: int) -> bool:
         if not self.first_round:
@@ -231,6 +221,5 @@ def _load(folder: Path | None, device: torch.device) -> _Found | None:
 
 
 def _write(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a file whole or not at all."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{file}.new", metadata=metadata)
     os.replace(f"{file}.new", file)

@@ -8,41 +8,30 @@ rotational curriculum), the last one always. The paper's growth of p over steps 
 """
 
 import math
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.core.layers.layout import blocks
 from models.core.layers.partial import make_partial, make_whole
-from models.params import BaseParams, require_unsaid
-from models.regimes import Batch, Plan, Skipping
+from models.params import BaseParams, unread
+from models.regimes import Batch, Skipping
 
 PAPER = "arXiv:2404.16710, section 4.1"
 CHANGES = ("depth",)
 
 
 class Params(BaseParams):
-    """Strength of both parts.
-
-    Attributes:
-        max_probability: with which the last block is left out.
-        exit_scale: s; 0 trains no exits.
-        rotation: R, every how many steps an exit is trained.
-    """
+    """Strength of both parts."""
 
     name: Literal["layer_dropout"] = "layer_dropout"
-    max_probability: float = Field(0.1, ge=0, lt=1)
-    exit_scale: float = Field(0.2, ge=0, le=1)
-    rotation: int = Field(2, ge=1)
-
-    @model_validator(mode="after")
-    def _trains_exits(self) -> Self:
-        if not self.exit_scale:
-            require_unsaid(self, ["rotation"], self.name, "exit_scale is 0")
-        return self
+    max_probability: float = Field(0.1, ge=0, lt=1, description="with which the last block is left out.")
+    exit_scale: float = Field(0.2, ge=0, le=1, description="s; 0 trains no exits.")
+    rotation: int = Field(2, ge=1, description="R, every how many steps an exit is trained.")
+    _exits = unread("rotation", when=lambda params: not params.exit_scale, why="exit_scale is 0")
 
 
 CORNERS = (Params(max_probability=0.9, rotation=1),)
@@ -66,7 +55,7 @@ class Hooks(Skipping):
 
     params: Params
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         num_layers = len(blocks(model))
         if num_layers < 2:
             raise ValueError("layer_dropout takes a model of at least 2 blocks; got 1")
@@ -78,7 +67,6 @@ class Hooks(Skipping):
             block.register_forward_hook(lambda module, args, states, index=index: self._keep(module, index, states))
             for index, block in enumerate(blocks(model)[:-1])
         ]
-        return []
 
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
         exits, self.exits = self.exits, {}

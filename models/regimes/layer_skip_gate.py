@@ -10,8 +10,8 @@ What readers of the papers would not expect: SkipNet runs every block while it t
 or reinforcement, E2-Train skips in training as here; both keep their gates afterwards, here they are taken out and the
 plain model runs all of its blocks. What a block adds is scaled by its running mean of p then (`fold`), which is what
 the blocks after it have learnt to read. Adam moves a weight by the learning rate a step at most, so that gates would
-take thousands of steps to close: their logit is multiplied by `speed`. The mean looks ahead in the row, at one bit a
-block. p is kept above `floor`, or a gate that has closed would never learn better.
+take thousands of steps to close: their logit is multiplied by `speed`. p is kept above `floor`, or a gate that has
+closed would never learn better.
 """
 
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from models.core.layers.layout import blocks
 from models.core.layers.partial import make_partial, make_whole
 from models.params import BaseParams
-from models.regimes import Batch, Plan, Skipping
+from models.regimes import Batch, Skipping
 
 PAPER = "arXiv:1711.09485, section 3 (SkipNet); arXiv:1910.13349, section 3.2 (SLU)"
 CHANGES = ("depth",)
@@ -33,22 +33,16 @@ WIDTH = 10  # of the gate's input and state, in both papers
 
 
 class Params(BaseParams):
-    """What a block that runs costs, in nats, and how gates start.
-
-    Attributes:
-        cost_weight: nats a token that running all blocks adds to the loss.
-        start: probability with which a block runs at first.
-        floor: least probability with which a block runs.
-        speed: by how much faster than blocks gates learn.
-        fold: whether the probability with which a block ran at last is multiplied into what it adds.
-    """
+    """What a block that runs costs, in nats, and how gates start."""
 
     name: Literal["layer_skip_gate"] = "layer_skip_gate"
-    cost_weight: float = Field(0.1, ge=0)
-    start: float = Field(0.9, gt=0, lt=1)
-    floor: float = Field(0.1, gt=0, lt=1)
-    speed: float = Field(10.0, gt=0)
-    fold: bool = True
+    cost_weight: float = Field(0.1, ge=0, description="nats a token that running all blocks adds to the loss.")
+    start: float = Field(0.9, gt=0, lt=1, description="probability with which a block runs at first.")
+    floor: float = Field(0.1, gt=0, lt=1, description="least probability with which a block runs.")
+    speed: float = Field(10.0, gt=0, description="by how much faster than blocks gates learn.")
+    fold: bool = Field(
+        True, description="whether the probability with which a block ran at last is multiplied into what it adds."
+    )
 
 
 CORNERS = (Params(fold=False),)
@@ -90,7 +84,7 @@ class Hooks(Skipping):
         super().__init__(params, rng)
         self.means: dict[int, float] = {}  # block to the running mean of p
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> list[nn.Parameter]:
         gate = Gate(model.config.hidden_size, self.params.start, self.params.speed, self.rng)
         self.gate = gate.to(model.device)
         make_partial(model, self._choose)

@@ -12,10 +12,10 @@ Stochastic pruning leaves magnitudes from α on, and turns a smaller x into α·
 zero; rounding is stochastic too. Both keep the mean, but for what is beyond the largest number: `clipped_share`.
 
 What a reader of the paper would not expect: rounding is stochastic, so the error of the normal numbers is a third above
-that of rounding to the nearest, and formats have subnormals (with no mantissa bit there are none). The scale is one
-float32 a tensor and, as the split, fitted anew in each backward pass; the authors' code measures in some epochs and
-keeps it. With `scale` "maximum" the largest magnitude is the largest number, and nothing is clipped. Exact zeroes, as
-on padding, are no part of the fit, and `exponent_bits` 1 has equal steps: the uniform format to compare with.
+that of rounding to the nearest, and formats have subnormals. The scale is one float32 a tensor and, as the split,
+fitted anew in each backward pass; the authors' code measures in some epochs and keeps it. With `scale` "maximum" the
+largest magnitude is the largest number, and nothing is clipped. Exact zeroes, as on padding, are no part of the fit,
+and `exponent_bits` 1 has equal steps: the uniform format to compare with.
 """
 
 import math
@@ -40,20 +40,17 @@ SAMPLE = 4096  # magnitudes that the fit's distance is measured on
 
 
 class Params(BaseParams):
-    """Settings.
-
-    Attributes:
-        num_bits: of a gradient, the sign included; 32 rounds nothing.
-        exponent_bits: of them; None takes the split that the fit prefers.
-        sparsity: share of a gradient that pruning sets to zero; 0 prunes nothing.
-        scale: where the largest number comes from.
-    """
+    """Settings."""
 
     name: Literal["lognormal_gradient"] = "lognormal_gradient"
-    num_bits: int = Field(6, ge=2, le=OFF)
-    exponent_bits: int | None = Field(None, ge=1, le=7)
-    sparsity: float = Field(0.0, ge=0, lt=1)
-    scale: Literal["fit", "maximum"] = "fit"
+    num_bits: int = Field(6, ge=2, le=OFF, description="of a gradient, the sign included; 32 rounds nothing.")
+    exponent_bits: int | None = Field(
+        None, ge=1, le=7, description="of them; None takes the split that the fit prefers."
+    )
+    sparsity: float = Field(
+        0.0, ge=0, lt=1, description="share of a gradient that pruning sets to zero; 0 prunes nothing."
+    )
+    scale: Literal["fit", "maximum"] = Field("fit", description="where the largest number comes from.")
 
     @model_validator(mode="after")
     def _fits(self) -> "Params":
@@ -85,10 +82,6 @@ class Hooks(ProductRegime):
     """
 
     params: Params
-
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        super().__init__(rng)
-        self.params = params
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
         return on_gradient(functional.linear(inputs, weight), self._compress)

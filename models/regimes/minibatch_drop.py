@@ -8,25 +8,20 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import nn
 from transformers import PreTrainedModel
 
 from models.params import BaseParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 PAPER = "arXiv:1910.13349, section 3.1"
 CHANGES = ("steps",)
 
 
 class Params(BaseParams):
-    """How much is left out.
-
-    Attributes:
-        probability: that a step is left out.
-    """
+    """How much is left out."""
 
     name: Literal["minibatch_drop"] = "minibatch_drop"
-    probability: float = Field(0.5, gt=0, lt=1)
+    probability: float = Field(0.5, gt=0, lt=1, description="that a step is left out.")
 
 
 class Hooks(Regime):
@@ -34,14 +29,13 @@ class Hooks(Regime):
 
     params: Params
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         # All coins at once: a resumed run sees the same ones without keeping a state.
-        self.kept = torch.rand(plan.num_steps, generator=self.rng) >= self.params.probability
+        self.kept = torch.rand(num_steps, generator=self.rng) >= self.params.probability
         if not self.kept.any():
             raise ValueError(
-                f"probability {self.params.probability} leaves out all {plan.num_steps} steps; train more steps"
+                f"probability {self.params.probability} leaves out all {num_steps} steps; train more steps"
             )
-        return []
 
     def runs(self, step: int) -> bool:
         return bool(self.kept[step])

@@ -2,8 +2,7 @@
 
 The documents of a step are put into the fullest row that still has place, the longest first, so the loss of a step is
 the same as unpacked: the mean over the same tokens. The first token of a document is not learnt, since what is before
-it belongs to another one. The loop groups documents of like length already, so little padding is left to save; what
-packing adds is freedom in `row_tokens`, and attention over longer rows costs more.
+it belongs to another one.
 
 transformers finds the documents by positions that start again. Whether a model's attention heeds that is tried when
 training starts.
@@ -13,12 +12,11 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import nn
 from transformers import PreTrainedModel
 
 from models.core.learning.training import IGNORED
 from models.params import BaseParams
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Regime
 
 PAPER = "arXiv:2107.02027, section 3"
 CHANGES = ("batches",)
@@ -45,12 +43,10 @@ class Hooks(Regime):
     params: Params
     num_tokens = num_places = 0
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         _require_separate(model)
-        return []
 
     def batches(self, pieces: list[list[int]], batch_tokens: int) -> list[list[list[int]]] | None:
-        """Fill rows with all documents there are, and batches with rows of like length."""
         rows = _rows(pieces, self.params.row_tokens)
         rows.sort(key=lambda row: sum(map(len, row)))
         length = max(map(sum, ([len(document) for document in row] for row in rows)))

@@ -1,17 +1,16 @@
 """Paged optimizer state: AdamW's moments lie where memory is cheap, and are brought in for the moment of a step.
 
-On a GPU they lie in page-locked memory of the host, and are copied there and back around each step; QLoRA's paper lets
-CUDA's unified memory page them. On a CPU they lie in a file that is mapped into memory, without a name: the system
-writes out what it needs the room of, and reads it again. The file is as large as two float32 for each trained
-parameter; it lies in the folder for temporary files, which should not itself be in memory. The arithmetic is the same
-to the last bit.
+On a GPU they lie in page-locked memory of the host, and are copied there and back around each step. On a CPU they lie
+in a file that is mapped into memory, without a name: the system writes out what it needs the room of, and reads it
+again. The file is as large as two float32 for each trained parameter; it lies in the folder for temporary files, which
+should not itself be in memory. The arithmetic is the same to the last bit.
 """
 
 import tempfile
-from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -25,14 +24,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Params(BaseParams):
-    """Where the state lies.
-
-    Attributes:
-        folder: on a CPU, of the mapped file; None is that for temporary files.
-    """
+    """Where the state lies."""
 
     name: Literal["paged_state"] = "paged_state"
-    folder: str | None = None
+    folder: str | None = Field(None, description="on a CPU, of the mapped file; None is that for temporary files.")
 
 
 class Hooks(Regime):
@@ -75,4 +70,4 @@ def _mapped(size: int, folder: str | None) -> Tensor:
     """Return zeroes that lie in a file, which goes when nothing refers to them any more."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="redraft-state-") as file:
         file.truncate(4 * size)
-        return torch.from_file(str(Path(file.name)), shared=True, size=size, dtype=torch.float32)
+        return torch.from_file(file.name, shared=True, size=size, dtype=torch.float32)

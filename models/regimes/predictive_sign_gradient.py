@@ -11,9 +11,8 @@ gradient's product has few bits here, the forward pass and the data gradient sta
 training, which is another method). The paper steps by SignSGD; here the signs are given to the loop's AdamW, which
 makes of gradients of one magnitude that same step with momentum. The signs of a matrix are divided by the root of their
 number, because the loop clips the norm of all gradients and would otherwise shrink those of embedding and norms to
-nothing. Biases need no product and keep their gradient. The most significant bits are rounded, not cut off, as in the
-authors' code, and the wider product is computed everywhere, as is the exact one for `sign_agreement`: a simulation
-saves nothing.
+nothing. The most significant bits are rounded, not cut off, as in the authors' code, and the wider product is computed
+everywhere, as is the exact one for `sign_agreement`: a simulation saves nothing.
 """
 
 from typing import Literal
@@ -59,9 +58,7 @@ class Params(BaseParams):
 class Hooks(ProductRegime):
     """Figures: `predicted_share`, and `sign_agreement` with the exact product."""
 
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        super().__init__(rng)
-        self.params = params
+    params: Params
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
         return linear(inputs, weight, torch.matmul, self.weight_gradient)

@@ -15,6 +15,7 @@ product is computed densely here, so nothing is saved.
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from models.core.layers.products import ProductRegime, linear
@@ -26,14 +27,10 @@ GROUP, KEPT = 4, 2
 
 
 class Params(BaseParams):
-    """Settings.
-
-    Attributes:
-        preserve_l1: scale what is kept so that each group's sum of magnitudes stays.
-    """
+    """Settings."""
 
     name: Literal["sparse_data_gradient"] = "sparse_data_gradient"
-    preserve_l1: bool = False
+    preserve_l1: bool = Field(False, description="scale what is kept so that each group's sum of magnitudes stays.")
 
 
 CORNERS = (Params(preserve_l1=True),)
@@ -42,9 +39,7 @@ CORNERS = (Params(preserve_l1=True),)
 class Hooks(ProductRegime):
     """Figure: `kept_l1`, the share of the gradient's magnitude before scaling."""
 
-    def __init__(self, params: Params, rng: torch.Generator) -> None:
-        super().__init__(rng)
-        self.params = params
+    params: Params
 
     def require(self, name: str, layer: nn.Linear) -> None:
         if layer.out_features % GROUP:

@@ -14,6 +14,7 @@ is wanted next. A method's module has
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,32 +33,20 @@ Document = Sequence[int]
 
 
 class Sources(NamedTuple):
-    """Where a proxy has its figures from; a method that asks for one that isn't given is refused.
+    """Where a proxy has its figures from, by places of chosen documents; a method that asks for one that isn't given is
+    refused."""
 
-    Attributes:
-        train: places of chosen documents → a small model trained on them.
-        target: returns the target; called once.
-        acceptance: places of chosen documents → [M] mean accepted length of the current draft on each document of the
-            pool, see `acceptance`; a draft may be trained on the chosen ones first.
-    """
-
-    train: Callable[[list[int]], PreTrainedModel] | None = None
-    target: Callable[[], PreTrainedModel] | None = None
-    acceptance: Callable[[list[int]], Tensor] | None = None
+    train: Callable[[list[int]], PreTrainedModel] | None = None  # makes a small model that is trained on these
+    target: Callable[[], PreTrainedModel] | None = None  # called once
+    acceptance: Callable[[list[int]], Tensor] | None = None  # see `acceptance`; of a draft that may learn these first
 
 
 class Certainty(NamedTuple):
-    """How sure a model is of the next token, a mean over each document's tokens.
+    """How sure a model is of the next token, a mean over each document's tokens."""
 
-    Attributes:
-        confidence: [M] largest probability.
-        entropy: [M] in nats.
-        margin: [M] largest less second largest probability.
-    """
-
-    confidence: Tensor
-    entropy: Tensor
-    margin: Tensor
+    confidence: Tensor  # [M] largest probability
+    entropy: Tensor  # [M] in nats
+    margin: Tensor  # [M] largest less second largest probability
 
 
 class Proxy:
@@ -66,47 +55,36 @@ class Proxy:
     def __init__(self, pool: Sequence[Document], sources: Sources) -> None:
         self.pool, self._sources = pool, sources
         self._chosen: list[int] = []
-        self._features: Tensor | None = None
-        self._certainty: Certainty | None = None
-        self._acceptance: Tensor | None = None
 
     def begin(self, chosen: Sequence[int]) -> None:
         """Begin a round: figures that depend on what was chosen are computed anew."""
-        self._chosen, self._certainty, self._acceptance = list(chosen), None, None
+        self._chosen = list(chosen)
+        for figure in ("certainty", "acceptance"):
+            vars(self).pop(figure, None)
 
-    @property
+    @cached_property
     def certainty(self) -> Certainty:
         """Of a small model trained on what was chosen; ValueError if there is no way to train one."""
-        if self._certainty is None:
-            if self._sources.train is None:
-                raise ValueError("this method asks a proxy model how sure it is; give `train` to make one")
-            self._certainty = certainty(self._sources.train(list(self._chosen)), self.pool)
-        return self._certainty
+        if self._sources.train is None:
+            raise ValueError("this method asks a proxy model how sure it is; give `train` to make one")
+        return certainty(self._sources.train(list(self._chosen)), self.pool)
 
-    @property
+    @cached_property
     def features(self) -> Tensor:
         """[M, H] of the target; ValueError if there is no target."""
-        if self._features is None:
-            if self._sources.target is None:
-                raise ValueError("this method compares documents by the target's hidden states; give `target`")
-            self._features = features(self._sources.target(), self.pool)
-        return self._features
+        if self._sources.target is None:
+            raise ValueError("this method compares documents by the target's hidden states; give `target`")
+        return features(self._sources.target(), self.pool)
 
-    @property
+    @cached_property
     def acceptance(self) -> Tensor:
-        """[M] mean accepted length of the current draft.
-
-        Raises:
-            ValueError: there is no draft, or the figures are not one a document.
-        """
-        if self._acceptance is None:
-            if self._sources.acceptance is None:
-                raise ValueError("this method asks what of the current draft is accepted; give `acceptance`")
-            found = self._sources.acceptance(list(self._chosen))
-            if found.shape != (len(self.pool),):
-                raise ValueError(f"acceptance must be [{len(self.pool)}], one a document; got {list(found.shape)}")
-            self._acceptance = found
-        return self._acceptance
+        """[M] mean accepted length of the current draft; ValueError if there is none, or not one figure a document."""
+        if self._sources.acceptance is None:
+            raise ValueError("this method asks what of the current draft is accepted; give `acceptance`")
+        found = self._sources.acceptance(list(self._chosen))
+        if found.shape != (len(self.pool),):
+            raise ValueError(f"acceptance must be [{len(self.pool)}], one a document; got {list(found.shape)}")
+        return found
 
 
 def select(
@@ -117,22 +95,11 @@ def select(
     sources: Sources,
     rng: torch.Generator,
 ) -> list[int]:
-    """Choose documents in rounds of equal size; where they don't divide, the first ones take one more.
+    """Choose b documents, of two tokens or more, in K rounds of equal size; else the first ones take one more.
 
-    Args:
-        pool: token ids, each document of two tokens or more.
-        num_chosen: b.
-        num_rounds: K; more rounds train more proxies, each on more.
-        params: settings of a method of this family.
-        sources: what the method may ask.
-        rng: draws the random first round, and what the method draws.
-
-    Returns:
-        [b] places in the pool, in the order in which they were chosen.
-
-    Raises:
-        ValueError: more are wanted than the pool has, or fewer than rounds; one round of a method that needs a start; a
-            document has fewer than two tokens; the method asks for a source that isn't given.
+    `rng` draws the random first round, and what the method draws. Returned are [b] places in the pool, in the order in
+    which they were chosen. ValueError if more are wanted than the pool has, or fewer than rounds, one round of a method
+    that needs a start, a document has fewer than two tokens, or the method asks for a source that isn't given.
     """
     method = catalog.load("select", params.name)
     if num_rounds < 1 or num_chosen < num_rounds:
@@ -176,11 +143,8 @@ def draw(num_documents: int, chosen: Sequence[int], num_wanted: int, rng: torch.
 
 
 def highest(scores: Tensor, chosen: Sequence[int], num_wanted: int) -> list[int]:
-    """Return the places of the highest scores [M] that are not in `chosen`; of equal ones the first.
-
-    Raises:
-        ValueError: a score is NaN, such as of a proxy whose training failed.
-    """
+    """Return the places of the highest scores [M] that are not in `chosen`; of equal ones the first. ValueError if a
+    score is NaN, such as of a proxy whose training failed."""
     if bool(scores.isnan().any()):
         raise ValueError(f"document {int(scores.isnan().nonzero()[0])} has no score: it is NaN")
     taken = set(chosen)
@@ -190,11 +154,8 @@ def highest(scores: Tensor, chosen: Sequence[int], num_wanted: int) -> list[int]
 
 @torch.inference_mode()
 def certainty(model: PreTrainedModel, documents: Sequence[Document], max_logits: int = 1 << 25) -> Certainty:
-    """Measure how sure a model is of the token after each of a document's but the last.
-
-    A batch's logits, which are the most that is held, are at most `max_logits` numbers, but for those of one
-    document.
-    """
+    """Measure how sure a model is of the token after each of a document's but the last. A batch's logits, which are the
+    most that is held, are at most `max_logits` numbers, but for those of one document."""
     found: list[tuple[int, list[float]]] = []
     longest = max(map(len, documents), default=1)
     batch_size = max(1, max_logits // (longest * model.config.vocab_size))
@@ -229,19 +190,9 @@ def acceptance(
 ) -> Tensor:
     """Measure what of a draft is accepted on each document, as if the target had sampled it at temperature 1.
 
-    Args:
-        draft: of any family that is trained.
-        target_dir: the target.
-        documents: of four tokens and more; the first one is the prompt.
-        num_draft_tokens: K as served.
-        work_dir: keeps the target's states for the next draft; belongs to these documents alone.
-        device: where target and draft run.
-
-    Returns:
-        [M] 1 + expected accepted tokens / steps, each token taken as a possible start of a step.
-
-    Raises:
-        ValueError: a document is too short to have a step.
+    Returned is [M] 1 + expected accepted tokens / steps, each token but the first, the prompt, taken as a start
+    of a step. `work_dir` keeps the target's states for the next draft, and belongs to these documents alone. ValueError
+    if one has less than four tokens, and so no step.
     """
     if (short := next((place for place, document in enumerate(documents) if len(document) < 4), None)) is not None:
         raise ValueError(f"document {short} has {len(documents[short])} tokens; acceptance takes at least 4")

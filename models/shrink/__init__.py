@@ -1,10 +1,10 @@
 """Shrinking: a model of a smaller shape, as a valid Hugging Face checkpoint.
 
-A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
-leaves the given model, of Llama's layout, unchanged, and returns a new one of its class whose config says its shape;
-`documents` are token ids to measure importance on, those that the seed draws, in pieces of `training.max_length`, and,
-where the method `TRAINS` (optional), to train on; `training`, `work_dir` and `on_progress` are those of
-`models.core.learning.training.train`. ValueError where the model is of another layout, the shape is impossible for it,
+A method's module has `shrink(model, documents, params, training, seed) -> PreTrainedModel`. It leaves the given model,
+of Llama's layout, unchanged, and returns a new one of its class whose config says its shape; `documents` are token ids
+to measure importance on, those that the seed draws, in pieces of `training.max_length`, and, where the method `TRAINS`
+(optional), to train on; then it takes `work_dir` and `on_progress` of `models.core.learning.training.train` too.
+ValueError where the model is of another layout, the shape is impossible for it,
 or documents are too few or hold ids that it has not. `KEEPS_TOKENS` says whether the model's tokenizer fits what comes
 out, which a served target needs; `require_engine(params, engine)`, optional, refuses an engine by name that can't run
 what is stored; `CHANGES` and `KEEPS` are in `models.together`.
@@ -78,21 +78,13 @@ def shape_of(model: PreTrainedModel) -> Shape:
     config = model.config
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"shrinking takes models of {', '.join(MODEL_TYPES)}; got {config.model_type}")
-    return Shape(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-    )
+    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return Shape(*(getattr(config, key) for key in keys))
 
 
 def wanted_shape(model: PreTrainedModel, params: Widths, num_layers: int | None = None) -> Shape:
-    """Complete the shape that is asked for by what the model has.
-
-    Raises:
-        ValueError: it is no smaller, larger somewhere, or one that transformers or vLLM can't load.
-    """
+    """Complete the shape that is asked for by what the model has; ValueError if it is no smaller, larger somewhere, or
+    one that transformers or vLLM can't load."""
     has = shape_of(model)
     asked = {"num_layers": num_layers, **{key: getattr(params, key) for key in Widths.model_fields if key != "name"}}
     wanted = has._replace(**{key: value for key, value in asked.items() if value is not None})
@@ -139,11 +131,7 @@ def choose(scores: Tensor, count: int) -> Tensor:
 def pieces(
     documents: Sequence[Sequence[int]], params: Measured, training: TrainingParams, seed: int
 ) -> list[list[int]]:
-    """Draw documents to measure on and cut them to the length that is trained on.
-
-    Raises:
-        ValueError: no document has two tokens.
-    """
+    """Draw documents to measure on, cut to the length that is trained on; ValueError if none has two tokens."""
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
     return cut([documents[number] for number in order[: params.num_documents]], training.max_length)
 

@@ -7,18 +7,16 @@ starts.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.core.layers.layout import blocks
 from models.core.layers.reshape import spread_layers, take_layers
-from models.core.learning.training import OnProgress
-from models.params import TrainingParams, require_unsaid
+from models.params import TrainingParams, unread
 from models.shrink import Measured, choose, pieces, read, shape_of
 
 PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
@@ -26,40 +24,26 @@ KEEPS_TOKENS = True
 
 
 class Params(Measured):
-    """How many blocks stay, and which.
-
-    Attributes:
-        num_layers: blocks that stay.
-        keep: "influence" keeps those that change the states most, "spread" those evenly spaced.
-    """
+    """How many blocks stay, and which."""
 
     name: Literal["depth"] = "depth"
-    num_layers: int = Field(ge=1)
-    keep: Literal["influence", "spread"] = "influence"
+    num_layers: int = Field(ge=1, description="blocks that stay.")
+    keep: Literal["influence", "spread"] = Field(
+        "influence", description='"influence" keeps those that change the states most, "spread" those evenly spaced.'
+    )
 
     @property
     def measures(self) -> bool:
-        """Whether documents are read."""
         return self.keep == "influence"
 
-    @model_validator(mode="after")
-    def _reads_documents(self) -> Self:
-        if not self.measures:
-            require_unsaid(self, ["num_documents"], self.name, 'keep is "spread"')
-        return self
+    _documents = unread("num_documents", when=lambda params: not params.measures, why='keep is "spread"')
 
 
 CORNERS = (Params(num_layers=1), Params(num_layers=1, keep="spread"))
 
 
 def shrink(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: Params,
-    training: TrainingParams,
-    seed: int = 0,
-    work_dir: Path | None = None,
-    on_progress: OnProgress | None = None,
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params, training: TrainingParams, seed: int = 0
 ) -> PreTrainedModel:
     """Return a model of fewer blocks; see `models.shrink`."""
     num_layers = shape_of(model).num_layers

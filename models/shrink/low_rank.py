@@ -2,8 +2,7 @@
 
 With the Gram matrix G = XᵀX of calibration inputs and any S of S·Sᵀ = G (whitening), SVD-LLM truncates the singular
 values of W·S and takes S off again. The r left singular vectors U of W·S that are kept give the same W' = U·(UᵀW)
-without an inverse, so that a singular G needs no dampening. The error ‖XWᵀ − XW'ᵀ‖² is the sum of the squared singular
-values that are dropped.
+without an inverse, so that a singular G needs no dampening.
 
 What is saved is W' in the shape of W, which every engine takes while neither file nor product get smaller, or with
 `keep` "factors" the two factors of r·(O+I) numbers, which the reference engine multiplies by. The config notes ranks
@@ -13,7 +12,6 @@ the rank and are refused, and another shape drops the note.
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,7 +22,6 @@ from transformers import PreTrainedModel
 from models import catalog
 from models.core.checkpoints.invariants import note
 from models.core.layers.linears import Gram, calibrate, linears
-from models.core.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, pieces, shape_of
 
@@ -34,16 +31,13 @@ CHANGES, KEEPS = ("zeroes",), ("low rank",)
 
 
 class Params(Measured):
-    """The rank, as a share of the largest that saves anything.
-
-    Attributes:
-        share: of a layer's weights that its two factors may hold together.
-        keep: what the checkpoint holds of a layer, the matrix or its factors.
-    """
+    """The rank, as a share of the largest that saves anything."""
 
     name: Literal["low_rank"] = "low_rank"
-    share: float = Field(gt=0, lt=1)
-    keep: Literal["matrices", "factors"] = "matrices"
+    share: float = Field(gt=0, lt=1, description="of a layer's weights that its two factors may hold together.")
+    keep: Literal["matrices", "factors"] = Field(
+        "matrices", description="what the checkpoint holds of a layer, the matrix or its factors."
+    )
 
 
 CORNERS = (Params(share=0.5), Params(share=0.5, keep="factors"))
@@ -58,19 +52,12 @@ def require_engine(params: Params, engine: str) -> None:
 
 
 def shrink(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: Params,
-    training: TrainingParams,
-    seed: int = 0,
-    work_dir: Path | None = None,
-    on_progress: OnProgress | None = None,
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params, training: TrainingParams, seed: int = 0
 ) -> PreTrainedModel:
     """Return a model whose linear layers are of low rank; a block is fitted on what the blocks before it give by then.
 
-    Raises:
-        ValueError: as `models.shrink`; a layer can't be handled or is too small for a rank (names it), or calibration
-            has fewer tokens than a rank.
+    ValueError as `models.shrink`; a layer can't be handled or is too small for a rank (names it), or calibration has
+    fewer tokens than a rank.
     """
     shape_of(model)
     ranks = {name: rank_of(layer.weight, params.share, name) for name, layer in linears(model)}
@@ -91,11 +78,7 @@ def shrink(
 
 
 def rank_of(weight: Tensor, share: float, name: str) -> int:
-    """Return the rank at which two factors hold `share` of the weights.
-
-    Raises:
-        ValueError: that is less than 1; names the layer.
-    """
+    """Return the rank at which two factors hold `share` of the weights; ValueError naming a layer with less than 1."""
     rank = int(share * weight.numel() / sum(weight.shape))
     if rank < 1:
         raise ValueError(f"layer {name} is {list(weight.shape)}; factors of rank 1 hold more than {share:g} of it")

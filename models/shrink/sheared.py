@@ -10,7 +10,7 @@ What a reader of the paper would not expect: KV heads and the query heads within
 Sheared LLaMA's models had no groups. Masks start open (a = 4). A masked hidden channel is hidden from every norm, whose
 mean is over open channels only. After the last step the highest a of each kind stay, exactly as many as asked for, and
 what is left of their masks is multiplied into the weights. Masks learn with Adam outside of the loop's optimizer, at
-the paper's rate. Documents have no domains here, so batches are not loaded by domain, the paper's other half.
+the paper's rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from models.core.layers.layout import blocks
 from models.core.layers.reshape import Kept, head_dim, take_layers, take_widths
 from models.core.learning.training import OnProgress, cut, num_steps, train
 from models.params import TrainingParams
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Regime
 from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, wanted_shape
 
 PAPER = "arXiv:2310.06694, section 2.1"
@@ -73,9 +73,8 @@ def shrink(
 ) -> PreTrainedModel:
     """Learn which parts stay on one half of the documents, cut the others out and train on with the other half.
 
-    Raises:
-        ValueError: as `models.shrink`; documents may be too few for two halves or for as many steps as masks need.
-        FloatingPointError: the loss is NaN or infinite.
+    ValueError as `models.shrink`; documents may be too few for two halves or for as many steps as masks need.
+    FloatingPointError if the loss is NaN or infinite.
     """
     shape = wanted_shape(model, params, params.num_layers)
     rng = torch.Generator().manual_seed(seed)
@@ -139,9 +138,8 @@ class Masks(Regime):
         self.drawn: dict[str, Tensor] = {}
         self.handles = []
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        """Hang the masks on the model."""
-        self.num_steps = plan.num_steps
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
+        self.num_steps = num_steps
         width = head_dim(model.config)
         for number, block in enumerate(blocks(model)):
             self._hang(block.self_attn.o_proj, number, partial(self._heads, width=width))
@@ -149,18 +147,15 @@ class Masks(Regime):
         for norm in norms(model):
             self._before(norm, lambda states: _times(states, self._row("hidden", 0)))
             self._after(norm, self._rescaled)
-        return []
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Draw the masks of one step."""
         self.progress = min(1.0, (step + 1) / max(self.params.warmup * self.num_steps, 1.0))
         self.drawn = {kind: self._draw(scores) for kind, scores in self.scores.items()}
         yield
         self.drawn = {}
 
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return what the constraints add."""
         terms = []
         for kind, scores in self.scores.items():
             target = 1 - self.progress * (1 - self.wanted[kind] / scores.shape[1])
@@ -170,21 +165,17 @@ class Masks(Regime):
         return torch.stack(terms).sum()
 
     def after_step(self, model: PreTrainedModel) -> None:
-        """Move masks down and multipliers up."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return the share of each kind that is open."""
         return {f"open_{k}": float(torch.sigmoid(a.detach() - _OPEN).mean()) for k, a in self.scores.items()}
 
     def state(self) -> dict[str, object]:
-        """Return masks, multipliers and what their optimizers hold."""
         return {"rng": self.rng.get_state().tolist(), "tensors": [tensor.tolist() for tensor in self._tensors()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` returned."""
         self.rng.set_state(torch.tensor(state["rng"], dtype=torch.uint8))
         for tensor, values in zip(self._tensors(), state["tensors"], strict=True):
             tensor.copy_(torch.tensor(values))
@@ -226,7 +217,6 @@ class Masks(Regime):
         return self.scores[kind].detach().cpu() if kind in self.scores else torch.zeros(num_rows, size)
 
     def _tensors(self) -> list[Tensor]:
-        """Return all that is learnt, to read or write."""
         found = []
         for optimizer, kinds in zip(self.optimizers, (self.scores, self.multipliers), strict=True):
             for parameter in kinds.values():
@@ -245,8 +235,7 @@ class Masks(Regime):
         return self.drawn[kind][number] if kind in self.drawn else None
 
     def _layer(self, number: int) -> Tensor | None:
-        row = self._row("layers", 0)
-        return None if row is None else row[number]
+        return self.drawn["layers"][0, number] if "layers" in self.drawn else None
 
     def _heads(self, number: int, width: int) -> Tensor | None:
         """Return [A·width] what each channel of the heads' output is multiplied with."""
@@ -285,7 +274,6 @@ def _times(states: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _both(totals: Sequence[int], half: int, on_progress: OnProgress | None) -> OnProgress | None:
-    """Report one half's progress as that of both."""
     if on_progress is None:
         return None
     before = sum(totals[:half])

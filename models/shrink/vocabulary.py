@@ -11,7 +11,6 @@ for the target's, as vLLM does with draft models, can't serve it.
 """
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel
 from models.core.checkpoints.invariants import note
 from models.core.layers.reshape import Kept, take_widths
 from models.core.layers.vocabulary import choose_vocabulary
-from models.core.learning.training import OnProgress
 from models.params import BaseParams, TrainingParams
 from models.shrink import shape_of
 
@@ -31,24 +29,14 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Params(BaseParams):
-    """How many tokens stay.
-
-    Attributes:
-        vocab_size: tokens that stay, the most frequent ones.
-    """
+    """How many tokens stay."""
 
     name: Literal["vocabulary"] = "vocabulary"
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, description="tokens that stay, the most frequent ones.")
 
 
 def shrink(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: Params,
-    training: TrainingParams,
-    seed: int = 0,
-    work_dir: Path | None = None,
-    on_progress: OnProgress | None = None,
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params, training: TrainingParams, seed: int = 0
 ) -> PreTrainedModel:
     """Return a model of the special tokens and those that documents hold most often; see `models.shrink`."""
     shape_of(model)
@@ -84,9 +72,7 @@ def count_tokens(documents: Iterable[Sequence[int]], size: int) -> np.ndarray:
 
 def narrow(token_ids: Sequence[int], kept: Sequence[int]) -> list[list[int]]:
     """Return the runs of tokens that a narrower vocabulary can read, in its ids: stretches between tokens not kept.
-
-    `kept` is `kept_tokens` of the config. Empty stretches are left out.
-    """
+    `kept` is `kept_tokens` of the config. Empty stretches are left out."""
     place = {token: number for number, token in enumerate(kept)}
     runs: list[list[int]] = [[]]
     for token in token_ids:

@@ -10,7 +10,7 @@ Nothing is trained again and no weight is scaled, so a model with a much narrowe
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from models.core.layers.layout import blocks
 from models.core.layers.reshape import Kept, head_dim, take_widths
-from models.core.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape
 
@@ -37,13 +36,7 @@ CORNERS = (Params(intermediate_size=128), Params(hidden_size=128, num_heads=2, n
 
 
 def shrink(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    params: Params,
-    training: TrainingParams,
-    seed: int = 0,
-    work_dir: Path | None = None,
-    on_progress: OnProgress | None = None,
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params, training: TrainingParams, seed: int = 0
 ) -> PreTrainedModel:
     """Return a narrower model; see `models.shrink`."""
     has, shape = shape_of(model), wanted_shape(model, params)
@@ -60,11 +53,7 @@ def shrink(
 
 
 def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Measure what fires.
-
-    Returns:
-        importance of heads [L, K, A/K], MLP channels [L, C] and hidden channels [H].
-    """
+    """Return the importance of heads [L, K, A/K], MLP channels [L, C] and hidden channels [H]."""
     shape, width = shape_of(model), head_dim(model.config)
     heads = torch.zeros(shape.num_layers, shape.num_heads)
     channels = torch.zeros(shape.num_layers, shape.intermediate_size)
@@ -85,10 +74,7 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
             (block.self_attn.o_proj, heads[number], head_norms),
             (block.mlp.down_proj, channels[number], torch.abs),
         ):
-            hooks.append(
-                module.register_forward_pre_hook(
-                    lambda module, args, sums=sums, of_token=of_token: add(sums, of_token, args[0])
-                )
-            )
+            fires = partial(add, sums, of_token)
+            hooks.append(module.register_forward_pre_hook(lambda module, args, fires=fires: fires(args[0])))
     read(model, documents, hooks)
     return heads.sqrt().unflatten(1, (shape.num_kv_heads, -1)), channels.sqrt(), hidden.sqrt()

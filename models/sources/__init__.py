@@ -25,16 +25,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class Message(Frozen):
-    """One turn of a chat, with what the service reads of it; what is empty was not given.
-
-    Attributes:
-        role: who speaks.
-        content: a text, or several parts.
-        name: of who speaks.
-        tool_calls: of the assistant, as OpenAI's API has them.
-        tool_call_id: of the call that a tool answers.
-        reasoning: what the assistant thought first.
-    """
+    """One turn of a chat, with what the service reads of it, as in OpenAI's API; what is empty was not given."""
 
     role: Role
     content: str | tuple[str, ...] = ""
@@ -45,11 +36,9 @@ class Message(Frozen):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The content's parts."""
         return (self.content,) if isinstance(self.content, str) else self.content
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the message as OpenAI's API takes it."""
         content = self.content
         parts = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
         rest = self.model_dump(exclude={"role", "content"}, exclude_defaults=True)
@@ -57,14 +46,8 @@ class Message(Frozen):
 
 
 class _Chat(Frozen):
-    """What a chat has beside its messages.
-
-    Attributes:
-        tools: that the assistant may call, as OpenAI's API has them.
-        template_arguments: what else the chat template is given.
-        domain: kind of traffic, such as "chat" or "code".
-        group: what must stay on one side of a split.
-    """
+    """What a chat has beside its messages: OpenAI's tools, what else the chat template is given, the kind of traffic,
+    such as "chat" or "code", and the group that must stay on one side of a split."""
 
     tools: tuple[dict[str, JsonValue], ...] = ()
     template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
@@ -84,11 +67,7 @@ class _Chat(Frozen):
 
 
 class Prompt(_Chat):
-    """A chat that waits for the target's answer.
-
-    Attributes:
-        messages: at least one, the last one is not the assistant's.
-    """
+    """A chat that waits for the target's answer."""
 
     messages: tuple[Message, ...] = Field(min_length=1)
 
@@ -115,11 +94,7 @@ class Prompt(_Chat):
 
 
 class Document(_Chat):
-    """Something to train a language model on.
-
-    Attributes:
-        content: a text, or a chat from its start.
-    """
+    """Something to train a language model on: a text, or a chat from its start."""
 
     content: Annotated[str, Field(min_length=1)] | Annotated[tuple[Message, ...], Field(min_length=1)]
 
@@ -129,11 +104,8 @@ class Document(_Chat):
         return self._digest(self.content)
 
     def encode(self, encoder: "ChatEncoder") -> list[int]:
-        """Return its token ids: a text and the end-of-text token, or a whole chat as the template writes it.
-
-        Raises:
-            ValueError: the chat template refuses it, or the tokenizer has no end-of-text token.
-        """
+        """Return its token ids: a text and the end-of-text token, or a whole chat as the template writes it; ValueError
+        if the chat template refuses it, or the tokenizer has no end-of-text token."""
         if isinstance(self.content, str):
             return encoder.encode_document(self.content)
         messages = [message.as_openai() for message in self.content]
@@ -148,13 +120,8 @@ PartT = TypeVar("PartT", bound=str)
 def encoded(
     items: Iterable[ItemT], encoder: "ChatEncoder", max_len: int | None = None
 ) -> list[tuple[ItemT, list[int]]]:
-    """Return items with their token ids, without those that a target can't read, which are logged.
-
-    `max_len` is more tokens than a prompt may have; None for any.
-
-    Raises:
-        ValueError: it can read none.
-    """
+    """Return items with their token ids, without those that a target can't read, which are logged. `max_len` is more
+    tokens than a prompt may have; None for any. ValueError if the target can read none."""
 
     def item(_: str, one: ItemT) -> tuple[ItemT, list[int]]:
         try:
@@ -179,11 +146,8 @@ def unique(items: Iterable[ItemT]) -> list[ItemT]:
 def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> dict[str, list[ItemT]]:
     """Split by a hash of each item's group and the seed, keeping the order of items within each part.
 
-    Fractions are of the groups, above 0 and summing to 1. They hold on average: a part's size varies as its groups
-    do.
-
-    Raises:
-        ValueError: the shares are wrong, or a part got no item, as happens with few groups.
+    Fractions are of the groups, above 0 and summing to 1. They hold on average: a part's size varies as its groups do.
+    ValueError if the shares are wrong, or a part got no item, as happens with few groups.
     """
     if not fractions or min(fractions.values()) <= 0 or not math.isclose(sum(fractions.values()), 1):
         raise ValueError(f"fractions must be above 0 and sum to 1, got {dict(fractions)}")
@@ -206,22 +170,16 @@ def _part(point: float, fractions: Mapping[str, float]) -> str:
 
 
 def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
-    """Draw `count` items without replacement, in random order; the order of `items` makes no difference.
-
-    Raises:
-        ValueError: `count` is below 0 or above the number of items.
-    """
+    """Draw `count` items without replacement, in random order; the order of `items` makes no difference. ValueError if
+    `count` is below 0 or above the number of items."""
     if not 0 <= count <= len(items):
         raise ValueError(f"count must be from 0 to {len(items)}, the number of items; got {count}")
     return sorted(items, key=lambda item: digest(f"{seed}:{item.id}"))[:count]
 
 
 def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, seed: int) -> dict[PartT, list[ItemT]]:
-    """Draw each part's items out of groups of its own, and give them the recipe's name of their domain.
-
-    Raises:
-        ValueError: there are fewer items than a part's size.
-    """
+    """Draw each part's items out of groups of its own, and give them the recipe's name of their domain; ValueError if
+    there are fewer items than a part's size."""
     parts = split(items, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
     for part, size in sizes.items():
         if len(parts[part]) < size:

@@ -32,20 +32,14 @@ class Params(BaseParams):
 
 def prompts(params: Params) -> list[Prompt]:
     """Return one prompt a conversation; conversations that are too short, too long or hold a link are left out.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    ValueError if the package is not installed."""
     found = (_prompt(group, turns, params) for group, turns in _conversations())
     return unique(prompt for prompt in found if prompt is not None)
 
 
 def documents(params: Params) -> list[Document]:
-    """Return one chat a conversation, from its start; those that are too short or hold a link are left out.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """Return one chat a conversation, from its start; those that are too short or hold a link are left out. ValueError
+    if the package is not installed."""
     found = (_document(group, turns, params) for group, turns in _conversations())
     return unique(document for document in found if document is not None)
 

@@ -43,21 +43,14 @@ class Params(BaseParams):
 
 
 def prompts(params: Params) -> list[Prompt]:
-    """Return one prompt a row in the data set's order, without exact copies.
-
-    Raises:
-        ValueError: there is no such data set or split, the hub can't be reached, or no row can be used; names the first
-        of each reason.
-    """
+    """Return one prompt a row in the data set's order, without exact copies; ValueError if there is no such data set or
+    split, the hub can't be reached, or no row can be used; names the first of each reason."""
     return _different(params, prompt_from_row)
 
 
 def documents(params: Params) -> list[Document]:
     """Return one document a row in the data set's order, without exact copies; an assistant's last answer is kept.
-
-    Raises:
-        ValueError: as `prompts`.
-    """
+    ValueError as `prompts`."""
     return _different(params, document_from_row)
 
 

@@ -7,12 +7,12 @@ question is on the same side of both. GSM8K's "working … #### answer" is read 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from models.conversations import prompt_from_row
-from models.params import BaseParams, require_unsaid
+from models.params import BaseParams, unread
 from models.rowfiles import WRONG, Unusable, read_rows, usable
 from models.sources import Document, Message, Prompt, unique
 
@@ -38,20 +38,12 @@ class Params(BaseParams):
     separator: str = Field("####", min_length=1)
     instruction: str = "Explain step by step: "
     domain: str = ""
-
-    @model_validator(mode="after")
-    def _is_instructed(self) -> Self:
-        if self.task == "answer":
-            require_unsaid(self, ["instruction"], self.name, 'task is "answer"')
-        return self
+    _instructed = unread("instruction", when=lambda params: params.task == "answer", why='task is "answer"')
 
 
 def prompts(params: Params) -> list[Prompt]:
-    """Return the questions of the task in the file's order, without exact copies.
-
-    Raises:
-        ValueError: there is no such file, or no row can be used; names the first of each reason.
-    """
+    """Return the questions of the task in the file's order, without exact copies; ValueError if there is no such file,
+    or no row can be used; names the first of each reason."""
     return unique(prompt for prompt, _ in _read(params))
 
 

@@ -44,20 +44,14 @@ class Params(BaseParams):
 
 
 def prompts(params: Params) -> list[Prompt]:
-    """Return one prompt for each function of a module or class that has a docstring, in the order of files and lines.
-
-    Raises:
-        ValueError: the interpreter comes without the sources of its library.
-    """
+    """Return one prompt for each function of a module or class that has a docstring, in the order of files and lines;
+    ValueError if the interpreter comes without the sources of its library."""
     return unique(map(_prompt, _mine_all(params)))
 
 
 def documents(params: Params) -> list[Document]:
-    """Return the source of each function that has a docstring, in the order of files and lines.
-
-    Raises:
-        ValueError: the interpreter comes without the sources of its library.
-    """
+    """Return the source of each function that has a docstring, in the order of files and lines; ValueError if the
+    interpreter comes without the sources of its library."""
     mined = (one for one in _mine_all(params) if len(one.source) <= params.max_document_chars)
     return unique(Document(content=one.source, domain="code", group=one.group) for one in mined)
 

@@ -24,20 +24,13 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 class Params(BaseParams):
-    """Size and look of the stream.
-
-    Attributes:
-        count: prompts or documents.
-        num_groups: groups that they fall into.
-        domain: name of the domain.
-        word_seed: another seed gives the domain other words.
-    """
+    """Size and look of the stream."""
 
     name: Literal["synthetic"] = "synthetic"
-    count: int = Field(64, ge=1)
-    num_groups: int = Field(16, ge=1)
-    domain: str = Field("synthetic", min_length=1)
-    word_seed: int = 0
+    count: int = Field(64, ge=1, description="prompts or documents.")
+    num_groups: int = Field(16, ge=1, description="groups that they fall into.")
+    domain: str = Field("synthetic", min_length=1, description="name of the domain.")
+    word_seed: int = Field(0, description="another seed gives the domain other words.")
     num_words: int = Field(96, ge=3, le=10_000, description="words of the domain; each group talks about one of them")
     num_sentences: int = Field(4, ge=1, description="in a document")
 
@@ -51,11 +44,8 @@ def prompts(params: Params) -> list[Prompt]:
 
 
 def documents(params: Params) -> list[Document]:
-    """Return `count` different texts, the groups in turn; each is about its group's word.
-
-    Raises:
-        ValueError: `count` is more than the grammar can say.
-    """
+    """Return `count` different texts, the groups in turn; each is about its group's word. ValueError if `count` is more
+    than the grammar can say."""
     return [
         Document(content=content, domain=params.domain, group=group)
         for content, group in _texts(params, params.num_sentences)
@@ -63,7 +53,6 @@ def documents(params: Params) -> list[Document]:
 
 
 def _texts(params: Params, num_sentences: int) -> Iterator[tuple[str, str]]:
-    """Yield `count` different texts with their groups."""
     rng = random.Random(f"{params.domain}/{params.word_seed}")
     words = _words(rng, params.num_words)
     found: set[str] = set()

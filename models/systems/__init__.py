@@ -18,37 +18,22 @@ from models.core.throughput.cost import Cost
 
 
 class Times(NamedTuple):
-    """What parts of a step of one sequence take on a machine, in ms.
+    """What parts of a step of one sequence take on a machine, in ms."""
 
-    Attributes:
-        cost: whole passes, by the rows of the model that are read.
-        attention_ms: of all layers' attentions at one row, by the number of devices that share the heads; from 1.
-        mlp_ms: the same of their MLPs, by the number of devices that share the channels.
-        rest_ms: of embedding, last norm and output matrix.
-        meet_ms: for one worker to hand a result to another that waits for it.
-    """
-
-    cost: Cost
-    attention_ms: dict[int, float]
-    mlp_ms: dict[int, float]
-    rest_ms: float
-    meet_ms: float
+    cost: Cost  # whole passes, by the rows of the model that are read
+    attention_ms: dict[int, float]  # of all layers at one row, by the number of devices that share the heads; from 1
+    mlp_ms: dict[int, float]  # the same of their MLPs, by the number of devices that share the channels
+    rest_ms: float  # of embedding, last norm and output matrix
+    meet_ms: float  # for one worker to hand a result to another that waits for it
 
 
 class Given(NamedTuple):
-    """What a study works with.
+    """What a study works with."""
 
-    Attributes:
-        decoder: the model.
-        prompts: token ids, at least two tokens each.
-        num_tokens: of an answer.
-        times: of parts of this model's steps.
-    """
-
-    decoder: WideDecoder
-    prompts: list[list[int]]
-    num_tokens: int
-    times: Times
+    decoder: WideDecoder  # the model
+    prompts: list[list[int]]  # token ids, at least two tokens each
+    num_tokens: int  # of an answer
+    times: Times  # of parts of this model's steps
 
 
 class Seen(NamedTuple):

@@ -1,6 +1,5 @@
 """EasySpec: a draft whose attentions of several layers run at the same time, each on a device of its own.
 
-While a draft says token after token, devices that share the target's layers idle: the draft is too small to be shared.
 So the attentions of g layers in a row all read what the first of them reads, one a device, and their MLPs follow in
 turn, shared by all devices. What they say is fuzzy; the target verifies it as ever. After each round one exact pass
 over the drafted tokens writes the cache anew, so that errors never pile up.
@@ -46,17 +45,10 @@ def gain(times: Times, num_layers: int, group: int, num_drafted: int) -> float:
     """Return the time of a round of drafting, shared as is best / at once with the exact pass after it.
 
     `group` is how many devices there are, and layers whose attentions run at once.
-
-    Raises:
-        ValueError: times of a number of devices are missing, or passes were never measured.
     """
-    sizes = range(1, group + 1)
-    if missing := [size for size in sizes if size not in times.attention_ms or size not in times.mlp_ms]:
-        raise ValueError(f"wanted times of parts shared by 1 to {group} devices; those by {missing} are missing")
     line = times.cost.line(1)
-    if line is None:
-        raise ValueError("wanted times of passes of the draft, got none")
-    best_ms = min(shared_ms(times, num_layers, size) for size in sizes)
+    assert line is not None
+    best_ms = min(shared_ms(times, num_layers, size) for size in range(1, group + 1))
     # Rows of one pass are shared as one row is.
     calibration_ms = best_ms * line.target_ms(num_drafted) / line.target_ms(1)
     return num_drafted * best_ms / (num_drafted * at_once_ms(times, num_layers, group) + calibration_ms)
@@ -64,10 +56,8 @@ def gain(times: Times, num_layers: int, group: int, num_drafted: int) -> float:
 
 @torch.inference_mode()
 def accepted(decoder: WideDecoder, prompt: list[int], num_tokens: int, group: int, num_drafted: int) -> float:
-    """Return the share of tokens, drafted by the model's own layers in groups, that it accepts of itself.
-
-    The prompt has two tokens or more, and the answer is greedy. A group of 1 is the exact draft.
-    """
+    """Return the share of tokens, drafted by the model's own layers in groups, that it accepts of itself. The prompt
+    has two tokens or more, and the answer is greedy. A group of 1 is the exact draft."""
     cache = Cache(decoder, len(prompt) + num_tokens + num_drafted + 1)
     decoder.forward(torch.tensor(prompt[:-1], device=decoder.device), cache)
     last, num_said, num_kept, num_rounds = prompt[-1], 0, 0, 0

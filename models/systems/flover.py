@@ -2,8 +2,7 @@
 
 Reading a prompt and saying tokens are taken apart: a prompt is read alone, and from then on the request is a row of the
 one step that all share. A finished request leaves at once and its cache with it, so rows stay dense; the paper reorders
-a common buffer for that, here each request has a cache of its own. The weights are read once a step for all rows, where
-requests that are served one after another read them once a token each.
+a common buffer for that, here each request has a cache of its own.
 
 The plain ways: one request after another, and dynamic batching, which takes all who wait, and lets nobody join until
 the longest of them is finished. Passes of each shape are timed in turn, in several rounds, and all three ways are
@@ -39,29 +38,19 @@ Takes = Callable[[int, int], float]
 
 
 class Request(NamedTuple):
-    """What is asked, and when.
-
-    Attributes:
-        num_tokens: of its answer, at least 1.
-    """
+    """What is asked, and when."""
 
     prompt: list[int]
-    num_tokens: int
+    num_tokens: int  # of its answer, at least 1
     arrives_s: float
 
 
 class Pass(NamedTuple):
-    """One pass of the model.
+    """One pass of the model."""
 
-    Attributes:
-        numbers: of the requests in it.
-        reads: whether it reads the prompt of the only one; else each is a row, and has one more token said.
-        ends_s: on the clock on which requests arrive.
-    """
-
-    numbers: tuple[int, ...]
-    reads: bool
-    ends_s: float
+    numbers: tuple[int, ...]  # of the requests in it
+    reads: bool  # whether it reads the prompt of the only one; else each is a row, and has one more token said
+    ends_s: float  # on the clock on which requests arrive
 
 
 class Answer(NamedTuple):
@@ -75,14 +64,7 @@ def passes(requests: Sequence[Request], max_batch: int, joins: bool, takes: Take
     """Yield the passes that answer requests in the order of their arrival, one after another.
 
     At most `max_batch` run at once. If none `joins` those that run, it waits until all of them are finished.
-
-    Raises:
-        ValueError: a request has no prompt or asks for no token, or nothing may run.
     """
-    if max_batch < 1:
-        raise ValueError(f"max_batch must be 1 or more, got {max_batch}")
-    if any(not request.prompt or request.num_tokens < 1 for request in requests):
-        raise ValueError("each request needs a prompt of a token or more, and an answer of 1 or more")
     waiting = sorted(range(len(requests)), key=lambda number: requests[number].arrives_s)
     said: dict[int, int] = {}  # tokens of each that runs
     now = 0.0
@@ -129,10 +111,8 @@ def study(given: Given, rng: torch.Generator) -> Seen:
 
 
 def compare(given: Given, takes: Takes, rng: torch.Generator) -> Seen:
-    """Serve the same requests in the three ways.
-
-    They take the prompts in turn, and answers are of up to `num_tokens`; arrivals and lengths are drawn.
-    """
+    """Serve the same requests in the three ways. They take the prompts in turn, and answers are of up to `num_tokens`;
+    arrivals and lengths are drawn."""
     drawn = [_draw(given, takes(1, 1), rng) for _ in range(NUM_DRAWS)]
     one_s, batch_s, fused_s = (
         fmean(fmean(seconds(requests, max_batch, joins, takes)) for requests in drawn)
@@ -175,7 +155,6 @@ def _read(decoder: WideDecoder, request: Request) -> _Running:
 
 
 def _step(decoder: WideDecoder, running: Sequence[_Running]) -> None:
-    """Say one more token of each."""
     last = torch.tensor([one.answer.token_ids[-1] for one in running], device=decoder.device)
     _say(decoder, running, decoder.together(last, [one.cache for one in running]))
 

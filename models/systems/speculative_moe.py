@@ -44,27 +44,17 @@ REPEATS, NUM_COPIED = 9, 512
 
 
 class Routed(NamedTuple):
-    """Tokens, and the experts that gates chose for them.
+    """Tokens, and the experts that gates chose for them."""
 
-    Attributes:
-        token_ids: [T] int64.
-        chosen: [L, T, k] int64, of each layer, the likeliest first.
-    """
-
-    token_ids: Tensor
-    chosen: Tensor
+    token_ids: Tensor  # [T] int64
+    chosen: Tensor  # [L, T, k] int64, of each layer, the likeliest first
 
 
 class Layer(NamedTuple):
-    """Experts of one layer.
+    """Experts of one layer."""
 
-    Attributes:
-        up: [E, H, I].
-        down: [E, I, H].
-    """
-
-    up: Tensor
-    down: Tensor
+    up: Tensor  # [E, H, I]
+    down: Tensor  # [E, I, H]
 
 
 def in_order(number: int, num_devices: int) -> Tensor:
@@ -74,9 +64,7 @@ def in_order(number: int, num_devices: int) -> Tensor:
 
 def expected(profile: Routed, routed: Routed, layer: int) -> Tensor:
     """Return how many of its choices each token is expected to give to each expert of a layer, [T, E]; rows sum to k.
-
-    Of the choices of `routed`, those of the layer before are read.
-    """
+    Of the choices of `routed`, those of the layer before are read."""
     by_token, num_seen = _by_token(profile, layer, routed.token_ids)
     chose = _counts(profile.chosen[layer])  # [N, E]
     if layer == 0:
@@ -90,13 +78,7 @@ def expected(profile: Routed, routed: Routed, layer: int) -> Tensor:
 
 
 def group(profile: Routed, layer: int, num_devices: int) -> Tensor:
-    """Return the device [E] of each expert, equally many on each: those that the same tokens choose lie together.
-
-    Raises:
-        ValueError: experts can't be shared out equally.
-    """
-    if NUM_EXPERTS % num_devices:
-        raise ValueError(f"{NUM_EXPERTS} experts can't be shared equally by {num_devices} devices")
+    """Return the device [E] of each expert, equally many on each: those that the same tokens choose lie together."""
     by_token, num_seen = _by_token(profile, layer, profile.token_ids.unique())
     together = by_token.T @ (by_token / num_seen[:, None])  # [E, E]
     homes = torch.full((NUM_EXPERTS,), -1)
@@ -111,9 +93,7 @@ def group(profile: Routed, layer: int, num_devices: int) -> Tensor:
 
 def place(wanted: Tensor) -> Tensor:
     """Return the device [T] of each token, equally many on each up to one: those first that lose most elsewhere.
-
-    `wanted` [T, D] is how many of its experts each token is expected to find on each device.
-    """
+    `wanted` [T, D] is how many of its experts each token is expected to find on each device."""
     num_tokens, num_devices = wanted.shape
     room = in_order(num_tokens, num_devices).bincount(minlength=num_devices).tolist()
     best = wanted.topk(min(2, num_devices), dim=1).values
@@ -129,10 +109,8 @@ def place(wanted: Tensor) -> Tensor:
 
 
 def sent(chosen: Tensor, homes: Tensor, places: Tensor, num_devices: int) -> Tensor:
-    """Return how many rows go from each device to each other one, [D, D]; each token goes to a device once.
-
-    Experts are chosen [T, k], and devices of experts are `homes` [E], of tokens `places` [T].
-    """
+    """Return how many rows go from each device to each other one, [D, D]; each token goes to a device once. Experts are
+    chosen [T, k], and devices of experts are `homes` [E], of tokens `places` [T]."""
     wants = functional.one_hot(homes[chosen], num_devices).amax(dim=1)  # [T, D]
     rows = functional.one_hot(places, num_devices).T @ wants
     return rows - rows.diag().diag()
@@ -141,10 +119,8 @@ def sent(chosen: Tensor, homes: Tensor, places: Tensor, num_devices: int) -> Ten
 def compute(
     layer: Layer, states: Tensor, chosen: Tensor, weights: Tensor, homes: Tensor, places: Tensor, num_devices: int
 ) -> Tensor:
-    """Run tokens [T, H] through their experts device by device, in the order of places, and put them back in order.
-
-    Of what chosen experts put out weights are [T, k]; for the others see `sent`.
-    """
+    """Run tokens [T, H] through their experts device by device, in the order of places, and put them back in order. Of
+    what chosen experts put out weights are [T, k]; for the others see `sent`."""
     order = places.argsort(stable=True)
     states, chosen, weights = states[order], chosen[order], weights[order]
     outputs = torch.zeros_like(states)
@@ -160,15 +136,7 @@ def compute(
 
 @torch.inference_mode()
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Route what the model writes behind the prompts, profile half of it and serve the other.
-
-    What it writes, gates and experts are drawn.
-
-    Raises:
-        ValueError: answers have less than two tokens, so that no token is the model's and read.
-    """
-    if given.num_tokens < 2:
-        raise ValueError(f"num_tokens must be 2 or more, got {given.num_tokens}")
+    """Route what the model writes behind the prompts, profile half of it and serve the other; all of that is drawn."""
     texts = [text for prompt in given.prompts for text in _write(given.decoder, prompt, given.num_tokens, rng)]
     read = [_read(given.decoder, text, given.num_tokens) for text in texts]
     token_ids = [torch.tensor(text[-given.num_tokens : -1]) for text in texts]

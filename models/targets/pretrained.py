@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -18,18 +18,14 @@ PAPER = "none: whatever the directory holds"
 
 
 class Params(BaseParams):
-    """Which model.
-
-    Attributes:
-        path: a local directory, or a hub id such as "Qwen/Qwen3-8B", which needs REDRAFT_HUB=true.
-        revision: a branch, tag or commit of the hub's repository.
-        dtype: "auto" keeps the format of the files.
-    """
+    """Which model."""
 
     name: Literal["pretrained"] = "pretrained"
-    path: str
-    revision: str = "main"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    path: str = Field(
+        description='a local directory, or a hub id such as "Qwen/Qwen3-8B", which needs REDRAFT_HUB=true.'
+    )
+    revision: str = Field("main", description="a branch, tag or commit of the hub's repository.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description='"auto" keeps the format of the files.')
 
     @model_validator(mode="after")
     def _has_revisions(self) -> Self:
@@ -39,12 +35,8 @@ class Params(BaseParams):
 
 
 def build(params: Params, directory: Path) -> None:
-    """Write the target into `directory`; remote code is never run.
-
-    Raises:
-        ValueError: there is no such model, no hub to ask, or the directory is not one of a causal language model; names
-            what is missing.
-    """
+    """Write the target into `directory`; remote code is never run. ValueError if there is no such model, no hub to ask,
+    or the directory is not one of a causal language model; names what is missing."""
     local = Path(params.path)
     if local.exists() or params.path.startswith(("/", ".", "~")):
         _require_model(local)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -23,24 +24,15 @@ CHAT_TEMPLATE = (
 
 
 class Params(BaseParams):
-    """Shape of the target; heads are 64 wide, the least that vLLM's CPU attention takes.
-
-    Attributes:
-        num_layers: decoder blocks.
-        num_heads: query heads; the hidden size is num_heads × 64.
-        num_kv_heads: key and value heads.
-        intermediate_size: channels of an MLP.
-        init_std: standard deviation of the weights.
-        seed: of the weights.
-    """
+    """Shape of the target; heads are 64 wide, the least that vLLM's CPU attention takes."""
 
     name: Literal["random"] = "random"
-    num_layers: int = 2
-    num_heads: int = 2
-    num_kv_heads: int = 1
-    intermediate_size: int = 256
-    init_std: float = 0.08
-    seed: int = 0
+    num_layers: int = Field(2, description="decoder blocks.")
+    num_heads: int = Field(2, description="query heads; the hidden size is num_heads × 64.")
+    num_kv_heads: int = Field(1, description="key and value heads.")
+    intermediate_size: int = Field(256, description="channels of an MLP.")
+    init_std: float = Field(0.08, description="standard deviation of the weights.")
+    seed: int = Field(0, description="of the weights.")
 
 
 def build(params: Params, directory: Path) -> None:

@@ -20,26 +20,18 @@ HEAD_DIM = 64  # the least that vLLM's CPU attention takes
 
 
 class Params(BaseParams):
-    """Shape of the target; the hidden size is num_heads × 64.
-
-    Attributes:
-        tokenizer: table of the target whose tokenizer and chat template it has.
-        num_layers: decoder blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads.
-        intermediate_size: channels of an MLP.
-        max_length: tokens of the longest context.
-        seed: of the weights.
-    """
+    """Shape of the target; the hidden size is num_heads × 64."""
 
     name: Literal["scratch"] = "scratch"
-    tokenizer: Annotated[BaseParams, catalog.Method("targets")]
-    num_layers: int = Field(6, ge=1)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int = Field(2, ge=1)
-    intermediate_size: int = Field(768, ge=1)
-    max_length: int = Field(2048, ge=16)
-    seed: int = 0
+    tokenizer: Annotated[BaseParams, catalog.Method("targets")] = Field(
+        description="table of the target whose tokenizer and chat template it has."
+    )
+    num_layers: int = Field(6, ge=1, description="decoder blocks.")
+    num_heads: int = Field(4, ge=1, description="query heads.")
+    num_kv_heads: int = Field(2, ge=1, description="key and value heads, a divisor of num_heads.")
+    intermediate_size: int = Field(768, ge=1, description="channels of an MLP.")
+    max_length: int = Field(2048, ge=16, description="tokens of the longest context.")
+    seed: int = Field(0, description="of the weights.")
 
     @model_validator(mode="after")
     def _heads_share(self) -> Self:

@@ -32,10 +32,7 @@ def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`; ValueError if the wheel is not installed, or it holds no GGUF file."""
     gguf = find_gguf()
     model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent),
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     model.config._model_name_or_path = "SmolLM2-135M-Instruct"  # the file has the name of a training run
     model.save_pretrained(directory)
@@ -74,7 +71,6 @@ _LAYER = {
 
 
 def _grids(gguf: Path, config: PretrainedConfig) -> dict[str, Grid]:
-    """Read the integers of the file's matrices, by the names of Hugging Face."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     found = {}
     for tensor in GGUFReader(gguf).tensors:
@@ -98,7 +94,6 @@ def _q4_1(data: np.ndarray) -> Grid:
 
 
 def _q8_0(data: np.ndarray) -> Grid:
-    """Read blocks of a scale and 32 integers."""
     blocks = data.reshape(len(data), -1, 2 + GROUP)
     values = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(data), -1)
     return Grid(torch.from_numpy(values), _halves(blocks[..., :2]))

@@ -48,10 +48,8 @@ class Shape(NamedTuple):
 
 
 def fill(shape: Shape, expand: Expand) -> Proposal:
-    """Give each node of a shape its token: the one of its rank in the draft's distribution after its parent.
-
-    A node for which there is no token that can be drafted is left out, and so is what follows it.
-    """
+    """Give each node of a shape its token: the one of its rank in the draft's distribution after its parent. A node for
+    which there is no token that can be drafted is left out, and so is what follows it."""
     tokens: list[int] = []
     parents: list[int] = []
     numbers = {-1: -1}  # nodes of the shape that are filled
@@ -106,17 +104,11 @@ def merge(continuations: Sequence[Sequence[int]], num_tokens: int) -> tuple[list
 
 
 class Layout(NamedTuple):
-    """How a model reads nodes of a tree with their paths, after tokens that are certain.
+    """How a model reads nodes of a tree with their paths, after tokens that are certain."""
 
-    Attributes:
-        token_ids: of each row.
-        parents: the row that each follows, −1 for what was read before.
-        rows: of each node that was asked for.
-    """
-
-    token_ids: list[int]
-    parents: list[int]
-    rows: list[int]
+    token_ids: list[int]  # of each row
+    parents: list[int]  # the row that each follows, −1 for what was read before
+    rows: list[int]  # of each node that was asked for
 
 
 def lay_out(certain: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Layout:

@@ -21,18 +21,14 @@ BRANCHES = True
 
 
 class Params(BaseParams):
-    """How it expands.
-
-    Attributes:
-        width: nodes of a level that are expanded, and children that each gets.
-        max_depth: levels, of which each takes a pass of the draft.
-        threshold: nodes of less value than this are neither expanded nor proposed.
-    """
+    """How it expands."""
 
     name: Literal["dynamic"] = "dynamic"
-    width: int = Field(4, ge=1)
-    max_depth: int = Field(5, ge=1)
-    threshold: float = Field(0.0, ge=0, lt=1)
+    width: int = Field(4, ge=1, description="nodes of a level that are expanded, and children that each gets.")
+    max_depth: int = Field(5, ge=1, description="levels, of which each takes a pass of the draft.")
+    threshold: float = Field(
+        0.0, ge=0, lt=1, description="nodes of less value than this are neither expanded nor proposed."
+    )
 
 
 def grow(expand: Expand, num_tokens: int, params: Params) -> Proposal:

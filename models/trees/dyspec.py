@@ -6,8 +6,7 @@ best of its size, however deep or wide.
 
 The paper takes them from a heap one by one, and asks the draft what follows each, in N passes. The same nodes are found
 in about as many as the tree is deep: a pass says what follows all of the N best so far that it was not asked about and
-that are worth more than the last of them, because less can't lead into the tree. Rows of the draft are the price, of
-nodes that more valuable ones push out later.
+that are worth more than the last of them, because less can't lead into the tree.
 
 The paper draws the children of a node without replacement; they are the likeliest here, as in all trees. Unlike
 `dynamic` it has no bound of depth and width.

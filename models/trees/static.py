@@ -16,14 +16,12 @@ BRANCHES = True
 
 
 class Params(BaseParams):
-    """How it expands.
-
-    Attributes:
-        widths: children of each node, by depth.
-    """
+    """How it expands."""
 
     name: Literal["static"] = "static"
-    widths: tuple[Annotated[int, Field(ge=1)], ...] = Field((3, 2, 1, 1), min_length=1)
+    widths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (3, 2, 1, 1), min_length=1, description="children of each node, by depth."
+    )
 
 
 def shape(num_tokens: int, params: Params) -> Shape:

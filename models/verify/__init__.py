@@ -39,17 +39,11 @@ from models.params import BaseParams
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """Outcome of one verification step.
+    """Outcome of one verification step."""
 
-    Attributes:
-        path: [B, depth] int64, the accepted nodes from the root on, then -1.
-        tokens: [B, depth + 1] int64, the accepted tokens, one more from the target, then -1.
-        num_accepted: [B] int64, from 0 to the proposal's depth.
-    """
-
-    path: Tensor
-    tokens: Tensor
-    num_accepted: Tensor
+    path: Tensor  # [B, depth] int64, the accepted nodes from the root on, then -1
+    tokens: Tensor  # [B, depth + 1] int64, the accepted tokens, one more from the target, then -1
+    num_accepted: Tensor  # [B] int64, from 0 to the proposal's depth
 
 
 Verify = Callable[[Proposal, Tensor, torch.Generator, Any], Verified]
@@ -70,11 +64,8 @@ def check_block(proposal: Proposal, p: Tensor) -> None:
 
 
 def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
-    """Put together what a step emits.
-
-    `ends` [B] int64 is the row (`models.core.drafting.proposal`) at which each block's accepted path ends, 0 if nothing
-    is accepted, and `final` [B] int64 the target's own token after it.
-    """
+    """Put together what a step emits. `ends` [B] int64 is the row (`models.core.drafting.proposal`) at which each
+    block's accepted path ends, 0 if nothing is accepted, and `final` [B] int64 the target's own token after it."""
     depth = proposal.depth
     padded = [[*path, *[-1] * (depth - len(path))] for path in proposal.paths]
     path = torch.tensor(padded, dtype=torch.int64, device=ends.device).view(len(padded), depth)[ends]
@@ -105,10 +96,7 @@ def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) ->
     """Go from the root to a kept child, and on, until none is kept; emit one token of what is left there.
 
     `choose` is asked once for each node with children, of the blocks that got there. With q of other settings the
-    output is not p's.
-
-    Raises:
-        ValueError: p doesn't fit the proposal, or a drafted token has no probability in q.
+    output is not p's. ValueError if p doesn't fit the proposal, or a drafted token has no probability in q.
     """
     check_block(proposal, p)
     p, q = p.float(), proposal.distributions(p.shape[-1]).float()

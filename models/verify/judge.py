@@ -6,11 +6,11 @@ those with
 
     σ(w · h + b) > τ
 
-and after the path the target's likeliest token comes. q is not read. Without a head the rule is `greedy`.
+and after the path the target's likeliest token comes. Without a head the rule is `greedy`.
 
 Not lossless: what the head lets pass is emitted for good, however unlikely the target finds it, and all that follows
-goes on from it. `regret` tells how many nats that was; no bound holds but that of the head, whose mistakes on tokens
-that it was not fit on have to be measured. The paper's head was fit on answers whose wrong tokens people had marked;
+goes on from it. No bound holds but that of the head, whose mistakes on tokens that it was not fit on have to be
+measured. The paper's head was fit on answers whose wrong tokens people had marked;
 `fit_marked` takes such marks from whoever made them, `fit` a file of them that a recipe names.
 """
 
@@ -41,42 +41,31 @@ SIBLINGS: tuple[Siblings, ...] = ("certain", "certain but one", "independent", "
 
 
 class Params(BaseParams):
-    """Whose judgement is trusted, and how far.
-
-    Attributes:
-        head: a file that `fit` or `fit_marked` wrote; None keeps the target's own tokens alone.
-        threshold: τ; 1 keeps no others.
-        marks: texts to fit a head to, JSON a line: {"token_ids": [5, 7, 9], "good": {"2": false}}.
-        bad_weight: how much more than a good token a bad one counts while it is.
-    """
+    """Whose judgement is trusted, and how far."""
 
     name: Literal["judge"] = "judge"
-    head: Path | None = None
-    threshold: float = Field(0.5, ge=0, le=1)
-    marks: Path | None = None
-    bad_weight: float = Field(1.0, gt=0)
+    head: Path | None = Field(
+        None, description="a file that `fit` or `fit_marked` wrote; None keeps the target's own tokens alone."
+    )
+    threshold: float = Field(0.5, ge=0, le=1, description="τ; 1 keeps no others.")
+    marks: Path | None = Field(
+        None, description='texts to fit a head to, JSON a line: {"token_ids": [5, 7, 9], "good": {"2": false}}.'
+    )
+    bad_weight: float = Field(1.0, gt=0, description="how much more than a good token a bad one counts while it is.")
 
 
 class Marked(NamedTuple):
-    """A text, and which of its tokens are good.
+    """A text, and which of its tokens are good."""
 
-    Attributes:
-        token_ids: of the whole text, prompt included.
-        good: place of a token to whether it is good; others are not looked at.
-    """
-
-    token_ids: Sequence[int]
-    good: dict[int, bool]
+    token_ids: Sequence[int]  # of the whole text, prompt included
+    good: dict[int, bool]  # place of a token to whether it is good; others are not looked at
 
 
 def verify(
     proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params, states: Tensor | None = None
 ) -> Verified:
-    """Verify one drafted tree a block; see `models.verify`.
-
-    Raises:
-        ValueError: also if there is a head and no states, or it is one of another width.
-    """
+    """Verify one drafted tree a block; see `models.verify`. ValueError also if there is a head and no states, or it is
+    one of another width."""
     check_block(proposal, p)
     best = p.argmax(dim=-1)
     parents = [parent + 1 for parent in proposal.parents]
@@ -89,14 +78,6 @@ def verify(
         kept = (ends == row) & passes.gather(1, first[:, None])[:, 0]
         ends = torch.where(kept, first + 1, ends)
     return emit(proposal, ends, best.gather(1, ends[:, None])[:, 0])
-
-
-def regret(proposal: Proposal, logits: Tensor, verified: Verified) -> Tensor:
-    """Return [B] in nats: Σ log of the likeliest token's probability over the kept one's; 0 in `greedy`."""
-    of_parents = logits[:, [parent + 1 for parent in proposal.parents]].float()
-    gaps = of_parents.amax(dim=-1) - of_parents.gather(-1, proposal.token_ids[..., None])[..., 0]
-    gaps = torch.nn.functional.pad(gaps, (0, 1))  # node -1 is the padding
-    return gaps.gather(1, verified.path % gaps.shape[1]).sum(dim=1)
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
@@ -126,10 +107,8 @@ def fit(
 ) -> Params:
     """Fit a head to the marked texts of a file; see `models.core.learning.fitted`.
 
-    Samples are not read: the target's answers tell nothing of other tokens that are good.
-
-    Raises:
-        ValueError: no file is named, it can't be read, or `fit_marked` refuses what it says.
+    Samples are not read: the target's answers tell nothing of other tokens that are good. ValueError if no file is
+    named, it can't be read, or `fit_marked` refuses what it says.
     """
     require_fit(params)
     assert params.marks is not None
@@ -156,11 +135,8 @@ def read_marks(file: Path) -> list[Marked]:
 
 @torch.inference_mode()
 def fit_marked(decoder: Decoder, texts: Sequence[Marked], file: Path, bad_weight: float = 1.0, seed: int = 0) -> None:
-    """Fit a head to marked tokens and write it, for `Params.head`.
-
-    Raises:
-        ValueError: all marked tokens are good, or all bad, or a place is outside of its text.
-    """
+    """Fit a head to marked tokens and write it, for `Params.head`; ValueError if all marked tokens are good, or all
+    bad, or a place is outside of its text."""
     states: list[Tensor] = []
     labels: list[bool] = []
     for text in texts:

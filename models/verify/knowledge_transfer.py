@@ -4,8 +4,7 @@
 
 is the target after one step of size η down the gradient of KL(q ‖ p), taken at its logits; q's unlikely tokens, of
 which the draft is not to be believed, stay. x is kept with min(1, p̂(x) / q(x)), else max(p − min(q, p̂), 0), made to
-sum to 1, is what is left for the next child, or for the token that is emitted. The paper drafts chains; children of a
-node are tried in turn here, each with what is left in place of p.
+sum to 1, is what is left for the next child, or for the token that is emitted.
 
 Not lossless. With one drafted token the total variation between the emitted token and p is Σ max(min(q, p̂) − p, 0), so
 at most that of q and p, and at most tanh(η / 2). With η = 0 the rule is `rejection`. α is in the paper's code alone.

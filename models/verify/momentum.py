@@ -9,9 +9,7 @@ that stands in the text already, counted up to 5. New tokens meet no resistance,
 there, as in the authors' code. So no five tokens in a row ever come twice while one of the k is new and α > 1/6.
 
 Not lossless: the output is not the target's greedy output, which is the point; α = 0 makes it that. Drafted tokens are
-verified against momentum decoding's own choice, so that the output is the same with any draft and with none. Which
-token comes depends on the text, not on states: it can't be told from logits alone, and without `text` the rule is
-`greedy`.
+verified against momentum decoding's own choice, so that the output is the same with any draft and with none.
 """
 
 from collections.abc import Sequence
@@ -34,30 +32,18 @@ RESISTANCE = (0.0, 1.0, 3.0, 4.0, 5.0, 6.0)  # f, by d
 
 
 class Params(BaseParams):
-    """How hard it is to go in circles.
-
-    Attributes:
-        alpha: α; 0 is greedy decoding.
-        num_candidates: k; 1 is greedy decoding.
-    """
+    """How hard it is to go in circles."""
 
     name: Literal["momentum"] = "momentum"
-    alpha: float = Field(0.2, ge=0)
-    num_candidates: int = Field(5, ge=1)
+    alpha: float = Field(0.2, ge=0, description="α; 0 is greedy decoding.")
+    num_candidates: int = Field(5, ge=1, description="k; 1 is greedy decoding.")
 
 
 def verify(
-    proposal: Proposal,
-    p: Tensor,
-    rng: torch.Generator,
-    params: Params,
-    text: Sequence[Sequence[int]] | None = None,
+    proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params, text: Sequence[Sequence[int]] | None = None
 ) -> Verified:
     """Verify one drafted tree a block, of which p are logits; without texts as `greedy`; see `models.verify`.
-
-    Raises:
-        ValueError: also if there is not one text a block.
-    """
+    ValueError also if there is not one text a block."""
     check_block(proposal, p)
     if text is None:
         return follow(proposal, p.argmax(dim=-1))

@@ -31,11 +31,8 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Keep the child that was drawn, or the certain one, with a single 1 in q, that is what is emitted in its place.
-
-    Raises:
-        ValueError: more than one child of a node was drawn.
-    """
+    """Keep the child that was drawn, or the certain one, with a single 1 in q, that is what is emitted in its place;
+    ValueError if more than one child of a node was drawn."""
     certain = q.gather(2, token_ids[..., None])[..., 0] == 1
     num_drawn = int((~certain).sum(dim=1).max())
     if num_drawn > 1:

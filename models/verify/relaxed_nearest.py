@@ -32,24 +32,16 @@ SIBLINGS: tuple[Siblings, ...] = ("independent", "without replacement", "certain
 
 
 class Params(BaseParams):
-    """Which tokens are alike, and how far that is trusted.
-
-    Attributes:
-        neighbours: a file of `write_neighbours`; None for no neighbours.
-        delta: δ, the most probability that neighbours may lend to a token.
-    """
+    """Which tokens are alike, and how far that is trusted."""
 
     name: Literal["relaxed_nearest"] = "relaxed_nearest"
-    neighbours: Path | None = None
-    delta: float = Field(0.1, ge=0, le=1)
+    neighbours: Path | None = Field(None, description="a file of `write_neighbours`; None for no neighbours.")
+    delta: float = Field(0.1, ge=0, le=1, description="δ, the most probability that neighbours may lend to a token.")
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Try the children of a node in turn; see `models.verify`.
-
-    Raises:
-        ValueError: the table of neighbours is missing, or of another vocabulary than p.
-    """
+    """Try the children of a node in turn; see `models.verify`. ValueError if the table of neighbours is missing, or of
+    another vocabulary than p."""
     table = _read_neighbours(params.neighbours, p)
 
     def see(p: Tensor, token: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,11 +65,8 @@ count_accepted = common_prefix  # a rejected x is never emitted in its place, ma
 
 
 def write_neighbours(embedding: Tensor, num_neighbours: int, file: Path) -> None:
-    """Write for `Params.neighbours` the nearest tokens of each in [V, H], itself not counted, by Euclidean distance.
-
-    Raises:
-        ValueError: there are not as many other tokens.
-    """
+    """Write for `Params.neighbours` the nearest tokens of each in [V, H], itself not counted, by Euclidean distance;
+    ValueError if there are not as many other tokens."""
     if not 0 < num_neighbours < len(embedding):
         raise ValueError(f"num_neighbours must be from 1 to {len(embedding) - 1}, got {num_neighbours}")
     distances = torch.cdist(embedding.float(), embedding.float()).fill_diagonal_(float("inf"))

@@ -26,11 +26,8 @@ class Params(BaseParams):
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
-    """Try the children of a node in turn; see `models.verify.reject_in_turn`.
-
-    Raises:
-        ValueError: a child was drawn from a q in which an earlier one has probability, so not without replacement.
-    """
+    """Try the children of a node in turn; see `models.verify.reject_in_turn`. ValueError if a child was drawn from a q
+    in which an earlier one has probability, so not without replacement."""
     for number in range(1, token_ids.shape[1]):
         if (q[:, number].gather(1, token_ids[:, :number]) > 0).any():
             raise ValueError(

@@ -189,7 +189,7 @@ def by_rule(method: ModuleType, params: Any, target: Path) -> str:
 
 def by_policy(method: ModuleType, params: Any, target: Path) -> str:
     cost = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 4, 0, 12.0), Time(1, 2, 1, 12.2)])
-    views = [View(8, 20, ((3, accepted),) * 20, 1, cost, confidences=(0.9, 0.5)) for accepted in range(4)]
+    views = [View(8, ((3, accepted),) * 20, 1, cost, confidences=(0.9, 0.5)) for accepted in range(4)]
     ends = [method.go_on(view, params) for view in views] if hasattr(method, "go_on") else []
     return text([[method.num_draft_tokens(view, params) for view in views], ends])
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from models.core.checkpoints.sparsity import Pattern
 from models.core.layers.linears import linears
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 # Rounding a layer to bfloat16 takes it from its rank by half of this share of its norm at most.
 _ROUNDING = 2.0**-8
@@ -107,15 +107,12 @@ class PreservedStructure:
 class Holding(Regime):
     """Trains a pruned model without filling its zeroes."""
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        """See the base."""
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         patterns = promises(model).patterns
         weights = [layer.weight for name, layer in _promised(model) if name in patterns]
         self.held = [(weight, weight == 0) for weight in weights if weight.requires_grad]
-        return []
 
     def after_backward(self, model: PreTrainedModel) -> None:
-        """See the base."""
         for weight, zero in self.held:
             if weight.grad is not None:
                 weight.grad.masked_fill_(zero, 0)

@@ -25,7 +25,7 @@ from models.drafts import require_width
 
 
 class BorrowingDraft(FeatureDraft):
-    """See `models.core.drafting.features.FeatureDraft`; it reads the target's last residual stream."""
+    """See `models.core.drafting.features.FeatureDraft`; it reads the target's last residual stream, normed."""
 
     target_norm: Tensor
     output: Borrowed
@@ -58,30 +58,23 @@ class BorrowingDraft(FeatureDraft):
         return (self.num_target_layers,)
 
     def combine(self, hidden: Tensor) -> Tensor:
-        """The last residual stream as it is; ValueError if the states are of another width."""
+        """The feature; ValueError if the states are of another width."""
         require_width(self, hidden, len(self.target_norm))
-        return hidden
+        return functional.rms_norm(hidden, self.target_norm.shape, self.target_norm, self.eps)
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         """The target's output matrix, of the draft's tokens."""
         return state, self.output(state)
 
 
-class NormedDraft(BorrowingDraft):
-    """See the base; it reads the last residual stream normed, the feature that the target's output matrix multiplies.
-
-    In training `feature_noise` of its config is on it.
-    """
+class NoisyDraft(BorrowingDraft):
+    """See the base; in training `feature_noise` of its config is on what it reads."""
 
     def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
         """Add what is drawn from U(−noise, noise)."""
         drawn = torch.rand(state.shape, generator=rng, device=state.device, dtype=state.dtype)
         noisy: Tensor = state + self.config["feature_noise"] * (2 * drawn - 1)
         return noisy
-
-    def combine(self, hidden: Tensor) -> Tensor:
-        """The feature; ValueError if the states are of another width."""
-        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
 
 
 Kind = TypeVar("Kind", bound=BorrowingDraft)

@@ -9,9 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from models.core.checkpoints.checkpoint import tensor_names
+from models.drafts import EngineWeights
 from models.params import BaseParams, validate
 from models.targets import MODEL_TYPES, TargetCard
 
+WEIGHTS = "model.safetensors"
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # What vLLM's layers of the Llama kind keep as one matrix, in its order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -165,6 +168,12 @@ def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         else:
             parameters[name] = (tensor,)
     return parameters
+
+
+def engine_weights(directory: Path) -> EngineWeights:
+    """Return a draft's file, whose tensors have vLLM's names."""
+    file = directory / WEIGHTS
+    return EngineWeights(file, fused({name: name for name in tensor_names(file)}))
 
 
 def own(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models.core.checkpoints.checkpoint import read_stored
 from models.core.drafting.draft_files import (
+    WEIGHTS,
     Shapes,
     check_config,
     made_for,
@@ -26,7 +27,6 @@ from models.core.drafting.draft_files import (
 from models.drafts import Draft
 from models.targets import TargetCard, describe
 
-WEIGHTS = "model.safetensors"
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 LAYER_SIZES = (*HEAD_SIZES, "intermediate_size", "draft_vocab_size")
 
@@ -50,6 +50,10 @@ class Format(Generic[Kind]):
         made = {"architectures": list(self._architectures), "redraft": made_for(describe(target_dir))}
         return {**made, **own}
 
+    def read(self, directory: Path) -> dict[str, Any]:
+        """Return a draft's config.json; ValueError if it is not such a draft's."""
+        return read_config(directory, self._family, self._architectures)
+
     def new(self, own: Mapping[str, Any], target_dir: Path) -> Kind:
         """Make a draft of such a config with what it borrows, its own weights without values."""
         return self._draft(self.config(own, target_dir)).borrow(target_dir)
@@ -70,13 +74,13 @@ class Format(Generic[Kind]):
     def load(self, directory: Path, target_dir: Path) -> Kind:
         """Read a draft back, in float32; ValueError as `check`."""
         self.check(directory, like=None, target=describe(target_dir))
-        draft = self._draft(read_config(directory, self._family, self._architectures))
+        draft = self._draft(self.read(directory))
         draft.load_state_dict(load_file(directory / WEIGHTS))
         return draft.float().borrow(target_dir)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """See `models.drafts.Family`; a vocabulary that is no ascending part of the target's is refused as well."""
-        config = read_config(directory, self._family, self._architectures)
+        config = self.read(directory)
         for key in self._sizes:
             if not isinstance(config.get(key), int) or config[key] < 1:
                 raise ValueError(f"draft {directory.name} has {key} {config.get(key)!r}; wanted a number from 1")
@@ -84,7 +88,7 @@ class Format(Generic[Kind]):
             raise ValueError(
                 f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
             )
-        served = None if like is None else read_config(like, self._family, self._architectures)
+        served = None if like is None else self.read(like)
         check_config(config, directory, served, target)
         self.require_fit(read_stored(directory), config)
 

@@ -131,22 +131,24 @@ class LayeredDraft(Draft):
 class FeatureDraft(LayeredDraft):
     """The one layer."""
 
+    layers: nn.ModuleList
+
     @property
-    @abstractmethod
     def layer(self) -> Any:
         """What `decoder_layer` made; a tree of modules, whose branches have no types of their own."""
+        return self.layers[0]
 
     @abstractmethod
     def combine(self, hidden: Tensor) -> Tensor:
         """[…, A·H] tapped states → […, H] the state that the first unroll reads."""
 
-    @abstractmethod
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """[…, H] states and […] the tokens after them → […, J]."""
+        """[…, H] states and […] the tokens after them → […, J]; the state alone, normed, where tokens are in it."""
+        return self.normed(state, self.layer["input_layernorm"])
 
-    @abstractmethod
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
         """Return [n, H] what the attention's output is added to."""
+        return state
 
     @abstractmethod
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -246,31 +248,23 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
 
-def decoder_layer(config: dict[str, Any], num_inputs: int, norms: Sequence[str]) -> nn.ModuleDict:
+def decoder_layer(
+    config: dict[str, Any], num_inputs: int, norms: Sequence[str] = ("input_layernorm",), head_norms: bool = False
+) -> nn.ModuleDict:
     """Make a layer of Llama's kind that reads J inputs, without values for its matrices.
 
-    `norms` names those before the attention, which are the family's own.
+    `norms` names those before the attention, which are the family's own; `head_norms` are of queries and keys.
     """
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    reads = {name: linear(num_inputs, size) for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))}
+    of_heads = {name: Scale(width) for name in ("q_norm", "k_norm") if head_norms}
+    mlp = {"gate_proj": linear(hidden, inner), "up_proj": linear(hidden, inner), "down_proj": linear(inner, hidden)}
     return nn.ModuleDict(
         {
             **{name: Scale(hidden) for name in (*norms, "post_attention_layernorm")},
-            "self_attn": nn.ModuleDict(
-                {
-                    "q_proj": linear(num_inputs, queries),
-                    "k_proj": linear(num_inputs, keys),
-                    "v_proj": linear(num_inputs, keys),
-                    "o_proj": linear(queries, hidden),
-                }
-            ),
-            "mlp": nn.ModuleDict(
-                {
-                    "gate_proj": linear(hidden, inner),
-                    "up_proj": linear(hidden, inner),
-                    "down_proj": linear(inner, hidden),
-                }
-            ),
+            "self_attn": nn.ModuleDict({**reads, "o_proj": linear(queries, hidden), **of_heads}),
+            "mlp": nn.ModuleDict(mlp),
         }
     )
 

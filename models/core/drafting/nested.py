@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.core.drafting.reading import Reader
-from models.core.layers.decoder import Cache, Decoder
+from models.core.layers.decoder import Cache
 from models.drafts import confidence
 
 PAPER = "arXiv:2407.01955"
@@ -40,10 +40,6 @@ class NestedReader(Reader):
 
     def take_from(self, sure: float) -> None:
         self.sure = sure
-
-    def decoder(self) -> Decoder:
-        decoder: Decoder = self.draft.decoder()
-        return decoder
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """See the base; the whole draft says what follows."""

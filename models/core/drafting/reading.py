@@ -4,7 +4,6 @@ Drafted tokens that were right are still in the cache and not read again.
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from models.drafts import Draw, GoOn, draft_chain
 from models.trees import lay_out
 
 
-class Reader(ABC):
+class Reader:
     """See `models.drafts.Drafter` and `models.core.drafting.drafters.Expander`.
 
     Attributes:
@@ -33,9 +32,10 @@ class Reader(ABC):
         self._held: list[int] = []  # the cache's tokens
         self._cache: Cache | None = None
 
-    @abstractmethod
     def decoder(self) -> Decoder:
-        """Return what reads."""
+        """Return what reads; the draft's own in most families."""
+        decoder: Decoder = self.draft.decoder()
+        return decoder
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         self.known += token_ids.tolist()[1 if self.known else 0 :]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.core.drafting.draft_files import read_config, require_llama_layout
+from models.core.drafting.draft_files import require_llama_layout
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, Kind, Weightless
 from models.core.layers.decoder import Begun, Cache, Decoder, Sublayers
@@ -199,7 +199,7 @@ class SelfFormat(Format[Kind]):
         """Raise ValueError if the draft was made for another target, or does not fit its layers or the served one."""
         super().check(directory, like, target)
         try:
-            self._draft(read_config(directory, self._family, self._architectures))
+            self._draft(self.read(directory))
         except ValueError as error:
             raise ValueError(f"draft {directory.name}: {error}") from error
 

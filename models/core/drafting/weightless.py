@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import check_config, read_config, read_params, write_config
+from models.core.drafting.draft_files import check_config, read_params, write_config
 from models.core.drafting.proposal import Proposal
 from models.drafts import Draft, Drafter, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams
@@ -34,11 +34,6 @@ class Weightless(Draft):
         super().__init__()
         self.params, self.config = params, config
         self.register_buffer("_vocabulary", torch.arange(config["vocab_size"]), persistent=False)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Nothing of the target's states is read."""
-        return ()
 
     @property
     def vocabulary(self) -> Tensor:
@@ -141,11 +136,11 @@ class Format(draft_format.Format[Kind]):
     def load(self, directory: Path, target_dir: Path) -> Kind:
         """Read a draft back; ValueError as `check`."""
         self.check(directory, like=None, target=describe(target_dir))
-        return self._draft(read_config(directory, self._family, self._architectures)).borrow(target_dir)
+        return self._draft(self.read(directory)).borrow(target_dir)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""
-        config = read_config(directory, self._family, self._architectures)
-        served = None if like is None else read_config(like, self._family, self._architectures)
+        config = self.read(directory)
+        served = None if like is None else self.read(like)
         check_config(config, directory, served, target)
         read_params(config, self._family, self._params, directory)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from models.core.layers import attention_products
 from models.core.layers.linears import linears
 from models.core.layers.normal_float_linear import NormalFloatLinear
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 
 Change = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -61,8 +61,10 @@ class ProductRegime(Regime):
 
     EVERYWHERE = False
 
-    def __init__(self, rng: torch.Generator) -> None:
-        self.rng = rng
+    rng: torch.Generator
+
+    def __init__(self, params: Any, rng: torch.Generator) -> None:
+        super().__init__(params, rng)
         self._plain: dict[str, nn.Linear] = {}
         self._sums: dict[str, list[Tensor | float]] = {}
         self._attention = ""  # what the model's was before
@@ -78,12 +80,11 @@ class ProductRegime(Regime):
     def require(self, name: str, layer: nn.Linear) -> None:
         """Raise ValueError naming a layer that the method can't handle."""
 
-    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+    def start(self, model: PreTrainedModel, num_steps: int) -> None:
         self._plain = self._layers(model)
         for name, layer in self._plain.items():
             self.require(name, layer)
         self._put(model, self.multiply, always=False)
-        return []
 
     def finish(self, model: PreTrainedModel) -> None:
         self._take(model, self._plain)

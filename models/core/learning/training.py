@@ -20,7 +20,7 @@ from models.core.checkpoints.invariants import Holding, note_zeroes
 from models.core.learning.hidden import batches_of
 from models.core.learning.loop import Loop
 from models.params import BaseParams, TrainingParams
-from models.regimes import Batch, Plan, Regime
+from models.regimes import Batch, Regime
 from models.together import Declared, declared, require_compatible, require_kept
 
 IGNORED = -100
@@ -179,8 +179,7 @@ class _Loop(Loop[list[list[int]]]):
         grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
         self.batches = next((own for own in grouped if own is not None), batches_of(pieces, len, params.batch_tokens))
         self.total = params.num_epochs * len(self.batches)
-        plan = Plan(self.total, len(self.batches))
-        own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
+        own = [parameter for regime in regimes for parameter in regime.start(model, self.total) or ()]
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         known = {id(parameter) for parameter in trained.values()}
         trained |= {f"regime/{number}": p for number, p in enumerate(own) if id(p) not in known}

@@ -13,28 +13,26 @@ fifths of all; here at most four of these, as each is kept on disk for training.
 are brought to one size. What remains is EAGLE's loss in the code's proportions, 1 : 0.2 : 1 of c, f̂ and q, with noise
 on f.
 
-Of images, which are runs of tokens from `image_tokens`, half is read on (`dream.images`): keys and values of layers 0
-and 2, of which most of a long image prompt is made. The code judges by the target's attention too and leaves tokens
-out before they are read; here an image is read whole once, so that training and engine do the same however a text
-comes in pieces. Features of all tokens stay. The paper's draft is for models that see; this one works on any target
-whose image tokens are in its vocabulary.
+Of images, which are runs of tokens from `image_tokens`, half is read on (`dream.draft`): keys and values of layers 0
+and 2, of which most of a long image prompt is made. The code judges by the target's attention too and leaves tokens out
+before they are read; here an image is read whole once, so that training and engine do the same however a text comes in
+pieces. The paper's draft is for models that see; this one works on any target whose image tokens are in its vocabulary.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from transformers import AutoConfig
 
 from models.core.drafting.borrowing import Format
 from models.core.drafting.features import start_as
 from models.drafts.dream.draft import Dream
-from models.params import BaseParams, require_unsaid
+from models.params import BaseParams, unread
 
 PAPER = "arXiv:2505.19201; github.com/SAI-Lab-NYU/DREAM"
-FAMILY = "dream"
 ARCHITECTURES = ("DreamDraft",)
 TRAINED = True
 SERVED = False
@@ -61,24 +59,17 @@ class Params(BaseParams):
     middle_weight: float = Field(5.0, ge=0)
     image_tokens: tuple[int, int] | None = None
     image_share: float = Field(0.5, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _reads_images(self) -> Self:
-        if self.image_tokens is None:
-            require_unsaid(self, ["image_share"], self.name, "there are no image_tokens")
-        return self
+    _images = unread("image_share", when=lambda params: params.image_tokens is None, why="there are no image_tokens")
 
 
-_format = Format(FAMILY, ARCHITECTURES, Dream)
+_format = Format("dream", ARCHITECTURES, Dream)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Dream:
-    """Make a draft of the target's first layer and, twice, its last, to which features say nothing yet.
-
-    See `models.drafts.Family`.
-    """
+    """Make a draft of the target's first layer and, twice, its last, to which features say nothing yet; see
+    `models.drafts.Family`."""
     num_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
     own = {
         "feature_noise": params.noise,

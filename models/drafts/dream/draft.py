@@ -1,31 +1,44 @@
 """The three layers of a DREAM draft, how they read a text and its images, and how they draft.
 
+An image is a run of image tokens. It is judged by the token that comes after it, as soon as the target has read that:
+what it looks at most is kept, and rows of later tokens don't see the rest. What saw the rest before stays as it is.
+
 Letters beyond those of `models.drafts`: m tokens of a text that layers 0 and 2 hold, n rows of a pass, u tokens that a
 row has drafted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.drafting.borrowing import NormedDraft
+from models.core.drafting.borrowing import NoisyDraft
 from models.core.drafting.features import Scale, decoder_layer
 from models.core.drafting.path_drafters import Node, NodeDrafter, stacked
 from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width
-from models.drafts.dream import images, watched
-from models.drafts.dream.memory import DreamCache, Pair, Pairs, joined
+from models.drafts.dream import watched
 from models.losses import feature_regression
 
 CHUNK = 512
-NORMS: tuple[tuple[str, ...], ...] = ((), ("input_layernorm",), ("input_layernorm",))  # before each attention
 NEVER = torch.iinfo(torch.int64).max
+Pair = tuple[Tensor, Tensor]  # keys and values
+Pairs = list[Pair]  # of each layer
 
 
-class Dream(NormedDraft):
+class DreamCache(NamedTuple):
+    """What a draft knows of B texts of T tokens, of which layers 0 and 2 hold m."""
+
+    places: Tensor  # [m] where these stand
+    gone: Tensor  # [B, m] the place from which rows see each no more
+    text: Pairs  # keys and values [B, ·, kv heads, width] of each layer; layer 1 has all T
+    images: Tensor  # [B, T] whether a token is an image's
+    keys: Tensor  # [B, T, kv heads, width] that the target's last watched layer looks at; none without images
+
+
+class Dream(NoisyDraft):
     """The layers; parameters carry the names of the checkpoint."""
 
     max_unroll = 1  # in training every step reads the target's features
@@ -35,11 +48,10 @@ class Dream(NormedDraft):
         """See the base; ValueError if layers or image tokens are none of the target's."""
         super().__init__(config)
         self.middle = watched.require_layers(config.get("middle_layers"))
-        self.image_tokens = images.require_tokens(config.get("image_tokens"), config["vocab_size"])
+        self.image_tokens = require_tokens(config.get("image_tokens"), config["vocab_size"])
         width = config["hidden_size"]
-        self.layers = nn.ModuleList([decoder_layer(config, width, norms) for norms in NORMS])
-        cross: Any = self.layers[1]
-        cross["self_attn"].update({"q_norm": Scale(self.head_dim), "k_norm": Scale(self.head_dim)})
+        cross = decoder_layer(config, width, head_norms=True)
+        self.layers = nn.ModuleList([decoder_layer(config, width, ()), cross, decoder_layer(config, width)])
         self.gates = nn.Parameter(torch.zeros(2))
         self.norm = Scale(width)
         self.watched = nn.ModuleList()
@@ -54,29 +66,17 @@ class Dream(NormedDraft):
 
     @property
     def watchers(self) -> list[watched.Watched]:
-        """What each watched layer of the target looks with."""
         return cast("list[watched.Watched]", list(self.watched))
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The streams before the watched layers, and the last."""
         return (*self.middle, self.num_target_layers)
 
     @property
     def layer(self) -> Any:
-        """See the base, as are the next two: the last layer."""
         return self.layers[2]
 
-    def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """The state, normed; the token is in it."""
-        return self.normed(state, self.layer["input_layernorm"])
-
-    def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """The state."""
-        return state
-
     def combine(self, hidden: Tensor) -> Tensor:
-        """The feature, of tapped states; ValueError if they are of another width."""
         width = len(self.target_norm)
         require_width(self, hidden, len(self.taps) * width)
         return super().combine(hidden[..., -width:])
@@ -91,9 +91,7 @@ class Dream(NormedDraft):
         self, memory: DreamCache, hidden: Tensor, token_ids: Tensor, rng: torch.Generator | None = None
     ) -> tuple[DreamCache, Tensor]:
         """Read on in B texts: tapped states [B, n, A·H] of the next tokens, and these [B, n+1] with the one after them.
-
-        `rng` is of training's noise. Returns what is known then, and c [B, n, H].
-        """
+        `rng` is of training's noise. Returns what is known then, and c [B, n, H]."""
         num_texts, num_tokens = hidden.shape[:2]
         features = self.combine(hidden)
         if rng is not None:
@@ -131,9 +129,9 @@ class Dream(NormedDraft):
             queries, new = self.watchers[number].project(stream, places, self.rotated)
             keys = torch.cat([memory.keys, new], dim=1)
             for text, row in enumerate(flags.tolist()):
-                for first, after in images.ended(row, int(places[0])):
+                for first, after in ended(row, int(places[0])):
                     scores = watched.looked_at(queries[text, after - int(places[0])], keys[text, first:after])
-                    dropped = first + images.left_out(scores, self.config["image_share"])
+                    dropped = first + left_out(scores, self.config["image_share"])
                     # A token is embedded one place before its own, beside the feature that it follows.
                     gone[text] = torch.where(torch.isin(held + 1, dropped), after, gone[text])
         return memory._replace(places=held, gone=gone, images=flags, keys=keys)
@@ -297,3 +295,35 @@ class _Drafter(NodeDrafter):
             guess, logits = draft.draft_first(self._fused, index, sequence, memory)
         for row, path in enumerate(level):
             self._nodes[path] = Node(guess[row], logits[row, None], [(keys[row], values[row]) for keys, values in own])
+
+
+def joined(before: Pair, new: Pair) -> Pair:
+    """Put keys and values behind others, along axis 1."""
+    return torch.cat([before[0], new[0]], dim=1), torch.cat([before[1], new[1]], dim=1)
+
+
+def ended(images: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, place after the last) of the runs of images that end before a place from `start` on."""
+    first: int | None = None
+    for place, image in enumerate(images):
+        if image and first is None:
+            first = place
+        elif not image and first is not None:
+            if place >= start:
+                yield first, place
+            first = None
+
+
+def left_out(scores: Tensor, share: float) -> Tensor:
+    """Return the places [·] of tokens that are not of the `share`, one at least, with the highest `scores` [n]."""
+    return scores.argsort(descending=True, stable=True)[max(1, int(len(scores) * share)) :]
+
+
+def require_tokens(tokens: Any, vocab_size: int) -> tuple[int, int] | None:
+    """Return the first and the last image token; ValueError if they are no range of the target's."""
+    if tokens is None:
+        return None
+    numbers = isinstance(tokens, list) and all(type(one) is int for one in tokens)
+    if not numbers or len(tokens) != 2 or not 0 <= tokens[0] <= tokens[1] < vocab_size:
+        raise ValueError(f"image_tokens must be the first and the last of 0 to {vocab_size - 1}; got {tokens}")
+    return tokens[0], tokens[1]

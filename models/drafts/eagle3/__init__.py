@@ -1,17 +1,21 @@
 """EAGLE-3: one decoder layer that drafts from the target's own hidden states, made, kept and checked.
 
-The module itself is in `models.core.drafting.eagle3_heads`, what others publish in `layouts`.
+The module itself is in `models.core.drafting.eagle3_heads`, what others publish in `layouts`. `publish` writes that
+of `speculators`, which vLLM serves together with the target that it names (https://docs.vllm.ai/projects/speculators).
 """
 
 import copy
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import read_stored, read_tensor
-from models.core.drafting.draft_files import check_made_for, read_json
+from models.core.drafting.draft_files import WEIGHTS, check_made_for, read_json
 from models.core.drafting.eagle3_heads import (
     Eagle3,
     Format,
@@ -22,16 +26,16 @@ from models.core.drafting.eagle3_heads import (
     tapping,
 )
 from models.core.drafting.features import layer_config
-from models.drafts.eagle3.export import publish as publish
-from models.drafts.eagle3.layouts import is_published, read_published, with_offsets
+from models.drafts.eagle3.layouts import LAYER_NAMES, TAPS, is_published, read_published, with_offsets
 from models.targets import describe
 from models.tokens import differing_tokens
 
 PAPER = "arXiv:2503.01840"
 TRAINED = True
 SERVED = True
-FAMILY = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3",)
+# What the layout keeps outside of the layer's settings, or not at all.
+APART = ("architectures", "draft_vocab_size", "norm_before_residual", "redraft", TAPS)
 
 
 class Params(HeadParams):
@@ -40,7 +44,7 @@ class Params(HeadParams):
     name: Literal["eagle3"] = "eagle3"
 
 
-_format = Format(FAMILY, ARCHITECTURES, Eagle3, start_from_last_layer)
+_format = Format("eagle3", ARCHITECTURES, Eagle3, start_from_last_layer)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 expected_shapes, publishes, vllm_weights = _format.expected_shapes, is_published, engine_weights
 
@@ -48,14 +52,9 @@ expected_shapes, publishes, vllm_weights = _format.expected_shapes, is_published
 def adopt(directory: Path, target_dir: Path) -> Eagle3:
     """Take a head that somebody else trained, in a layout of `layouts`.
 
-    Args:
-        directory: config.json and safetensors files; a tokenizer.json beside them must have the target's tokens.
-        target_dir: the target that it is to draft for.
-
-    Raises:
-        ValueError: the head was made for another target as far as its files tell, is of a shape that is not supported,
-            a tensor is missing, extra, of another shape or not finite, or its maps of tokens contradict each other;
-            names what does not fit.
+    A tokenizer.json beside its config.json and safetensors files must have the target's tokens. ValueError if the head
+    was made for another target as far as its files tell, is of a shape that is not supported, a tensor is missing,
+    extra, of another shape or not finite, or its maps of tokens contradict each other; names what does not fit.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
@@ -100,13 +99,41 @@ def readings(draft: Eagle3, directory: Path, target_dir: Path) -> dict[str, Eagl
     return found
 
 
+def publish(directory: Path, into: Path, target: Mapping[str, Any], num_draft_tokens: int) -> None:
+    config, tensors = read_json(directory / "config.json"), load_file(directory / WEIGHTS)
+    published = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}],
+            "verifier": dict(target),
+        },
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in APART},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "target_hidden_size": config["hidden_size"],
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        TAPS: config[TAPS],
+        "dtype": config.get("dtype", "bfloat16"),
+        "redraft": config["redraft"],
+    }
+    native, own = LAYER_NAMES
+    renamed = {
+        own + key.removeprefix(native) if key.startswith(native) else key: tensor for key, tensor in tensors.items()
+    }
+    if (offsets := tensors.get("d2t")) is not None:
+        renamed["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
+        renamed["t2d"][offsets + torch.arange(len(offsets))] = True
+    save_file(renamed, into / WEIGHTS, metadata={"format": "pt"})
+    (into / "config.json").write_text(json.dumps(published, indent=2, sort_keys=True) + "\n")
+
+
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Return what vLLM's speculative_config says of this draft."""
     return {"method": "eagle3", "model": str(directory)}
 
 
 def _require_same_tokens(directory: Path, target_dir: Path) -> None:
-    """Raise ValueError if a head brings a tokenizer that is not the target's."""
     if not all((one / "tokenizer.json").is_file() for one in (directory, target_dir)):
         return
     if differing := differing_tokens(directory, target_dir):

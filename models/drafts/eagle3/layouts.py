@@ -44,22 +44,13 @@ UNSUPPORTED = {
 
 
 class Published(NamedTuple):
-    """A published head.
+    """A published head."""
 
-    Attributes:
-        layer: the shape of its one decoder layer.
-        draft_vocab_size: D, the target's vocabulary size where the config names none.
-        readings: which residual streams of the target it may read, counted as layers done, ascending; the first is what
-            vLLM takes.
-        norm_before_residual: whether the residual is the normed hidden state.
-        tensors: by native names, floats in bfloat16; `d2t` and `t2d` as they are (`with_offsets`).
-    """
-
-    layer: LlamaConfig
-    draft_vocab_size: int
-    readings: tuple[tuple[int, ...], ...]
-    norm_before_residual: bool
-    tensors: dict[str, Tensor]
+    layer: LlamaConfig  # the shape of its one decoder layer
+    draft_vocab_size: int  # D, the target's vocabulary size where the config names none
+    readings: tuple[tuple[int, ...], ...]  # what it may tap, counted as layers done, ascending; first what vLLM takes
+    norm_before_residual: bool  # whether the residual is the normed hidden state
+    tensors: dict[str, Tensor]  # by native names, floats in bfloat16; `d2t` and `t2d` as they are (`with_offsets`)
 
 
 def is_published(config: Mapping[str, Any]) -> bool:
@@ -72,14 +63,8 @@ def is_published(config: Mapping[str, Any]) -> bool:
 def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> Published:
     """Read a head of either layout; which tensors it should have is for the caller to say.
 
-    Args:
-        config: its config.json.
-        tensors: of its files, left as they are.
-        num_layers: of the target, for a head that does not name its taps.
-
-    Raises:
-        ValueError: the config is of neither layout, asks for something that is not supported, lacks a size or names
-            layers in two ways that differ.
+    `num_layers` is of the target, for a head that does not name its taps. ValueError if the config is of neither
+    layout, asks for something that is not supported, lacks a size or names layers in two ways that differ.
     """
     layer, head = _settings(config)
     for key, wanted in UNSUPPORTED.items():
@@ -100,11 +85,8 @@ def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num
 
 
 def with_offsets(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Return a head's tensors with offsets in `d2t`, checked against `t2d`, which is left out.
-
-    Raises:
-        ValueError: `d2t` is not what `t2d` says, or what it holds can't be told.
-    """
+    """Return a head's tensors with offsets in `d2t`, checked against `t2d`, which is left out; ValueError if `d2t` is
+    not what `t2d` says, or what it holds can't be told."""
     tensors = dict(tensors)
     mask, said = tensors.pop("t2d", None), tensors.get("d2t")
     if said is None:

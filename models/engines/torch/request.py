@@ -168,7 +168,6 @@ class Request:
         """Return what the length policy sees before a step."""
         return View(
             limit=self._params.num_draft_tokens,
-            position=self._cache.length + 1,
             steps=tuple(self._counts),
             num_running=len(self._engine.running),
             cost=self._engine.cost,

@@ -9,12 +9,11 @@ from models.lengths import View, confidence
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 
-VIEW = View(limit=5, position=9, steps=(), num_running=1, cost=Cost())
+VIEW = View(limit=5, steps=(), num_running=1, cost=Cost())
 
 
 @pytest.mark.parametrize(
-    ("confidences", "on"),
-    [((0.9,), True), ((0.6,), True), ((0.59,), False), ((0.2, 0.8), True), ((0.99, 0.5), False)],
+    ("confidences", "on"), [((0.9,), True), ((0.6,), True), ((0.59,), False), ((0.2, 0.8), True), ((0.99, 0.5), False)]
 )
 def test_the_last_token_alone_decides(confidences: tuple[float, ...], on: bool) -> None:
     assert confidence.go_on(replace(VIEW, confidences=confidences), confidence.Params(threshold=0.6)) is on

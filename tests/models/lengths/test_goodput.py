@@ -11,16 +11,7 @@ import pytest
 from models.core.throughput.cost import Cost, Time
 from models.core.throughput.running import Acceptance, Lookup
 from models.lengths import Plan, SequenceState, View, goodput
-from tests.models.lengths.simulated import (
-    ADAPTED,
-    BAD,
-    FRESH,
-    WITH_UNITS,
-    WITHOUT,
-    Machine,
-    Served,
-    best_fixed,
-)
+from tests.models.lengths.simulated import ADAPTED, BAD, FRESH, WITH_UNITS, WITHOUT, Machine, Served, best_fixed
 from tests.models.pairs.forms import chosen
 
 WARM_UP = 500  # steps
@@ -187,7 +178,7 @@ def test_what_is_lost_by_learning_is_at_most_its_share_of_the_time(machine: Mach
 
 def test_one_sequence_of_the_reference_engine_is_planned_by_its_own_steps() -> None:
     def length(steps: tuple[tuple[int, int], ...]) -> int:
-        view = View(limit=1, position=9, steps=steps, num_running=1, cost=COST)
+        view = View(limit=1, steps=steps, num_running=1, cost=COST)
         return goodput.num_draft_tokens(view, goodput.Params())
 
     assert length(((1, 1),) * 9) == 1

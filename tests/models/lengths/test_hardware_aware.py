@@ -23,7 +23,7 @@ def timed(rows: dict[int, float], pass_ms: float) -> Cost:
 
 
 def view(cost: Cost, steps: tuple[tuple[int, int], ...] = MANY, limit: int = 8) -> View:
-    return View(limit=limit, position=20, steps=steps, num_running=1, cost=cost)
+    return View(limit=limit, steps=steps, num_running=1, cost=cost)
 
 
 ROWS = (1, 2, 3, 5, 9)
@@ -56,7 +56,7 @@ def test_sizes_that_double_are_tried_once_until_they_are_timed() -> None:
 def test_rows_that_the_draft_has_read_beside_the_tokens_cost_what_rows_cost() -> None:
     """Of 3 tokens a step without a draft and 4 of 4 nodes, none pays with 9 rows beside that a tree has."""
     cost = timed({1: 10.0, 2: 10.0, 3: 10.0, 5: 10.0, 9: 10.0, 18: 40.0}, 0.0)
-    beside = View(limit=8, position=20, steps=MANY, num_running=1, cost=cost, vectors=(0, *[9] * 8))
+    beside = View(limit=8, steps=MANY, num_running=1, cost=cost, vectors=(0, *[9] * 8))
     assert num_draft_tokens(view(cost), SHALLOW) == 8
     assert beside.num_rows(8) == 18
     assert num_draft_tokens(beside, SHALLOW) < 8

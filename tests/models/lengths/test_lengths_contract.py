@@ -61,17 +61,17 @@ class Goodput(ModuleType):
 def test_the_length_is_from_zero_to_the_limit(
     policy: ModuleType, steps: tuple[tuple[int, int], ...], limit: int, cost: Cost
 ) -> None:
-    view = View(limit=limit, position=50, steps=steps, num_running=2, cost=cost)
+    view = View(limit=limit, steps=steps, num_running=2, cost=cost)
     assert 0 <= policy.num_draft_tokens(view, policy.Params()) <= limit
     if hasattr(policy, "go_on"):
-        asked = View(limit, 50, steps, 2, cost, confidences=(0.9,))
+        asked = View(limit, steps, 2, cost, confidences=(0.9,))
         assert isinstance(policy.go_on(asked, policy.Params()), bool)
 
 
 @pytest.mark.parametrize("name", ["confidence", "fixed", "pearl", "specdec_pp"])
 def test_as_many_tokens_as_may_be_are_drafted_whatever_was_accepted(name: str) -> None:
     policy = catalog.load("lengths", name)
-    views = [View(limit=3, position=40, steps=steps, num_running=1, cost=Cost()) for steps in HISTORIES]
+    views = [View(limit=3, steps=steps, num_running=1, cost=Cost()) for steps in HISTORIES]
     assert [policy.num_draft_tokens(view, policy.Params()) for view in views] == [3] * len(HISTORIES)
 
 
@@ -143,28 +143,13 @@ def test_a_policy_sees_where_a_sequence_stands_and_what_steps_take(tiny_target: 
     policy = Goodput()
     (answer,) = serve(tiny_target, tiny_draft, policy)
     first, last = policy.views[0], policy.views[-1]
-    assert first == View(limit=3, position=len(PROMPT) + 1, steps=(), num_running=1, cost=Cost())
+    assert first == View(limit=3, steps=(), num_running=1, cost=Cost())
     emitted = sum(1 + accepted for _, accepted in last.steps)
     assert len(last.steps) == len(policy.views) - 1
     assert last.position == len(PROMPT) + 1 + emitted
     (curve,) = last.cost.curves
     assert set(curve.rows) == {1 + drafted for drafted in answer.drafted[:-1]}
     assert curve.draft is not None
-
-
-@pytest.mark.parametrize(
-    ("steps", "rate"),
-    [
-        ((), None),
-        (((0, 0),) * 9, None),
-        (((3, 1), (0, 0), (1, 1)), 2 / 4),
-        (((3, 0),) * 100 + ((2, 1),) * 32 + ((0, 0),) * 50, 1 / 2),
-    ],
-)
-def test_the_running_acceptance_is_of_the_last_steps_that_drafted(
-    steps: tuple[tuple[int, int], ...], rate: float | None
-) -> None:
-    assert View(limit=3, position=9, steps=steps, num_running=1, cost=Cost()).acceptance_rate == rate
 
 
 @pytest.mark.parametrize("policy", SERVING)

@@ -21,7 +21,7 @@ from models.lengths.specdec_pp import NUM_FEATURES, Params, estimate, go_on
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 
-VIEW = View(limit=6, position=9, steps=(), num_running=1, cost=Cost())
+VIEW = View(limit=6, steps=(), num_running=1, cost=Cost())
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,7 @@ def samples(tiny_target: Path) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("confidences", "on"),
-    [((0.9,), True), ((0.9, 0.6), True), ((0.9, 0.5), False), ((0.5,), True), ((0.4,), False)],
+    ("confidences", "on"), [((0.9,), True), ((0.9, 0.6), True), ((0.9, 0.5), False), ((0.5,), True), ((0.4,), False)]
 )
 def test_the_product_decides(confidences: tuple[float, ...], on: bool) -> None:
     assert go_on(replace(VIEW, confidences=confidences), Params(threshold=0.5)) is on

@@ -99,7 +99,7 @@ def test_where_hardly_anything_is_accepted_its_logarithm_teaches_as_total_variat
         method.loss(Drafted(free, target_probs=p), method.Params()).sum().backward()
         assert free.grad is not None
         lengths.append(float(free.grad.norm()))
-    accepted = float(total_variation.acceptance(Drafted(logits, target_probs=p)))
+    accepted = float(Drafted(logits, target_probs=p).acceptance())
     assert lengths[1] / lengths[0] == pytest.approx(1 / accepted, rel=0.01)
     assert lengths[0] < 1e-3 < 0.5 < lengths[1]
 

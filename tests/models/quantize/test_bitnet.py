@@ -29,18 +29,18 @@ def digits(words: torch.Tensor, base: int, each: int) -> torch.Tensor:
 def test_packed_values_come_back(count: int) -> None:
     rng = torch.Generator().manual_seed(count)
     ternary = torch.randint(-1, 2, (2, count), generator=rng).to(torch.int8)
-    words = bitnet.pack_ternary(ternary)
+    words = bitnet.pack(ternary, "ternary")
     assert words.dtype == torch.uint8 and len(words) == -(-2 * count // 5)
     assert torch.equal(digits(words, 3, 5)[: 2 * count] - 1, ternary.flatten())
     binary = 2 * torch.randint(0, 2, (2, count), generator=rng).to(torch.int8) - 1
-    words = bitnet.pack_binary(binary)
+    words = bitnet.pack(binary, "binary")
     assert len(words) == -(-2 * count // 8)
     assert torch.equal(2 * digits(words, 2, 8)[: 2 * count] - 1, binary.flatten())
 
 
 def test_all_243_bytes_of_five_ternary_weights_are_different() -> None:
     every = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * 5)
-    assert bitnet.pack_ternary(every).tolist() == list(range(243))
+    assert bitnet.pack(every, "ternary").tolist() == list(range(243))
 
 
 @pytest.mark.parametrize("weights", ["ternary", "binary"])

@@ -7,7 +7,7 @@ from models import adapters, catalog
 from models.adapters import lora
 from models.core.checkpoints.invariants import PreservedStructure, promises
 from models.core.layers.linears import linears
-from models.regimes import Plan, early_bird
+from models.regimes import early_bird
 from tests.models.regimes.world import TRAINING, batch, load, train
 
 
@@ -23,7 +23,7 @@ def test_the_distance_of_masks_is_the_share_of_places_that_differ() -> None:
 def test_coefficients_are_multiplied_into_the_weights(model) -> None:
     regime = early_bird.Hooks(early_bird.Params(), torch.Generator())
     with torch.no_grad():
-        for number, coefficient in enumerate(regime.start(model, Plan(1, 1))):
+        for number, coefficient in enumerate(regime.start(model, 1)):
             coefficient.copy_(torch.rand(coefficient.shape, generator=torch.Generator().manual_seed(number)))
             coefficient[0] = 0
         scaled = model(**batch()).logits

@@ -13,7 +13,6 @@ from models.core.layers.linears import linears
 from models.core.layers.numbers import block_floating_point
 from models.core.learning.training import train
 from models.params import TrainingParams
-from models.regimes import Plan
 from models.regimes.hybrid_bfp import Hooks, Params
 from tests.models.regimes.world import load
 from tests.models.rounding import P_VALUE, copies, mean_p_value, normal
@@ -82,7 +81,7 @@ def test_weights_are_kept_with_the_wide_mantissa(model: PreTrainedModel) -> None
 
 def test_weights_are_rounded_before_the_first_step(model: PreTrainedModel) -> None:
     before = {name: layer.weight.detach().clone() for name, layer in linears(model)}
-    Hooks(Params(mantissa_bits=3, wide_bits=6), torch.Generator()).start(model, Plan(1, 1))
+    Hooks(Params(mantissa_bits=3, wide_bits=6), torch.Generator()).start(model, 1)
     assert torch.equal(model.lm_head.weight, block_floating_point(model.lm_head.weight.detach(), 6, 24)[0])
     for name, layer in linears(model):
         assert torch.equal(layer.weight, block_floating_point(before[name], 6, 24)[0])
@@ -129,7 +128,7 @@ def test_trained_in_wide_blocks_attention_learns_what_floats_learn(tiny_target: 
     model, plain = load(tiny_target), load(tiny_target)
     before = model.config._attn_implementation
     made = Hooks(Params(mantissa_bits=20, wide_bits=23), torch.Generator())
-    made.start(model, Plan(1, 1))
+    made.start(model, 1)
     token_ids = torch.tensor(DOCUMENTS)
     losses = [one.train()(input_ids=token_ids, labels=token_ids, use_cache=False).loss for one in (model, plain)]
     for loss in losses:

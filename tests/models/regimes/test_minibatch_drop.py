@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models.regimes import Plan, minibatch_drop
+from models.regimes import minibatch_drop
 from tests.models.regimes.world import load, train
 
 
 def kept(probability: float, num_steps: int, seed: int = 0) -> list[bool]:
     params = minibatch_drop.Params(probability=probability)
     regime = minibatch_drop.Hooks(params, torch.Generator().manual_seed(seed))
-    regime.start(torch.nn.Module(), Plan(num_steps, num_steps))
+    regime.start(torch.nn.Module(), num_steps)
     return [regime.runs(step) for step in range(num_steps)]
 
 

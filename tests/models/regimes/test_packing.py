@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from models.core.learning.training import pad
-from models.regimes import Plan, packing
+from models.regimes import packing
 from tests.models.regimes.world import documents, gradients
 
 
@@ -39,7 +39,7 @@ def test_a_model_that_attends_across_documents_is_refused(tiny_target) -> None:
 
     regime = packing.Hooks(packing.Params(), torch.Generator())
     with pytest.raises(ValueError, match="Deaf with attention sdpa attends across packed documents"):
-        regime.start(Deaf.from_pretrained(tiny_target, dtype=torch.float32), Plan(1, 1))
+        regime.start(Deaf.from_pretrained(tiny_target, dtype=torch.float32), 1)
 
 
 def test_the_share_of_padding_is_told(tiny_target) -> None:

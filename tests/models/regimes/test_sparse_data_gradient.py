@@ -6,7 +6,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models.core.layers.linears import linears
-from models.regimes import Plan
 from models.regimes.sparse_data_gradient import Hooks, Params, keep_two_of_four, preserve_l1
 from tests.models.rounding import normal
 
@@ -58,5 +57,5 @@ def test_only_the_data_gradient_is_sparse(preserve: bool) -> None:
 def test_outputs_that_are_no_multiple_of_four_are_refused(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(128, 254)
     with pytest.raises(ValueError, match=r"layer model.layers.1.mlp.up_proj has 254 outputs; .* a multiple of 4"):
-        Hooks(Params(), torch.Generator()).start(model, Plan(1, 1))
+        Hooks(Params(), torch.Generator()).start(model, 1)
     assert all(type(layer) is nn.Linear for _, layer in linears(model))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from models.core.learning import training
 from models.core.learning.counting import counted
 from models.params import BaseParams, TrainingParams
-from models.regimes import Plan, Regime
+from models.regimes import Regime
 from models.targets import random
 
 TRAINING = TrainingParams(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
@@ -63,7 +63,7 @@ def gradients(model: PreTrainedModel, **inputs: Tensor) -> dict[str, Tensor]:
 def start(method: ModuleType, model: PreTrainedModel, **settings: object) -> Regime:
     """Hang a method on the model."""
     regime: Regime = method.Hooks(method.Params(**settings), torch.Generator())
-    regime.start(model, Plan(1, 1))
+    regime.start(model, 1)
     return regime
 
 

@@ -9,7 +9,7 @@ from models.select import Proxy, Sources, draw, kcenter
 def proxy(states: Tensor) -> Proxy:
     """A proxy whose target's states are given."""
     made = Proxy([[1, 2]] * len(states), Sources())
-    made._features = states
+    made.features = states
     return made
 
 

@@ -80,12 +80,11 @@ def test_documents_that_nothing_predicts_come_first(
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen", "wanted"),
-    [("entropy", [], [2, 1]), ("least_confidence", [], [1, 2]), ("margin", [2], [1, 0])],
+    ("name", "chosen", "wanted"), [("entropy", [], [2, 1]), ("least_confidence", [], [1, 2]), ("margin", [2], [1, 0])]
 )
 def test_documents_are_picked_by_one_figure_by_hand(name: str, chosen: list[int], wanted: list[int]) -> None:
     proxy = select.Proxy([[1, 2]] * 3, Sources())
-    proxy._certainty = select.Certainty(
+    proxy.certainty = select.Certainty(
         confidence=torch.tensor([0.9, 0.4, 0.6]),
         entropy=torch.tensor([0.3, 0.7, 1.5]),
         margin=torch.tensor([0.8, 0.3, 0.2]),

@@ -52,7 +52,7 @@ def test_open_masks_change_nothing_and_are_taken_off_again(model: PreTrainedMode
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         before = model(ids).logits
-        mask.start(model, sheared.Plan(10, 10))
+        mask.start(model, 10)
         with mask.around(0):
             torch.testing.assert_close(model(ids).logits, before)
         mask.finish(model)
@@ -66,7 +66,7 @@ def test_the_cut_model_computes_what_the_masked_one_did(model: PreTrainedModel) 
         order = torch.rand(scores.shape, generator=rng).argsort(dim=-1).argsort(dim=-1)
         scores.data = torch.where(order < mask.wanted[kind], 100.0, -100.0)
     ids = torch.arange(3, 20)[None]
-    mask.start(model, sheared.Plan(10, 10))
+    mask.start(model, 10)
     with torch.no_grad(), mask.around(0):
         masked = model(ids).logits
     mask.finish(model)

@@ -52,8 +52,3 @@ def test_a_study_holds_both_halves_of_the_claim(tmp_path: Path) -> None:
     assert seen.gain > 1 and seen.kept == 1 and seen.holds
     slow = easyspec.study(Given(decoder, PROMPTS, 10, planted.EASY), torch.Generator())
     assert slow.gain < 1 and not slow.holds
-
-
-def test_times_of_too_few_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shared by 1 to 4 devices; those by \[4\] are missing"):
-        easyspec.gain(planted.EASY._replace(mlp_ms={1: 1.0, 2: 1.0, 3: 1.0}), 8, 4, 5)

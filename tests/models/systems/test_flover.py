@@ -71,19 +71,6 @@ def plain(decoder: WideDecoder, request: Request) -> list[int]:
     return text[len(request.prompt) :]
 
 
-@pytest.mark.parametrize(
-    ("request_", "max_batch", "said"),
-    [
-        (Request([], 3, 0.0), 1, "prompt of a token or more"),
-        (Request(FIRST, 0, 0.0), 1, "answer of 1 or more"),
-        (Request(FIRST, 3, 0.0), 0, "max_batch must be 1 or more, got 0"),
-    ],
-)
-def test_nonsense_is_refused(request_: Request, max_batch: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        flover.seconds([request_], max_batch, True, a_second)
-
-
 def test_an_output_may_part_at_a_near_tie_and_nowhere_else() -> None:
     request, said = Request(FIRST, 3, 0.0), Answer([5, 6, 7], [1.0, 1e-5, 1.0])
     assert flover._same(request, said, said)

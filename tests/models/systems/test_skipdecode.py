@@ -54,12 +54,3 @@ def test_a_model_whose_lower_layers_do_nothing_loses_nothing(tmp_path: Path) -> 
 def test_a_study_of_an_untrained_model_keeps_little(decoder: WideDecoder) -> None:
     seen = skipdecode.study(Given(decoder, PROMPTS, 12, planted.EASY), torch.Generator())
     assert seen.gain > 0 and seen.kept < 0.95 and not seen.holds
-
-
-@pytest.mark.parametrize(
-    ("shares", "num_warm", "said"),
-    [((0.2, 0.5), 1, "shares must fall"), ((1.2, 0.5), 1, "within 0 and 1"), ((0.5, 0.2), 9, "num_warm must be from")],
-)
-def test_what_is_no_schedule_is_refused(shares: tuple[float, float], num_warm: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        skipdecode.schedule(8, 4, *shares, num_warm)

@@ -112,11 +112,3 @@ def test_a_study_keeps_all_outputs_and_is_seeded(tiny_target: Path) -> None:
     one, again = (speculative_moe.study(given, torch.Generator().manual_seed(0)) for _ in range(2))
     assert one.kept == 1 and one.gain > 1
     assert one.holds == again.holds
-
-
-def test_what_can_not_be_shared_or_was_not_written_is_refused(tiny_target: Path) -> None:
-    with pytest.raises(ValueError, match="16 experts can't be shared equally by 3 devices"):
-        speculative_moe.group(routed(4, 0, True), 0, 3)
-    given = Given(WideDecoder.load(tiny_target, torch.float32), [[7, 11]], 1, planted.EASY)
-    with pytest.raises(ValueError, match="num_tokens must be 2 or more, got 1"):
-        speculative_moe.study(given, torch.Generator())

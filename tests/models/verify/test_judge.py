@@ -13,7 +13,7 @@ from models.core.learning import binary_head
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.verify import Verified
-from models.verify.judge import Marked, Params, expected_accepted, fit_marked, regret, verify
+from models.verify.judge import Marked, Params, expected_accepted, fit_marked, verify
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 
@@ -57,15 +57,6 @@ def test_of_siblings_the_targets_own_is_kept_else_the_likeliest_good_one(by_sign
 def test_without_a_head_or_with_a_threshold_of_one_the_rule_is_greedy(by_sign: Params) -> None:
     for params in (Params(), Params(head=by_sign.head, threshold=1.0)):
         assert run([0, 2], (-1, 0), [9, 9], params).tokens.tolist() == [[0, 0, -1]]
-
-
-def test_what_is_lost_is_told_in_nats(by_sign: Params) -> None:
-    proposal, laws = Proposal(torch.tensor([[0, 2, 3]]), (-1, 0, 1)), LOGITS.expand(1, 4, 4)
-    found = [
-        verify(proposal, laws, torch.Generator(), by_sign, states_of(states))
-        for states in ([1, 1, 1], [1, 1, -1], [1, -1, 1])
-    ]
-    assert [float(regret(proposal, laws, one)) for one in found] == [2 + 3, 2, 0]
 
 
 def test_nothing_drafted_is_the_targets_own_token(by_sign: Params) -> None:

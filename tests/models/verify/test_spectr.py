@@ -46,9 +46,7 @@ def test_what_is_kept_is_as_much_as_the_paper_promises(num_children: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("q", "tokens"),
-    [(torch.stack([Q, P])[None], [0, 1]), (None, [0, 1])],
-    ids=["drawn from two laws", "certain"],
+    ("q", "tokens"), [(torch.stack([Q, P])[None], [0, 1]), (None, [0, 1])], ids=["drawn from two laws", "certain"]
 )
 def test_children_of_different_laws_are_refused(q: Tensor | None, tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="rule spectr wants them drawn independently from one"):

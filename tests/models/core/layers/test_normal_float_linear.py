@@ -8,7 +8,6 @@ from models.core.layers import normal_float
 from models.core.layers.normal_float_linear import NormalFloatLinear
 from models.core.layers.products import ProductRegime
 from models.core.learning.counting import held_bytes
-from models.regimes import Plan
 
 
 def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -> None:
@@ -40,9 +39,9 @@ def test_a_training_regime_changes_its_product_too_until_it_is_over() -> None:
     model.requires_grad_(False)
     packed = NormalFloatLinear(model.model.layers[0].mlp.up_proj)
     model.model.layers[0].mlp.up_proj = packed
-    regime, inputs = Doubled(torch.Generator()), torch.randn(3, 64)
+    regime, inputs = Doubled(None, torch.Generator()), torch.randn(3, 64)
     plain = packed(inputs)
-    regime.start(model.train(), Plan(1, 1))
+    regime.start(model.train(), 1)
     assert torch.allclose(packed(inputs), 2 * plain, rtol=1e-5)
     assert torch.equal(packed.eval()(inputs), plain)
     regime.finish(model)

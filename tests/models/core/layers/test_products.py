@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from models.core.layers.linears import linears
 from models.core.layers.numbers import rounded
 from models.core.layers.products import ProductLinear, ProductRegime, on_gradient, straight_through
-from models.regimes import Plan
 
 DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(12)]
 
@@ -25,14 +24,14 @@ class Noisy(ProductRegime):
 
 
 def noisy(seed: int = 0) -> Noisy:
-    return Noisy(torch.Generator().manual_seed(seed))
+    return Noisy(None, torch.Generator().manual_seed(seed))
 
 
 def test_the_very_same_layers_and_parameters_come_back(model: PreTrainedModel) -> None:
     layers, names = dict(linears(model)), list(model.state_dict())
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     regime = noisy()
-    regime.start(model, Plan(1, 1))
+    regime.start(model, 1)
     assert all(type(layer) is ProductLinear for _, layer in linears(model))
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
     assert list(model.state_dict()) == names
@@ -71,7 +70,7 @@ def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedMod
                 raise ValueError(f"layer {name} is refused")
 
     with pytest.raises(ValueError, match="layer model.layers.0.mlp.down_proj is refused"):
-        Choosy(torch.Generator()).start(model, Plan(1, 1))
+        Choosy(None, torch.Generator()).start(model, 1)
     assert all(type(layer) is nn.Linear for _, layer in linears(model))
 
 
@@ -95,7 +94,7 @@ def test_changes_that_change_nothing_have_the_right_gradient() -> None:
 
 
 def test_figures_are_summed_where_they_lie_and_read_when_somebody_asks() -> None:
-    regime = ProductRegime(torch.Generator())
+    regime = ProductRegime(None, torch.Generator())
     regime.count("share", torch.ones((), device="meta"), torch.ones((), device="meta"))  # float() of it would raise
     regime.count("other", torch.tensor(3.0), torch.tensor(4.0))
     del regime._sums["share"]

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from models.core.checkpoints.checkpoint import output_embedding, read_tensor
 from models.core.learning import distill
 from models.drafts import Rows, dream
-from models.drafts.dream import images, watched
-from models.drafts.dream.draft import NEVER, Dream
+from models.drafts.dream import watched
+from models.drafts.dream.draft import NEVER, Dream, ended, left_out
 from tests.conftest import shake
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, tau_of
@@ -131,13 +131,13 @@ def test_streams_are_spread_over_the_first_two_fifths() -> None:
 
 def test_an_image_is_judged_when_the_token_after_it_has_been_read() -> None:
     flags = [False, True, True, False, True, False, True]
-    assert list(images.ended(flags, 0)) == [(1, 3), (4, 5)]
-    assert list(images.ended(flags, 4)) == [(4, 5)]
-    assert list(images.ended(flags, 6)) == []
+    assert list(ended(flags, 0)) == [(1, 3), (4, 5)]
+    assert list(ended(flags, 4)) == [(4, 5)]
+    assert list(ended(flags, 6)) == []
     scores = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    assert images.left_out(scores, 0.5).tolist() == [2, 0]
-    assert images.left_out(scores, 0.01).tolist() == [3, 2, 0]  # one is kept
-    assert images.left_out(scores, 1.0).tolist() == []
+    assert left_out(scores, 0.5).tolist() == [2, 0]
+    assert left_out(scores, 0.01).tolist() == [3, 2, 0]  # one is kept
+    assert left_out(scores, 1.0).tolist() == []
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import torch
 
 from models.core.layers.decoder import Cache, Decoder, Sublayers
 from models.drafts import self_skip
-from models.drafts.self_skip.offline import Times, find, num_accepted
+from models.drafts.self_skip import Times, find, num_accepted
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
