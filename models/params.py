@@ -6,8 +6,7 @@ the recipe, who has not seen the class.
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_jsonable_python
@@ -92,12 +91,6 @@ def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str)
             raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')
 
 
-def table_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the class whose fields are the keys of a field's table, which may be optional; None for a value."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
-
-
 def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
@@ -116,8 +109,12 @@ def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
 
 def _table_at(model: type[BaseModel], path: Iterable[str]) -> type[BaseModel] | None:
     """Return the class of a table inside of `model`'s; None where the path leads through something else."""
-    found: type[BaseModel] | None = model
+    found: Any = model
     for key in path:
-        field = found.model_fields.get(key) if found else None
-        found = table_of(field.annotation) if field else None
-    return found
+        if get_origin(found) is dict:  # of tables by their names
+            found = get_args(found)[1]
+        else:
+            field = getattr(found, "model_fields", {}).get(key)
+            kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # it may be optional
+            found = next((kind for kind in kinds if get_origin(kind) is dict or hasattr(kind, "model_fields")), None)
+    return found if hasattr(found, "model_fields") else None

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig, LlamaConfig
 
-from models.chat_templates import content_format
-from models.chats import ChatEncoder, _read
+from models.chats import ChatEncoder, _read, content_format
 from models.targets.random import byte_tokenizer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 

@@ -116,8 +116,11 @@ def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000)
     counts, looping = _counts(traces), np.array([is_looping(trace.token_ids) for trace in traces])
     rate, tau = _rate_and_tau(counts, seed, num_resamples)
     rate_without_loops, tau_without_loops = _rate_and_tau(counts[~looping], seed, num_resamples)
-    positions = _positions(traces)
-    num_positions = positions.shape[1] // 2
+    # [N, 2P]: in how many steps each of the P places was accepted, then drafted.
+    num_positions = max((max(trace.drafted, default=0) for trace in traces), default=0)
+    both = [np.array([trace.accepted, trace.drafted])[:, None] for trace in traces]
+    places = np.arange(num_positions)[:, None]
+    positions = np.array([(one > places).sum(axis=-1).ravel() for one in both], dtype=np.float64)
     sums = np.vstack([positions.sum(axis=0), resample_sums(positions, np.random.default_rng(seed), num_resamples)])
     return Summary(
         num_sequences=len(traces),
@@ -208,14 +211,6 @@ def _counts(traces: Sequence[Trace]) -> Floats:
     """Return [N, 3]: drafted, accepted, steps."""
     counts = [(sum(trace.drafted), sum(trace.accepted), len(trace.drafted)) for trace in traces]
     return np.array(counts, dtype=np.float64).reshape(-1, 3)
-
-
-def _positions(traces: Sequence[Trace]) -> Floats:
-    """Return [N, 2P]: in how many steps each of the P places was accepted, then drafted."""
-    num_positions = max((max(trace.drafted, default=0) for trace in traces), default=0)
-    places = np.arange(num_positions)[:, None]
-    counts = [np.array([trace.accepted, trace.drafted]) for trace in traces]
-    return np.array([(both[:, None] > places).sum(axis=-1).ravel() for both in counts], dtype=np.float64)
 
 
 def _rate_and_tau(counts: Floats, seed: int, num_resamples: int) -> tuple[Estimate | None, Estimate | None]:

@@ -33,9 +33,7 @@ Floats = NDArray[np.float64]
 
 NUM_BINS = 2048  # even, so that 0 is the edge of a bin and stays itself
 BETS = np.array([0.95, 0.5, 0.2, 0.08, 0.03])
-PARTS = np.array(
-    [0.6, 0.16, 0.08, 0.08, 0.08]
-)  # of the wealth; a small gain in windows of 50 is found by the large bet
+PARTS = np.array([0.6, 0.16, 0.08, 0.08, 0.08])  # of the wealth; the large bet finds a small gain in windows of 50
 
 
 def log_growth(values: Floats, weights: Floats, mean: float, bound: float) -> Floats:
@@ -106,7 +104,7 @@ class MeanTest(Frozen):
 
     def log_wealth(self, mean: float = 0.0) -> float:
         """Return the log of what betting on a mean above `mean` has made of 1."""
-        return _log_wealth(self._edges(), self._weights(), mean, self.bound)
+        return float(log_wealth(log_growth(self._edges(), self._weights(), mean, self.bound)))
 
     def growth(self) -> Floats:
         """Return [B]: by how much the log of each bet on a mean above 0 has grown."""
@@ -128,14 +126,12 @@ class MeanTest(Frozen):
         return np.array(list(self.counts.values()), dtype=np.float64)
 
 
-def _log_wealth(values: Floats, weights: Floats, mean: float, bound: float) -> float:
-    return float(log_wealth(log_growth(values, weights, mean, bound)))
-
-
 def _lower(values: Floats, weights: Floats, bound: float, alpha: float) -> float:
     """Return the smallest mean that the wealth is below 1 / alpha at; the larger the mean, the smaller the wealth."""
     low, high, wanted = -bound, bound, -math.log(alpha)
     while high - low > 1e-6 * bound:
         middle = (low + high) / 2
-        low, high = (middle, high) if _log_wealth(values, weights, middle, bound) >= wanted else (low, middle)
+        low, high = (
+            (middle, high) if log_wealth(log_growth(values, weights, middle, bound)) >= wanted else (low, middle)
+        )
     return low

@@ -83,7 +83,7 @@ class Params(Frozen):
         return self
 
 
-class Standing(Frozen):
+class Standing(NamedTuple):
     """What can be said of a domain: τ that its draft promised, τ that is served, and whether that has fallen."""
 
     promised: float
@@ -116,8 +116,7 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
     Of the first n requests about FIRST × (1 + ln(n / FIRST)) are, until that is down to the share.
     """
-    chance: Floats = np.minimum(1.0, np.maximum(np.where(doubted, DOUBTED, SHARE), FIRST / number))
-    return chance
+    return np.asarray(np.clip(FIRST / number, np.where(doubted, DOUBTED, SHARE), 1.0))
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
@@ -142,14 +141,12 @@ def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: 
 
 def has_fallen(found: Doubt, params: Params) -> NDArray[np.bool_]:
     """Return whether a fall is told."""
-    fallen: NDArray[np.bool_] = (found.evidence >= _told(params)) & (found.requests >= params.min_requests)
-    return fallen
+    return np.asarray((found.evidence >= _told(params)) & (found.requests >= params.min_requests))
 
 
 def is_doubted(found: Doubt, params: Params) -> NDArray[np.bool_]:
     """Return whether more requests should be tested: there may have been a fall, and it is not told yet."""
-    doubted: NDArray[np.bool_] = (found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params)
-    return doubted
+    return np.asarray((found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params))
 
 
 def _told(params: Params) -> float:
@@ -179,7 +176,7 @@ class DriftDetector:
             fallen = bool(has_fallen(found, params))
             little = found.evidence <= _told(params) / 2 and found.requests >= params.min_requests
             if fallen or (little and 1 - (served - 1) / (promised - 1) <= params.recover):
-                seen[domain] = Standing(promised=promised, served=served, fallen=fallen)
+                seen[domain] = Standing(promised, served, fallen)
         return seen
 
     def doubted(self) -> frozenset[str]:
@@ -189,8 +186,7 @@ class DriftDetector:
 
 def usual_tau(domain: str, promised: Mapping[str, float]) -> float | None:
     """Return the median τ that a draft promises the domains but one; None where it promises nothing of them."""
-    others = [tau for name, tau in promised.items() if name != domain]
-    return median(others) if others else None
+    return median(others) if (others := [tau for name, tau in promised.items() if name != domain]) else None
 
 
 def is_low(domain: str, promised: Mapping[str, float]) -> bool:
@@ -199,10 +195,8 @@ def is_low(domain: str, promised: Mapping[str, float]) -> bool:
     That is so where its draft promises nothing of it, or less than the share `LOW` of the gain that is usual: the gate
     measures a domain's τ on what was held out, whether the draft has learnt the domain or not.
     """
-    if domain not in promised:
-        return True
     usual = usual_tau(domain, promised)
-    return usual is not None and promised[domain] - 1 < LOW * (usual - 1)
+    return domain not in promised or (usual is not None and promised[domain] - 1 < LOW * (usual - 1))
 
 
 def enough_rows(
@@ -218,11 +212,7 @@ def enough_rows(
     The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per
     step there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s
     has the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha.
-    Conversations are taken as independent: of those that are said to belong together, count one. Where many others
-    are alike, the gate is undecided and goes on with the next rows.
-
-    What the windows before this one said of a challenger that goes on learning counts: it shortens the way or,
-    where it speaks against the challenger, makes it longer.
+    Conversations are taken as independent: of those that are said to belong together, count one.
 
     Args:
         lost: promised minus served τ.

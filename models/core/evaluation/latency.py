@@ -69,8 +69,7 @@ def decoded(arrival_ms: Sequence[float]) -> Decoded | None:
 
 def inter_token_spans(sent_s: float, arrival_ms: Sequence[float]) -> list[Span]:
     """Return the time between each two arrivals, on the clock that `sent_s` is on; equal times are one arrival."""
-    times = [sent_s + ms / 1000 for ms in sorted(set(arrival_ms))]
-    return list(pairwise(times))
+    return list(pairwise(sent_s + ms / 1000 for ms in sorted(set(arrival_ms))))
 
 
 def touching(spans: Sequence[Span], window: Span) -> list[float]:
@@ -134,18 +133,18 @@ def compare_percentiles(
     Raises:
         ValueError: a side has no figures.
     """
-    sides = [[np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to)]
-    if not all(sides):
+    first, second = ([np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to))
+    if not (first and second):
         raise ValueError("got a side without any figures, wanted some on both")
     rng = np.random.default_rng(seed)
 
     def resampled(groups: list[Floats]) -> float:
         drawn = rng.integers(len(groups), size=len(groups))
-        return float(np.percentile(np.concatenate([groups[index] for index in drawn]), percent))
+        return percentile(np.concatenate([groups[index] for index in drawn]), percent)
 
-    whole = [percentile(np.concatenate(side).tolist(), percent) for side in sides]
-    ratios = [resampled(sides[0]) / resampled(sides[1]) for _ in range(NUM_RESAMPLES)]
-    return estimate(np.array([whole[0] / whole[1], *ratios]))
+    whole = percentile(np.concatenate(first), percent) / percentile(np.concatenate(second), percent)
+    ratios = [resampled(first) / resampled(second) for _ in range(NUM_RESAMPLES)]
+    return estimate(np.array([whole, *ratios]))
 
 
 def _speed_ratio(rows: Floats) -> Floats:

@@ -6,6 +6,8 @@ changed model's own answers it would have guessed.
 """
 
 from collections.abc import Sequence
+from itertools import batched
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +53,7 @@ def likeness(
         raise ValueError(f"none of {len(documents)} documents has two tokens")
     model.eval(), target.eval()
     found: dict[int, Likeness] = {}
-    by_length = sorted(long_enough, key=lambda place: len(documents[place]))
-    for start in range(0, len(by_length), batch_size):
-        chosen = by_length[start : start + batch_size]
+    for chosen in batched(sorted(long_enough, key=lambda place: len(documents[place])), batch_size):
         batch = pad([documents[place] for place in chosen])
         logs = (_log_probs(one, batch.token_ids) for one in (target, model))
         for place, told, p, q in zip(chosen, batch.labels[:, 1:] != IGNORED, *logs, strict=True):
@@ -71,10 +71,8 @@ def _log_probs(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 def fits(model: PreTrainedModel, target: PreTrainedModel) -> bool:
     """Whether a draft of `target` can read `model`: depth, width and vocabulary are the same."""
-    return all(
-        getattr(model.config, key) == getattr(target.config, key)
-        for key in ("num_hidden_layers", "hidden_size", "vocab_size")
-    )
+    shape = attrgetter("num_hidden_layers", "hidden_size", "vocab_size")
+    return bool(shape(model.config) == shape(target.config))
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ chance alone. The difference is paired prompt by prompt.
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import batched
 
 import numpy as np
 import torch
@@ -51,8 +52,7 @@ def unlike(found: Estimate) -> bool:
 
 def read_of(sample: Sample, stops: Collection[int]) -> int:
     """Return how many tokens of an answer, and of another one to its prompt, are compared."""
-    was_cut = sample.completion_ids[-1] not in stops
-    return min(len(sample.completion_ids), MOST_TOKENS) if was_cut else MOST_TOKENS
+    return MOST_TOKENS if sample.completion_ids[-1] in stops else min(len(sample.completion_ids), MOST_TOKENS)
 
 
 def compare(
@@ -78,15 +78,13 @@ def answer(
 ) -> list[Sample]:
     """Return the samples with answers of the model's own, of at most so many tokens, each at its own temperature."""
     said: dict[int, list[int]] = {}
+    asks = [
+        Ask(one.prompt_ids, max(1, min(length, max_len - len(one.prompt_ids))), one.temperature)
+        for one, length in zip(samples, lengths, strict=True)
+    ]
     order = sorted(range(len(samples)), key=lambda place: (lengths[place], len(samples[place].prompt_ids)))
-    for start in range(0, len(order), BATCH):
-        batch = order[start : start + BATCH]
-        asks = [
-            Ask(one.prompt_ids, max(1, min(lengths[place], max_len - len(one.prompt_ids))), one.temperature)
-            for place in batch
-            for one in [samples[place]]
-        ]
-        said |= dict(zip(batch, go_on(model, asks, stops, rng), strict=True))
+    for batch in batched(order, BATCH):
+        said |= dict(zip(batch, go_on(model, [asks[place] for place in batch], stops, rng), strict=True))
     return [one._replace(completion_ids=said[place], rejected=None) for place, one in enumerate(samples)]
 
 

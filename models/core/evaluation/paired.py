@@ -8,6 +8,7 @@ it weighs, so that a few heavy ones would make a window of many clusters say no 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -79,20 +80,18 @@ def clusters(
         sizes[before.domain] += before.weight
         names[before.domain].add(cluster_of(before))
     of_domain = sizes if shares is None else shares
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, Floats] = defaultdict(
+        lambda: np.zeros(3)
+    )  # share, share · difference, share where each counts once
     for before, after in pairs:
         difference = after.accepted / after.steps - before.accepted / before.steps
         share = of_domain[before.domain] * before.weight / sizes[before.domain]
-        total, weighted = sums.get(cluster_of(before), (0.0, 0.0))
-        sums[cluster_of(before)] = total + share, weighted + share * difference
-    once = dict.fromkeys(sums, 0.0)
+        sums[cluster_of(before)][:2] += share, share * difference
     for domain, within in names.items():
         for name in within:
-            once[name] += of_domain[domain] / len(within)
-    ordered = sorted(sums)
-    totals, weighted = np.array([sums[name] for name in ordered], dtype=np.float64).T
-    weights = _counting_once(np.array([once[name] for name in ordered], dtype=np.float64))
-    return Clusters(weighted / totals, totals / totals.sum(), weights)
+            sums[name][2] += of_domain[domain] / len(within)
+    totals, weighted, once = np.array([sums[name] for name in sorted(sums)]).T
+    return Clusters(weighted / totals, totals / totals.sum(), _counting_once(once))
 
 
 def gain(found: Clusters) -> Estimate:
@@ -124,13 +123,9 @@ def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score,
         raise ValueError(f"both drafts must score the same conversations; unmatched: {', '.join(unmatched[:5])}")
     pairs = [(before, by_id[before.id]) for before in first]
     for before, after in pairs:
-        if (before.domain, before.cluster) != (after.domain, after.cluster):
-            raise ValueError(
-                f'conversation "{before.id}" is of "{before.domain}" and "{after.domain}", '
-                f'of clusters "{before.cluster}" and "{after.cluster}"'
-            )
-        if before.weight != after.weight:
-            raise ValueError(f'conversation "{before.id}" counts as {before.weight:g} and as {after.weight:g}')
+        for key in ("domain", "cluster", "weight"):
+            if (one := getattr(before, key)) != (other := getattr(after, key)):
+                raise ValueError(f'conversation "{before.id}" is of {key} {one!r} and {other!r}')
     return pairs
 
 
@@ -148,8 +143,7 @@ def _counting_once(shares: Floats) -> Floats:
         middle = (low + high) / 2
         left = float(np.minimum(1.0, middle * capped).sum()) / middle
         low, high = (middle, high) if left >= 1 - CUT else (low, middle)
-    weights: Floats = np.minimum(1.0, low * capped)
-    return weights
+    return np.asarray(np.minimum(1.0, low * capped))
 
 
 def within(value: float, error: float, degrees: float, alpha: float) -> Estimate:

@@ -136,11 +136,10 @@ def _inside(rows: Rows, length: int, step: int, running: Tensor, logits: Tensor)
 def _walk(num_tokens: int, matches: list[int]) -> list[int]:
     """Go through an answer as the engine would: `matches[i]` drafted tokens after answer token i are right."""
     position, accepted = 0, []
-    remaining = num_tokens - 1
-    while remaining > 0:
-        kept = min(matches[position], remaining) if position < len(matches) else 0
+    while position < num_tokens - 1:
+        kept = min(matches[position], num_tokens - 1 - position) if position < len(matches) else 0
         accepted.append(kept)
-        position, remaining = position + kept + 1, remaining - kept - 1
+        position += kept + 1
     return accepted
 
 
@@ -152,12 +151,7 @@ def _as_score(draft: Draft, sample: Sample, steps: int, accepted: float) -> Scor
 
 
 def _sampled_scores(
-    draft: Draft,
-    target_dir: Path,
-    states: HiddenStates,
-    samples: Sequence[Sample],
-    num_steps: int,
-    rule: BaseParams,
+    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
 ) -> dict[str, Score]:
     device = draft.vocabulary.device
     norm = read_tensor(target_dir, "model.norm.weight").float().to(device)

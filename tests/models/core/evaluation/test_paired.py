@@ -118,11 +118,11 @@ def test_lists_that_do_not_match_are_refused() -> None:
     scores = window(1, 1, 1)
     with pytest.raises(ValueError, match="unmatched: chat2-0"):
         clusters(scores, scores[:-1])
-    with pytest.raises(ValueError, match='"chat2-0" is of "chat" and "code"'):
+    with pytest.raises(ValueError, match='"chat2-0" is of domain .chat. and .code.'):
         clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"domain": "code"})])
-    with pytest.raises(ValueError, match='of clusters "chat2" and ""'):
+    with pytest.raises(ValueError, match="of cluster 'chat2' and ''"):
         clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"cluster": ""})])
-    with pytest.raises(ValueError, match='"chat2-0" counts as 1 and as 0.5'):
+    with pytest.raises(ValueError, match='"chat2-0" is of weight 1.0 and 0.5'):
         clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"weight": 0.5})])
     with pytest.raises(ValueError, match="each id once"):
         clusters([*scores, scores[0]], [*scores, scores[0]])
