@@ -48,8 +48,7 @@ def load(family: str, name: str) -> ModuleType:
 def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
     """Build the `Params` of the method that `table["name"]` names.
 
-    Raises:
-        ValueError: `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.
+    ValueError if `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.
     """
     name = table.get("name")
     if not isinstance(name, str):

@@ -97,10 +97,7 @@ class ChatEncoder:
         """Encode messages as vLLM reads them, and tools as the template is to see them.
 
         `arguments` hold `add_generation_prompt` and `continue_final_message`; the text may have `max_chars` letters,
-        None for any number.
-
-        Raises:
-            ValueError: there are no messages, they are too long, or the template refuses them.
+        None for any number. ValueError if there are no messages, they are too long, or the template refuses them.
         """
         if not conversation:
             raise ValueError("messages are empty; at least one was wanted")
@@ -243,8 +240,7 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
 def named(template: str) -> frozenset[str]:
     """Return the texts and fields that a template may compare with or look up, such as "user" and "content".
 
-    Raises:
-        ValueError: it is no template.
+    ValueError if it is no template.
     """
     tree = _tree(template)
     texts = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
@@ -256,9 +252,7 @@ def content_format(template: str) -> Format:
     """Return how a template takes the content of messages: as text, or as OpenAI's list of parts.
 
     Decided as vLLM 0.32 does (`vllm.renderers.hf._detect_content_format`): by a loop over the content of a message.
-
-    Raises:
-        ValueError: it is no template.
+    ValueError if it is no template.
     """
     tree = _tree(template)
     messages = ["messages"]

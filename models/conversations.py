@@ -127,10 +127,8 @@ def read_conversation(row: Mapping[str, Any], column: str = CHATS[0]) -> Convers
 def prompt_from_row(row: Row, column: str, domain: str, group: str) -> Prompt:
     """Map a row to a prompt, without the assistant's messages at its end: the answer is the target's to give.
 
-    Of `column` see `read_conversation`; domain "" reads the row's column `domain`.
-
-    Raises:
-        ValueError: as `read_conversation`, or there is no domain, or nothing before the answer.
+    Of `column` see `read_conversation`; domain "" reads the row's column `domain`. ValueError as `read_conversation`,
+    or there is no domain, or nothing before the answer.
     """
     said = read_conversation(row, column)
     messages = list(said.messages)

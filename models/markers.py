@@ -35,9 +35,8 @@ class Markers:
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         """Rename the markers of a tokenizer or its backend in a copy; `ends` are ids that end an answer.
 
-        Raises:
-            ValueError: it is not one of the `tokenizers` library, the copy has other ids, or a special token is one
-                character.
+        ValueError if it is not one of the `tokenizers` library, the copy has other ids, or a special token is
+        one character.
         """
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
@@ -60,8 +59,7 @@ class Markers:
     def read(cls, directory: Path) -> "Markers":
         """Read those of a target's `tokenizer.json`, to rewrite token ids where transformers is not to be loaded.
 
-        Raises:
-            ValueError: there is no such file, or as above.
+        ValueError if there is no such file, or as above.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():

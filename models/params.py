@@ -57,8 +57,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> ModelT:
     """Build `model` from `values`; `where` says what they describe, the start of each line of the error.
 
-    Raises:
-        ValueError: a key is unknown, missing or holds a wrong value; names each such key.
+    ValueError if a key is unknown, missing or holds a wrong value; names each such key.
     """
     try:
         return model.model_validate(dict(values))

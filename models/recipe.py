@@ -376,8 +376,7 @@ def shipped_recipes() -> dict[str, Path]:
 def load_recipe(name_or_path: str) -> Recipe:
     """Read and parse a recipe that ships, by its name, or a TOML file.
 
-    Raises:
-        ValueError: there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
+    ValueError if there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
     """
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
@@ -393,7 +392,6 @@ def load_recipe(name_or_path: str) -> Recipe:
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from the tables of a TOML file; `where` is the start of each error.
 
-    Raises:
-        ValueError: a table, key, method or value is wrong.
+    ValueError if a table, key, method or value is wrong.
     """
     return validate(Recipe, tables, where)

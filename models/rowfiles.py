@@ -117,10 +117,7 @@ def usable(
 ) -> Iterator[ItemT]:
     """Yield what is made of places and rows, and log how many were left out for which reason, with the first of each.
 
-    `read` is given what is told of each row that can't be read.
-
-    Raises:
-        ValueError: there are no rows, or none can be used.
+    `read` is given what is told of each row that can't be read. ValueError if there are no rows, or none can be used.
     """
     skipped, num_made = Skipped(), 0
     try:
@@ -143,8 +140,7 @@ def usable(
 def count_rows(path: Path) -> int:
     """Return how many rows a file has: exact for Parquet and JSON, its lines for the others.
 
-    Raises:
-        ValueError: as `read_rows`.
+    ValueError as `read_rows`.
     """
     _require_readable(path)
     try:

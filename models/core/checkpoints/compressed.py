@@ -74,8 +74,7 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
     """Put float32 weights in place of quantized ones; scales of inputs are left out.
 
-    Raises:
-        ValueError: the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
+    ValueError if the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
     """
     bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
@@ -94,10 +93,8 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
 def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put layers that round their inputs, as engines do, in place of linear ones that are stored so.
 
-    Layers of packed weights round no inputs and stay.
-
-    Raises:
-        ValueError: a layer that is stored so is no `nn.Linear`; names it.
+    Layers of packed weights round no inputs and stay. ValueError if a layer that is stored so is no `nn.Linear`; names
+    it.
     """
     for name, values in tensors.items():
         layer, _, part = name.rpartition(".")

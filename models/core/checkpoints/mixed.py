@@ -41,10 +41,8 @@ def quantize(
 ) -> Quantized:
     """Quantize a model by `method` but for some layers; see `models.quantize`.
 
-    `exceptions` are of a pattern to settings of another method, or "float".
-
-    Raises:
-        ValueError: a pattern fits no layer, or as the methods.
+    `exceptions` are of a pattern to settings of another method, or "float". ValueError if a pattern fits no layer, or
+    as the methods.
     """
     names = [name for name, _ in linears(model)]
     pattern_of = chosen(names, exceptions)

@@ -109,8 +109,7 @@ def mean_accepted_length(traces: Sequence[Trace]) -> float:
 def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Summary:
     """Summarise with 95% intervals from resampled requests.
 
-    Raises:
-        ValueError: there are no traces, or a request id occurs twice.
+    ValueError if there are no traces, or a request id occurs twice.
     """
     _check_ids(traces)
     counts, looping = _counts(traces), np.array([is_looping(trace.token_ids) for trace in traces])
@@ -137,10 +136,8 @@ def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, n
     """Return τ of `after` minus τ of `before`, with a 95% interval.
 
     Lists with the same request ids are paired: each resample draws the same requests from both, which removes the
-    difference between requests from the interval. Other lists are resampled apart.
-
-    Raises:
-        ValueError: a list is empty, has no verification step or has a request id twice.
+    difference between requests from the interval. Other lists are resampled apart. ValueError if a list is empty, has
+    no verification step or has a request id twice.
     """
     value = mean_accepted_length(after) - mean_accepted_length(before)
     _check_ids(before)
@@ -193,10 +190,8 @@ def _check_ids(traces: Sequence[Trace]) -> None:
 def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
     """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
 
-    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did.
-
-    Raises:
-        ValueError: the steps don't fit each other.
+    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did. ValueError
+    if the steps don't fit each other.
     """
     place, found = 1, []
     for of_step, kept, match in zip(drafted, accepted, matches or [0] * len(drafted), strict=True):

@@ -75,10 +75,8 @@ class MeanTest(Frozen):
     def after(self, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
         """Return the test with more values, each in [−bound, bound].
 
-        Weights, by default 1, are in [0, 1] and chosen before the value was seen.
-
-        Raises:
-            ValueError: a value or weight is out of range.
+        Weights, by default 1, are in [0, 1] and chosen before the value was seen. ValueError if a value or weight is
+        out of range.
         """
         shares = [1.0] * len(values) if weights is None else weights
         counts, total = dict(self.counts), self.total

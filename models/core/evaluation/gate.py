@@ -70,10 +70,8 @@ class Evidence(Frozen):
         """Return the evidence with one window more, of scores of the same conversations that it held out, in any order.
 
         `shares` are the domains' of current traffic; None if the conversations at hand are a fair sample of it.
-
-        Raises:
-            ValueError: the two don't score the same conversations, a domain has no share, or more tokens than K were
-                accepted in a step.
+        ValueError if the two don't score the same conversations, a domain has no share, or more tokens than K were
+        accepted in a step.
         """
         found = clusters(champion, challenger, shares)
         return self.model_copy(
@@ -159,8 +157,7 @@ def decide(
 def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
     """Hold a challenger against the best past draft of one domain, on the same conversations in any order.
 
-    Raises:
-        ValueError: the two don't score the same conversations.
+    ValueError if the two don't score the same conversations.
     """
     sums: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
     for before, after in paired(best, challenger):

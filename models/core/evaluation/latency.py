@@ -101,9 +101,7 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     """Compare tokens a second of two ways that took turns; above 1 the first is the faster one.
 
     What slows a machine for a while slows whole blocks, so pairs of blocks are resampled, and within them requests.
-
-    Raises:
-        ValueError: there is no pair, or one without a request that is in both.
+    ValueError if there is no pair, or one without a request that is in both.
     """
     blocks = [
         np.array([(*of[request], *to[request]) for request in sorted(of.keys() & to.keys())], dtype=np.float64)
@@ -128,10 +126,8 @@ def compare_percentiles(
 ) -> Estimate:
     """Return a percentile of one pool of figures over the other's, with a 95% interval; 99 percent is the p99.
 
-    A window or a request is a group, because its figures are alike, and groups are resampled.
-
-    Raises:
-        ValueError: a side has no figures.
+    A window or a request is a group, because its figures are alike, and groups are resampled. ValueError if a side has
+    no figures.
     """
     first, second = ([np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to))
     if not (first and second):

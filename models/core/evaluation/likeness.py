@@ -43,8 +43,7 @@ def likeness(
 ) -> list[Likeness]:
     """Compare a changed model with its target on each document of two tokens or more, read whole, in the order given.
 
-    Raises:
-        ValueError: there is no document of two tokens, or the vocabularies differ in size.
+    ValueError if there is no document of two tokens, or the vocabularies differ in size.
     """
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"model has {model.config.vocab_size} tokens, its target {target.config.vocab_size}")
@@ -87,10 +86,8 @@ def accepted(
     """Return how a draft, as it is, does on each of a model's own greedy answers; τ is 1 + accepted / steps.
 
     Answers go on past their end, and the draft is moved to where the model is, which it can read, see `fits`. The
-    model's hidden states are kept in an empty folder.
-
-    Raises:
-        ValueError: prompts differ in length, which nothing pads, or there are none.
+    model's hidden states are kept in an empty folder. ValueError if prompts differ in length, which nothing pads, or
+    there are none.
     """
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts must be of one length; got {sorted({len(prompt) for prompt in prompts})}")

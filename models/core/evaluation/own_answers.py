@@ -30,11 +30,9 @@ BATCH = 16
 def difference(imported: Sequence[float], own: Sequence[float]) -> Estimate:
     """Return how much likelier imported answers are to the target than its own, by Student's t over prompts.
 
-    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats
-    a token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known.
-
-    Raises:
-        ValueError: there are no answers, or not as many of one kind as of the other.
+    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats a
+    token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known. ValueError if there are no
+    answers, or not as many of one kind as of the other.
     """
     if not imported or len(imported) != len(own):
         raise ValueError(f"wanted answers in pairs, got {len(imported)} imported and {len(own)} of the target's own")

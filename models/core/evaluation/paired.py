@@ -80,9 +80,7 @@ def clusters(
         sizes[before.domain] += before.weight
         names[before.domain].add(cluster_of(before))
     of_domain = sizes if shares is None else shares
-    sums: dict[str, Floats] = defaultdict(
-        lambda: np.zeros(3)
-    )  # share, share · difference, share where each counts once
+    sums: dict[str, Floats] = defaultdict(lambda: np.zeros(3))  # share, share · difference, share in the test
     for before, after in pairs:
         difference = after.accepted / after.steps - before.accepted / before.steps
         share = of_domain[before.domain] * before.weight / sizes[before.domain]
@@ -113,8 +111,7 @@ def gain(found: Clusters) -> Estimate:
 def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score, Score]]:
     """Return the scores of each conversation by both, in the first's order.
 
-    Raises:
-        ValueError: no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
+    ValueError for no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
     """
     by_id = {score.id: score for score in second}
     if not first or len(by_id) < len(second) or len({score.id for score in first}) < len(first):

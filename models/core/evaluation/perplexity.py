@@ -24,8 +24,7 @@ def score(
 ) -> list[Likelihood]:
     """Score each document; the first token of each piece of `max_length` is given and not scored.
 
-    Raises:
-        ValueError: a document has fewer than two tokens.
+    ValueError if a document has fewer than two tokens.
     """
     short = next((number for number, document in enumerate(documents) if len(document) < 2), None)
     if short is not None or not documents:

@@ -78,8 +78,7 @@ def trace(
 ) -> list[Trace]:
     """Tell step by step what serving greedy answers would draft and accept; see `score`.
 
-    Raises:
-        ValueError: an answer was sampled, so that its steps are not those of serving it.
+    ValueError if an answer was sampled, so that its steps are not those of serving it.
     """
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     if sampled := [s.id for s in samples if s.temperature > 0]:

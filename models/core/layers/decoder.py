@@ -297,8 +297,7 @@ class Decoder:
 def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     """Return [width/2] radians a position, and the factor on cosine and sine.
 
-    Raises:
-        ValueError: the model scales its positions in a way that is not known here.
+    ValueError if the model scales its positions in a way that is not known here.
     """
     rope = config.rope_parameters.get("rope_type", "default")
     with torch.device("cpu"):  # also where a caller makes modules without storage

@@ -18,11 +18,8 @@ _SPARED = "spared"
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of the decoder blocks by name, in the order of the forward pass, but those of `sparing`.
 
-    Embedding and output matrix are left out: they are often one matrix, and methods of this kind spare them.
-
-    Raises:
-        ValueError: a block multiplies by a weight matrix that is no `nn.Linear`, such as a fused or quantized layer;
-            names it.
+    Embedding and output matrix are left out: they are often one matrix, and methods of this kind spare them. ValueError
+    if a block multiplies by a weight matrix that is no `nn.Linear`, such as a fused or quantized layer; names it.
     """
     for index, block in enumerate(blocks(model)):
         for name, module in block.named_modules():

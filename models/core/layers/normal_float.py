@@ -63,10 +63,8 @@ def levels() -> Tensor:
 def encode(weight: Tensor, block_size: int = 64, double: bool = True) -> NormalFloats:
     """Round each weight [O, I] to the nearest level of its block, `block_size` of a row, scaled by the largest.
 
-    With `double` scales are quantized too; weights are rounded by the scales as they were before.
-
-    Raises:
-        ValueError: the blocks don't fill the rows.
+    With `double` scales are quantized too; weights are rounded by the scales as they were before. ValueError if the
+    blocks don't fill the rows.
     """
     if weight.shape[1] % block_size:
         raise ValueError(f"block_size {block_size} does not divide a width of {weight.shape[1]}")

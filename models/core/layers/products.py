@@ -156,8 +156,7 @@ def _packed(model: PreTrainedModel) -> list[NormalFloatLinear]:
 def _put_in(model: PreTrainedModel, multiply: Product, always: bool = False) -> str:
     """Let a model's attention multiply by `multiply`, in evaluation mode too if `always`; returns what it was before.
 
-    Raises:
-        ValueError: the model is not of Llama's layout.
+    ValueError if the model is not of Llama's layout.
     """
     before: str = model.config._attn_implementation
     for block in blocks(model):

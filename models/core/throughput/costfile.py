@@ -37,8 +37,7 @@ def save(cost: Cost, file: Path) -> None:
 def load(file: Path, measured_for: str) -> Cost:
     """Read a table.
 
-    Raises:
-        ValueError: there is none, it is torn, or its times hold for something else; then it is measured anew.
+    ValueError if there is none, it is torn, or its times hold for something else; then it is measured anew.
     """
     try:
         saved = _File.model_validate_json(file.read_bytes())

@@ -64,10 +64,8 @@ class Line(NamedTuple):
     def step_ms(self, rows: float, num_passes: float) -> float:
         """Return what a step takes; rows and passes may be means.
 
-        A draft that says all of its tokens in one pass makes one, whatever number it is asked for.
-
-        Raises:
-            ValueError: no pass was ever measured.
+        A draft that says all of its tokens in one pass makes one, whatever number it is asked for. ValueError if no
+        pass was ever measured.
         """
         return self.target_ms(rows) + self.passes_ms(num_passes)
 

@@ -127,8 +127,7 @@ def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list
 def read_costs(file: Path) -> Costs:
     """Read a table that `redraft advise` wrote, or one of the same form.
 
-    Raises:
-        ValueError: the file can't be read, or is no such table.
+    ValueError if the file can't be read, or is no such table.
     """
     try:
         return Costs.model_validate_json(file.read_text(encoding="utf-8"))

@@ -92,10 +92,8 @@ class Acceptance:
         """Begin anew for a draft that was just swapped in; what is known of look-up stays.
 
         `accepted` is the share of steps in which the token at each place was accepted
-        (`acceptance.Summary.per_position`), by domain, as the gate saw it; may be empty.
-
-        Raises:
-            ValueError: a share is not from 0 to 1.
+        (`acceptance.Summary.per_position`), by domain, as the gate saw it; may be empty. ValueError if a share is not
+        from 0 to 1.
         """
         self._before = {}
         for domain, shares in accepted.items():
@@ -107,8 +105,7 @@ class Acceptance:
     def promise(self, domain: str, accepted: Sequence[float]) -> None:
         """Learn what the gate saw of the present draft in one more domain; what was seen since stays.
 
-        Raises:
-            ValueError: a share is not from 0 to 1.
+        ValueError if a share is not from 0 to 1.
         """
         if not accepted or not all(0 <= share <= 1 for share in accepted):
             raise ValueError(f'domain "{domain}": wanted shares from 0 to 1, got {list(accepted)}')
@@ -126,9 +123,7 @@ class Acceptance:
         """Take in one verified proposal; of one with no drafted tokens there is nothing to see.
 
         `match` is how many tokens had matched, of look-up, and `whole` whether the head has all keys of the sequence.
-
-        Raises:
-            ValueError: more was accepted than drafted, or less than nothing.
+        ValueError if more was accepted than drafted, or less than nothing.
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(f"wanted accepted tokens from 0 to the {num_drafted} drafted, got {num_accepted}")
