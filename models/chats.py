@@ -15,6 +15,7 @@ has when it is served.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -66,15 +67,8 @@ class ChatEncoder:
     ) -> list[int]:
         """Encode a chat as the service does; messages and tools are as OpenAI's API takes them.
 
-        Args:
-            messages: `arguments` of tool calls may be JSON text or a mapping.
-            add_generation_prompt: whether the assistant is to answer.
-            continue_final_message: whether it is to go on with the last message instead.
-            chat_template: instead of the tokenizer's own.
-            template_arguments: what else the template is given, a request's `chat_template_kwargs`.
-
-        Raises:
-            ValueError: there are no messages, one is not of text, or the template refuses them.
+        `template_arguments` are what else the template is given, a request's `chat_template_kwargs`. ValueError if
+        there are no messages, one is not of text, or the template refuses them.
         """
         wanted = [_read_tool(tool) for tool in tools] if tools is not None else None
         template = self._tokenizer.get_chat_template(chat_template, tools=wanted)
@@ -103,13 +97,11 @@ class ChatEncoder:
             raise ValueError("messages are empty; at least one was wanted")
         broken = partial(self._markers.broken, named=named(template))
         try:
+            turns = _without_developer(conversation, template)
             text = self._tokenizer.apply_chat_template(
                 [
-                    {
-                        name: broken(value, own=turn["role"] == "assistant" and name in OWN)
-                        for name, value in turn.items()
-                    }
-                    for turn in _without_developer(conversation, template)
+                    {key: broken(value, own=turn["role"] == "assistant" and key in OWN) for key, value in turn.items()}
+                    for turn in turns
                 ],
                 tools=broken(tools),
                 chat_template=template,
@@ -154,7 +146,6 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
-    """Return a message as a template is to see it."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         raise ValueError(f"a message has the role {role!r}, wanted a text")
@@ -203,10 +194,8 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise ValueError(f"a tool call is {str(call)[:100]}, wanted one of a function")
     arguments = function.get("arguments")
-    try:
+    with suppress(json.JSONDecodeError, RecursionError):  # as vLLM does: one chat's text must not refuse what follows
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (json.JSONDecodeError, RecursionError):
-        arguments = None  # as vLLM does: what stands in a chat must not refuse all that follows
     named = {"arguments": None, "name": function.get("name"), **function}
     named["arguments"] = arguments if isinstance(arguments, dict) else {}
     ordered = {name: call[name] for name in ("id", "function", "type") if name in call}
@@ -225,12 +214,12 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
         else message
         for message in conversation
     ]
-    systems = [message for message in renamed if message["role"] == "system"]
-    if systems == renamed[:1]:
+    systems = [message["content"] for message in renamed if message["role"] == "system"]
+    if len(systems) == 1 and renamed[0]["role"] == "system":
         return renamed
     texts = [
         content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
-        for content in (message["content"] for message in systems)
+        for content in systems
     ]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
     return [merged, *(message for message in renamed if message["role"] != "system")]
@@ -290,7 +279,6 @@ def _tree(template: str) -> nodes.Template:
 
 
 def _handed(tree: nodes.Template, macro: nodes.Macro, each: list[str]) -> set[str]:
-    """Return the parameters of a macro that some call hands the content of a message."""
     names = [argument.name for argument in macro.args]
     found: set[str] = set()
     for call in tree.find_all(nodes.Call):
@@ -307,12 +295,9 @@ def _reads(node: nodes.Node | None, name: str, field: str = "") -> bool:
     ):
         node = node.node
     if field:
-        if isinstance(node, nodes.Getitem):
-            same = isinstance(node.arg, nodes.Const) and node.arg.value == field
-        else:
-            same = isinstance(node, nodes.Getattr) and node.attr == field
-        if not same:
-            return False
-        assert isinstance(node, nodes.Getitem | nodes.Getattr)
-        node = node.node
+        match node:
+            case nodes.Getitem(arg=nodes.Const(value=key)) | nodes.Getattr(attr=key) if key == field:
+                node = node.node
+            case _:
+                return False
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

@@ -69,14 +69,8 @@ class Markers:
     def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
         """Change the text of a token sequence in the stretches between markers.
 
-        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text.
-
-        Args:
-            token_ids: prompt or completion.
-            change: text to text.
-
-        Returns:
-            The ids and their text, markers included; equal to what came where nothing changed.
+        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text. Returns
+        the ids and their text, markers included; equal to what came where nothing changed.
         """
         ids: list[int] = []
         texts: list[str] = []
@@ -215,7 +209,6 @@ def _words(tree: Tree, letter: Callable[[str], str]) -> str:
 
 
 def _beginnings(tree: Tree) -> str:
-    """Return a pattern of what a tree's words begin with, in any case."""
     options = "|".join(_any_case(first) + _beginnings(rest) for first, rest in tree.items() if first)
     return f"(?:{options})?" if options else ""
 

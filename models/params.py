@@ -69,13 +69,7 @@ def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> Mode
 def without_defaults(value: Any) -> Any:
     """Return settings as JSON, without keys that have their defaults; the name of a method stays."""
     if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        kept = (
-            (key, told)
-            for key, told in value
-            if key == "name" or told != fields[key].get_default(call_default_factory=True)
-        )
-        return {key: without_defaults(told) for key, told in kept}
+        return {key: without_defaults(told) for key, told in value if key == "name" or told != _default(value, key)}
     if isinstance(value, Mapping):
         return {key: without_defaults(told) for key, told in value.items()}
     if isinstance(value, list | tuple):
@@ -86,8 +80,12 @@ def without_defaults(value: Any) -> Any:
 def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str) -> None:
     """Raise ValueError naming one of `keys`, which nothing would read, that is not set to its default."""
     for key in keys:
-        if (value := getattr(params, key)) != type(params).model_fields[key].get_default(call_default_factory=True):
+        if (value := getattr(params, key)) != _default(params, key):
             raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')
+
+
+def _default(params: BaseModel, key: str) -> Any:
+    return type(params).model_fields[key].get_default(call_default_factory=True)
 
 
 def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:

@@ -86,14 +86,14 @@ def full() -> dict:
         ("shrink", "method", {"name": "vocabulary", "vocab_size": 99}, '"vocabulary" leaves .* without a tokenizer'),
         ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
         ("prune", "pattern", "4:2", "4:2 would keep all weights"),
-        ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
+        ("prune", "pattern", 1.5, 'pattern.sparsity"'),
         ("pretrain", "regimes", [{"name": "iterative_magnitude"}, {"name": "packing"}], "is a loop of its own"),
     ],
 )
 def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, value, message) -> None:
     full["select"].pop("proxy")
     full[table][key] = value
-    with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
+    with pytest.raises(ValueError, match=rf'(?s)(\[{table}\]|key "{table}).*{message}'):
         parse_recipe(full, "r")
 
 
@@ -130,7 +130,7 @@ def test_finetuning_learns_at_the_methods_own_rate_unless_the_recipe_says_anothe
     [
         ({"domain": "chta"}, [], r'key "second.domain": no \[text.chta\] \(did you mean "chat"\?\)'),
         ({"domain": "code"}, [], 'second.domain is "code", which is the first task\'s; name another'),
-        ({"domain": "chat", "weight": -1}, [], r'key "second.weight": .*got -1'),
+        ({"domain": "chat", "weight": -1}, [], r'key "finetune.second.weight": .*got -1'),
         ({"domain": "chat"}, [{"name": "iterative_magnitude"}], "is a loop of its own, which has no second task"),
     ],
 )

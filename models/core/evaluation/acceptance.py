@@ -216,7 +216,6 @@ def _rate_and_tau(counts: Floats, seed: int, num_resamples: int) -> tuple[Estima
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
-    """Divide; NaN where a resample drew only requests without any step."""
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
 
 

@@ -19,13 +19,13 @@ in the end.
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 PAPER = "arXiv:2010.09686, sections 4.1 and 4.3, with bets held constant"
 
@@ -60,17 +60,9 @@ class MeanTest(Frozen):
         total: of the values, each times its weight.
     """
 
-    bound: float = Field(gt=0, allow_inf_nan=False)
-    counts: dict[int, float] = Field(default_factory=dict)
+    bound: Positive
+    counts: dict[Annotated[int, Field(ge=0, lt=NUM_BINS)], Positive] = Field(default_factory=dict)
     total: float = Field(0.0, allow_inf_nan=False)
-
-    @field_validator("counts")
-    @classmethod
-    def _within(cls, counts: dict[int, float]) -> dict[int, float]:
-        for place, weight in counts.items():
-            if not (0 <= place < NUM_BINS and weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"wanted bins from 0 to {NUM_BINS - 1} with weights above 0, got {place}: {weight}")
-        return counts
 
     def after(self, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
         """Return the test with more values, each in [−bound, bound].
@@ -117,7 +109,6 @@ class MeanTest(Frozen):
         return -_lower(-self._edges() - 2 * self.bound / NUM_BINS, self._weights(), self.bound, alpha)
 
     def _edges(self) -> Floats:
-        """Return each bin's lower edge."""
         return self.bound * (2 * np.array(list(self.counts), dtype=np.float64) / NUM_BINS - 1)
 
     def _weights(self) -> Floats:

@@ -9,19 +9,17 @@ tie they are other texts. Where K differs from then (fewer tokens drafted under 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import first_difference
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 # Fewer steps than this show no fall.
 MIN_STEPS = 16
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Params(Frozen):

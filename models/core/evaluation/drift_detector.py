@@ -157,7 +157,6 @@ class DriftDetector:
     """Tests the domains that one draft serves, request by request."""
 
     def __init__(self, promised: Mapping[str, float], params: Params) -> None:
-        """Take domain to τ at the gate, and the thresholds."""
         self._promised, self._params = promised, params
         self._doubts: dict[str, Doubt] = {}
 

@@ -121,14 +121,12 @@ def _greedy_steps(
 
 
 def _matched(rows: Rows, last: Tensor, vocabulary: Tensor, step: int, running: Tensor, logits: Tensor) -> Tensor:
-    """[n] whether the target said the drafted token."""
     index = rows.index[running] + 2 + step
     token = rows.token_ids[rows.sequence[running], index]
     return (index <= last[running]) & (vocabulary[logits.argmax(-1)] == token)
 
 
 def _inside(rows: Rows, length: int, step: int, running: Tensor, logits: Tensor) -> Tensor:
-    """[n] whether the answer goes on to the next drafted token."""
     return rows.index[running] + 3 + step < length
 
 

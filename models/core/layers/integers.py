@@ -45,15 +45,10 @@ def limits(bits: int, symmetric: bool) -> tuple[int, int]:
 
 
 def num_groups(width: int, group_size: int | None) -> int:
-    """Return how many groups a row of `width` has; without `group_size` the row is one.
-
-    ValueError if the groups don't fill the row.
-    """
-    if group_size is None:
-        return 1
-    if group_size < 1 or width % group_size:
+    """Return how many groups a row of `width` has, one without `group_size`; ValueError if they don't fill the row."""
+    if group_size is not None and (group_size < 1 or width % group_size):
         raise ValueError(f"group_size {group_size} does not divide a width of {width}")
-    return width // group_size
+    return width // (group_size or width)
 
 
 def fit(

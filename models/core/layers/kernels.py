@@ -40,11 +40,9 @@ def gated(x: Tensor) -> Tensor:
 
 
 def rotated(heads: Tensor, rotation: Tensor) -> Tensor:
-    """Turn heads to their positions (RoPE, arXiv:2104.09864, in the order of Llama's checkpoints).
+    """Turn heads [..., m, width], which may be written to, to positions (RoPE, arXiv:2104.09864, in Llama's order).
 
-    Args:
-        heads: [..., m, width]; may be written to.
-        rotation: [..., width], or broadcast over leading axes, of each row the cosines of its angles, then their sines.
+    `rotation` [..., width], or broadcast over leading axes, has of each row its angles' cosines, then their sines.
     """
     kernels = _kernels(heads, rotation) if heads.ndim == 3 and len(rotation) == len(heads) else None
     if kernels is None or heads.stride(-2) != heads.shape[-1]:
@@ -62,12 +60,8 @@ def _places(num_rows: int) -> Tensor:
 
 def _kernels(*tensors: Tensor) -> Any | None:
     """Return vLLM's kernels if they take such tensors and nothing is learnt through them, else None."""
-    x = tensors[0]
-    if x.device.type != "cpu" or x.dtype not in DTYPES:
-        return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return None
-    return vllm_kernels()
+    x, learnt = tensors[0], torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return None if learnt or x.device.type != "cpu" or x.dtype not in DTYPES else vllm_kernels()
 
 
 @cache

@@ -1,7 +1,8 @@
 """The one walk over a model's linear layers, and calibration inputs caught on the way."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -48,8 +49,7 @@ def sparing(model: PreTrainedModel, names: Collection[str]) -> Iterator[None]:
 def replace(model: PreTrainedModel, make: Callable[[str, nn.Linear], nn.Module]) -> None:
     """Put `make(name, layer)` in place of each linear layer of the decoder blocks."""
     for name, layer in list(linears(model)):
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, make(name, layer))
+        model.set_submodule(name, make(name, layer))
 
 
 def enough_tokens(model: PreTrainedModel) -> int:
@@ -109,12 +109,7 @@ def calibrate(
 
     Block by block: all layers of a block are visited with the inputs that came through the blocks before it as
     `visit` has left them, and the block is run again before the next one. Layers that read the same share one object.
-
-    Args:
-        model: of Llama's layout; `visit` may change weights in place.
-        documents: token ids.
-        collect: what is kept of the inputs [N, I], one row a token, padding left out.
-        visit: must leave what was collected as it is.
+    `visit` may change weights in place, and leaves what was collected as it is: `collect`, of inputs [N, I].
 
     Raises:
         ValueError: there are no documents, or a layer can't be handled.
@@ -124,20 +119,24 @@ def calibrate(
     kinds = sorted(set(getattr(model.config, "layer_types", None) or ()))
     if len(kinds) > 1:  # the first block's mask would serve them all
         raise ValueError(f"calibration handles blocks that attend in one way; this model's are {', '.join(kinds)}")
-    by_block: dict[int, list[tuple[str, nn.Linear]]] = {}
+    by_block: dict[int, list[tuple[str, nn.Linear]]] = defaultdict(list)
     for name, layer in linears(model):
-        by_block.setdefault(int(name.split(".")[2]), []).append((name, layer))
+        by_block[int(name.split(".")[2])].append((name, layer))
     calls = [_first_call(model, document) for document in documents]
     for index, block in enumerate(blocks(model)):
         collected: dict[str, CollectedT] = {}
         for states, settings in calls:
-            for names, inputs in _read(block, by_block.get(index, []), states, settings):
+            for names, inputs in _read(block, by_block[index], states, settings):
                 shared = collected.get(names[0]) or collect()
                 shared.add(inputs)
                 collected |= dict.fromkeys(names, shared)
-        for name, layer in by_block.get(index, []):
+        for name, layer in by_block[index]:
             visit(name, layer, collected[name])
-        calls = [(_states(block(states, **settings)), settings) for states, settings in calls]
+        passed = [block(states, **settings) for states, settings in calls]
+        calls = [
+            (output if isinstance(output, Tensor) else output[0], settings)
+            for output, (_, settings) in zip(passed, calls, strict=True)
+        ]
 
 
 def _read(
@@ -152,14 +151,10 @@ def _read(
         else:
             found.append(([name], inputs))
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, args, name=name: catch(name, args[0])) for name, layer in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda module, args, name=name: catch(name, args[0])))
         block(states, **settings)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [(names, inputs.flatten(0, -2)) for names, inputs in found]
 
 
@@ -175,15 +170,6 @@ def _first_call(model: PreTrainedModel, document: Sequence[int]) -> tuple[Tensor
         found.append((args[0], settings))
         raise _Caught
 
-    hook = blocks(model)[0].register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+    with blocks(model)[0].register_forward_pre_hook(catch, with_kwargs=True), suppress(_Caught):
         model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
-    except _Caught:
-        pass
-    finally:
-        hook.remove()
     return found[0]
-
-
-def _states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]

@@ -13,7 +13,7 @@ matrix with one scale an output and what it reads with one scale a row, multipli
 a layer reads and puts out keeps its format, so that norms, attention and sums are as exact as in training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -144,14 +144,11 @@ def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] =
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
             rounded = dtype == torch.bfloat16 and layer not in unrounded and takes_int8(layer.weight)
             # With another module in its place, names of parameters would change.
-            layer.forward = _Packed(layer, dtype, rounded)  # type: ignore[method-assign]  # an instance's own
+            layer.forward = _packed(layer, dtype, rounded)  # type: ignore[method-assign]  # an instance's own
 
 
-class _Packed:
-    def __init__(self, layer: nn.Linear | Borrowed, dtype: torch.dtype, rounded: bool) -> None:
-        weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
-        self._multiply, self._dtype = int8_product(weight) if rounded else product(weight.to(dtype)), dtype
-        self._bias = None if bias is None else bias.detach().to(dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x.to(self._dtype), self._bias).to(x.dtype)
+def _packed(layer: nn.Linear | Borrowed, dtype: torch.dtype, rounded: bool) -> Callable[[Tensor], Tensor]:
+    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
+    multiply = int8_product(weight) if rounded else product(weight.to(dtype))
+    added = None if bias is None else bias.detach().to(dtype)
+    return lambda x: multiply(x.to(dtype), added).to(x.dtype)

@@ -139,11 +139,9 @@ class ProductRegime(Regime):
     def state(self) -> dict[str, object]:
         return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._read()}
 
-    def restore(self, state: dict[str, object]) -> None:
-        self.rng.set_state(torch.tensor(list(bytes.fromhex(str(state["rng"]))), dtype=torch.uint8))
-        sums = state["sums"]
-        assert isinstance(sums, dict)
-        self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in sums.items()}
+    def restore(self, state: dict[str, Any]) -> None:
+        self.rng.set_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+        self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in state["sums"].items()}
 
     def _read(self) -> dict[str, tuple[float, float]]:
         return {figure: (float(part), float(whole)) for figure, (part, whole) in self._sums.items()}
@@ -168,30 +166,21 @@ def _put_in(model: PreTrainedModel, multiply: Product, always: bool = False) -> 
 
 
 def _take_out(model: PreTrainedModel, before: str) -> None:
-    """Take back what `_put_in` did, which returned `before`."""
     for block in blocks(model):
         delattr(block.self_attn, _PAIRS)
     model.config._attn_implementation = before
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float,
-    **settings: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **rest: Any
 ) -> tuple[Tensor, Tensor | None]:
     """[B, A, T, D] queries to [B, T, A, D]."""
     multiply, always = getattr(module, _PAIRS)
     if not module.training and not always:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **settings
-        )
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **rest)
         return plain
     num_groups = query.shape[1] // key.shape[1]
-    scores = multiply(query, repeat_kv(key, num_groups)) * scaling + attention_mask
+    scores = multiply(query, repeat_kv(key, num_groups)) * scaling + mask
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     attended: Tensor = multiply(weights, repeat_kv(value, num_groups).mT)
     return attended.transpose(1, 2).contiguous(), weights
@@ -223,15 +212,9 @@ def linear(inputs: Tensor, weight: Tensor, data_gradient: Product, weight_gradie
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        data_gradient: Product,
-        weight_gradient: Product,
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, *gradients: Product) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.gradients = data_gradient, weight_gradient
+        ctx.gradients = gradients
         return functional.linear(inputs, weight)
 
     @staticmethod

@@ -124,13 +124,11 @@ def head_dim(config: Any) -> int:
 
 
 def _block_of(name: str) -> int | None:
-    """Return the number of the block that a tensor belongs to."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
 
 def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Make a model of `model`'s class, with its config but for `changes`, and copies of `tensors` as its weights."""
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)

@@ -205,7 +205,6 @@ class Cost:
         return math.sqrt(max(float(shares @ covariance @ shares), 0.0))
 
     def _covariance(self) -> Floats:
-        """Return the covariance, or what it is before any step."""
         if self.covariance is not None:
             return self.covariance.copy()
         known = DOUBTED if self.doubted else KNOWN
@@ -263,7 +262,6 @@ class Cost:
         return self.curves[0].num_sequences <= num_sequences <= self.curves[-1].num_sequences
 
     def _with_points_for(self, time: Time) -> "Cost":
-        """Return the table with a first guess of what it has no point for: a curve's next rows, or a pass."""
         rows, ms = time.num_rows / time.num_sequences, time.ms / math.exp(self.drift)
         if not self.grows:
             return self
@@ -291,7 +289,6 @@ class Cost:
 
 
 def _by_step(times: Iterable[Time]) -> dict[tuple[int, int, int], list[float]]:
-    """Return the ms of each step that was measured, in their order; ValueError if a time is impossible."""
     by_step: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for time in times:
         _check(time)
