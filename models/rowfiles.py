@@ -79,14 +79,9 @@ def holds_rows(path: Path) -> bool:
 def read_rows(path: Path, on_fault: OnFault | None = None) -> Iterator[tuple[str, Row]]:
     """Yield each row's place in the file, "line 3" or "row 3", and the row.
 
-    Args:
-        path: ends in .jsonl, .json, .csv or .parquet, and may end in .gz or .zst after that. A JSON file is a list of
-            objects, or objects one after the other.
-        on_fault: called for each row that can't be read, and reading goes on; without it the first one ends the
-            reading.
-
-    Raises:
-        ValueError: the file is missing or of another kind, or a row can't be read; names the place.
+    A JSON file is a list of objects, or objects one after the other. `on_fault` is called for each row that can't be
+    read, and reading goes on; without it the first one ends the reading. ValueError if the file is missing or of
+    another kind, or a row can't be read; names the place.
     """
     _require_readable(path)
 

@@ -28,14 +28,10 @@ Floats = NDArray[np.float64]
 
 
 class Trace(Frozen):
-    """What speculation did for one request.
+    """What speculation did for one request, whose id is unique in a list of traces, and means one prompt in two.
 
-    Attributes:
-        request_id: unique within a list of traces; equal ids in two lists mean the same prompt.
-        token_ids: the completion.
-        drafted: tokens drafted in each verification step that counts, prefill excluded.
-        accepted: tokens accepted in each step; those cut off by a stop are not accepted.
-        domain: kind of traffic.
+    Tokens are drafted and accepted in each verification step that counts, prefill excluded; those that a stop cuts off
+    are not accepted.
     """
 
     request_id: str

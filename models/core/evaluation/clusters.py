@@ -12,9 +12,8 @@ both sides. As long as it is asked for, that overstates no gain: a filling that 
 the next one that comes, since what fillings share beside the template joins them
 (`tests/tasks/stages/test_templates.py` plants it). Turns that have next to nothing else are held against each other by
 all of it, so that copies stay together however many they are. Because what is common changes as a log grows, the
-sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that takes a second
-for ten thousand. `datasketch` makes and looks up one conversation at a time, in an index that is meant to be kept,
-which here would be stale at each window.
+sketches are kept and the signatures (MinHash, banded) are made of them anew each time; that takes a second for ten
+thousand.
 """
 
 import hashlib

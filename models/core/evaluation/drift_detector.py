@@ -15,11 +15,9 @@ that a fall is told as soon after a year as after a day.
 Only requests that a draft drafted alone say how it does, and these are few (services/acceptance_sampler.py): the first
 ones of each draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All
 their steps draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all
-tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one. What a draft is
-worth is their sum, so a fall at the later ones is told as soon as one at all that costs as much
-(`tests.benchmarks.falls` plants both), and K tests would tell falls that cost little, and K times as many that are
-none. Nor are logged rows scored for it: of a domain whose people agree to no log there are none, counts need no
-consent, and scoring takes the processor that answers.
+tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one, since what a
+draft is worth is their sum (`tests.benchmarks.falls` plants both); nor are logged rows scored, since counts need no
+consent and no processor.
 """
 
 import math
@@ -92,13 +90,9 @@ class Standing(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Evidence of a fall, and sums over about the last `LATELY` requests: [] of one domain, or [R] of many.
+    """Evidence S of a fall, and sums over about the last `LATELY` requests: [] of one domain, or [R] of many.
 
-    Attributes:
-        evidence: S.
-        requests: how many there are.
-        steps, accepted: their sums.
-        squares: of the distances from the domain's own gain, each in mean steps.
+    Squares are of the distances from the domain's own gain, each in mean steps.
     """
 
     evidence: Floats
@@ -208,10 +202,11 @@ def enough_rows(
 ) -> int:
     """Return how many of the waiting conversations must be of a fallen domain for the gate to show a gain there.
 
-    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per
-    step there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s
-    has the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha.
-    Conversations are taken as independent: of those that are said to belong together, count one.
+    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per step
+    there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s has
+    the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha; it is above n,
+    and then of conversations of this domain alone, where not even all n of them would do. Conversations are taken as
+    independent: of those that are said to belong together, count one.
 
     Args:
         lost: promised minus served τ.
@@ -220,9 +215,6 @@ def enough_rows(
         num_draft_tokens: K.
         alpha: error that the gate allows the challenger.
         known: [B], by how much the log of each bet on it has grown before.
-
-    Returns:
-        d; above n, and then of conversations of this domain alone, where not even all n of them would do.
     """
     gain = max(SHARE_BACK * lost, LEAST_GAIN)
     without, within = (_growth(mean, num_draft_tokens) for mean in (0.0, gain))

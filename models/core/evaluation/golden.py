@@ -37,11 +37,7 @@ class Answer(Protocol):
 
 
 class Golden(Frozen):
-    """A prompt and its reference output.
-
-    Attributes:
-        gaps: log-probability of the best token minus the second's, at each position.
-    """
+    """A prompt and its reference output; gaps are the best token's log-probability minus the second's, by position."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

@@ -29,12 +29,7 @@ class Spread(Frozen):
 
 
 class Ratio(Frozen):
-    """One side's speed over another's.
-
-    Attributes:
-        prompts: the ratio prompt by prompt.
-        overall: over all tokens and all seconds of both, with a 95% interval that resamples prompts.
-    """
+    """One side's speed over another's: prompt by prompt, and over all tokens and seconds, with a 95% interval."""
 
     prompts: Spread
     overall: Estimate

@@ -6,7 +6,6 @@ changed model's own answers it would have guessed.
 """
 
 from collections.abc import Sequence
-from itertools import batched
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +25,8 @@ from models.drafts import Draft
 class Likeness(NamedTuple):
     """Of a model to its target, a mean over next tokens of a document.
 
-    Attributes:
-        kl: Σ p log (p / q) in nats, p the target's distribution, q the changed model's.
-        agreement: share of places at which both find the same token likeliest.
-        num_tokens: how many next tokens there were.
+    `kl` is Σ p log (p / q) in nats, p the target's distribution, q the changed model's; `agreement` the share of places
+    at which both find the same token likeliest.
     """
 
     kl: float
@@ -52,7 +49,9 @@ def likeness(
         raise ValueError(f"none of {len(documents)} documents has two tokens")
     model.eval(), target.eval()
     found: dict[int, Likeness] = {}
-    for chosen in batched(sorted(long_enough, key=lambda place: len(documents[place])), batch_size):
+    by_length = sorted(long_enough, key=lambda place: len(documents[place]))
+    for start in range(0, len(by_length), batch_size):
+        chosen = by_length[start : start + batch_size]
         batch = pad([documents[place] for place in chosen])
         logs = (_log_probs(one, batch.token_ids) for one in (target, model))
         for place, told, p, q in zip(chosen, batch.labels[:, 1:] != IGNORED, *logs, strict=True):

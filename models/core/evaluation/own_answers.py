@@ -9,7 +9,6 @@ chance alone. The difference is paired prompt by prompt.
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import batched
 
 import numpy as np
 import torch
@@ -81,7 +80,8 @@ def answer(
         for one, length in zip(samples, lengths, strict=True)
     ]
     order = sorted(range(len(samples)), key=lambda place: (lengths[place], len(samples[place].prompt_ids)))
-    for batch in batched(order, BATCH):
+    for start in range(0, len(order), BATCH):
+        batch = order[start : start + BATCH]
         said |= dict(zip(batch, go_on(model, [asks[place] for place in batch], stops, rng), strict=True))
     return [one._replace(completion_ids=said[place], rejected=None) for place, one in enumerate(samples)]
 

@@ -47,12 +47,9 @@ class Score(Frozen):
 
 
 class Clusters(NamedTuple):
-    """A window's clusters.
+    """A window's clusters: [C] differences in accepted tokens a step, shares of the traffic (sum 1), and weights.
 
-    Attributes:
-        differences: [C], in accepted tokens a step.
-        shares: [C], of the traffic; they sum to 1.
-        weights: [C], in (0, 1]: what each counts as in the test. They don't depend on any score.
+    Weights, in (0, 1], are what each counts as in the test. They don't depend on any score.
     """
 
     differences: Floats

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import batched
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,9 @@ def score(
     model.eval()
     pieces = [(number, piece) for number, document in enumerate(documents) for piece in cut([document], max_length)]
     nats, counts = [0.0] * len(documents), [0] * len(documents)
-    for chunk in batched(sorted(pieces, key=lambda one: len(one[1])), batch_size):
+    pieces.sort(key=lambda one: len(one[1]))
+    for start in range(0, len(pieces), batch_size):
+        chunk = pieces[start : start + batch_size]
         batch = pad([piece for _, piece in chunk])
         labels = batch.labels[:, 1:].to(model.device)
         logits = model(input_ids=batch.token_ids.to(model.device), use_cache=False).logits[:, :-1].float()

@@ -42,13 +42,9 @@ class Mean(float):
 
 
 class Spread(NamedTuple):
-    """A mean over seeds.
+    """A mean over seeds, each of which counts for as much, and the variance of one seed's mean.
 
-    Attributes:
-        mean: each seed counts for as much.
-        variance: of one seed's mean.
-        num_seeds: how many there are.
-        freedom: degrees of freedom that each seed's documents give; 0 where seeds are the unit.
+    `freedom` are degrees of freedom that each seed's documents give; 0 where seeds are the unit.
     """
 
     mean: float

@@ -79,7 +79,13 @@ class Decoder:
 
         ValueError if the architecture is another, or a tensor is missing or not understood.
         """
-        _require_known(config)
+        if config.model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
+            raise ValueError("sliding-window attention is not one that this forward pass knows")
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
         self.dtype, self.device = dtype, device
         self.vocab_size, self.num_layers = config.vocab_size, config.num_hidden_layers
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -336,16 +342,6 @@ class _Layer:
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     states, others = zip(*parts, strict=True)
     return (states[0], others[0]) if len(parts) == 1 else (torch.cat(states), torch.cat(others))
-
-
-def _require_known(config: Any) -> None:
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
-        raise ValueError("sliding-window attention is not one that this forward pass knows")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
 
 
 def _product(tensors: dict[str, Tensor], *layers: str) -> Product:

@@ -71,15 +71,11 @@ def vllm_kernels() -> Any | None:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         return None
-    file = Path(str(found.locate_file(f"vllm/{_library()}.abi3.so")))
+    # vLLM's name for what it loads on this processor (vllm/platforms/cpu.py): no other may be loaded.
+    wide = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    name = wide if torch.cpu._is_avx512_supported() else "_C_AVX2"
+    file = Path(str(found.locate_file(f"vllm/{name}.abi3.so")))
     if not file.is_file():
         return None
     torch.ops.load_library(file)
     return torch.ops._C
-
-
-def _library() -> str:
-    """Return vLLM's name for what it loads on this processor (vllm/platforms/cpu.py): no other may be loaded."""
-    if not torch.cpu._is_avx512_supported():
-        return "_C_AVX2"
-    return "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"

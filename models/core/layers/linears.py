@@ -107,12 +107,10 @@ def calibrate(
 ) -> None:
     """Call `visit(name, layer, collected)` for each linear layer with what it reads when the model reads `documents`.
 
-    Block by block: all layers of a block are visited with the inputs that came through the blocks before it as
-    `visit` has left them, and the block is run again before the next one. Layers that read the same share one object.
-    `visit` may change weights in place, and leaves what was collected as it is: `collect`, of inputs [N, I].
-
-    Raises:
-        ValueError: there are no documents, or a layer can't be handled.
+    Block by block: all layers of a block are visited with the inputs that came through the blocks before it as `visit`
+    has left them, and the block is run again before the next one. Layers that read the same share one object. `visit`
+    may change weights in place, and leaves what was collected as it is: `collect`, of inputs [N, I]. ValueError if
+    there are no documents, or a layer can't be handled.
     """
     if not documents or min(map(len, documents)) < 1:
         raise ValueError(f"calibration takes documents of at least one token; got {len(documents)}")

@@ -28,10 +28,8 @@ def insert_lora(
     """Put a low-rank part beside the layers of `names`, and `make_base(layer)` in place of every linear layer.
 
     Names are last parts of layers' names, such as "q_proj"; `rank` and `alpha` are r and α; `rng` draws the first
-    factors; without `make_base`, whose layer computes W x, every layer stays as it is.
-
-    Raises:
-        ValueError: no layer has one of the names, or r is more than a layer's smaller side.
+    factors; without `make_base`, whose layer computes W x, every layer stays as it is. ValueError if no layer has one
+    of the names, or r is more than a layer's smaller side.
     """
     leaves = {name.rpartition(".")[2] for name, _ in linears(model)}
     if unknown := sorted(set(names) - leaves):

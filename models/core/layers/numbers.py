@@ -40,13 +40,11 @@ def unit_interval(values: Tensor, num_bits: int, rng: torch.Generator | None = N
 def block_floating_point(
     values: Tensor, mantissa_bits: int, tile: int, rng: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round matrices to block floating point: each tile shares one exponent.
+    """Round matrices to block floating point: each tile, a square of side `tile` but at the edges, shares one exponent.
 
     An element is ± an integer mantissa below 2^mantissa_bits times 2^(exponent − mantissa_bits). A tile's exponent is
-    the least with which its largest magnitude fits, so nothing is clipped and stochastic rounding has no bias.
-
-    Tiles are squares of side `tile`; those at the edges are what is left. [..., R, C] → [..., R, C] the rounded values,
-    and [..., ⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
+    the least with which its largest magnitude fits, so nothing is clipped and stochastic rounding has no bias. [..., R,
+    C] → [..., R, C] the rounded values, and [..., ⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
     """
     _require("mantissa_bits", mantissa_bits, 1)
     _require("tile", tile, 1)

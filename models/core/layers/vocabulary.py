@@ -7,5 +7,4 @@ from torch import Tensor
 
 def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
     """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
-    order = np.lexsort((np.arange(len(token_counts)), -np.asarray(token_counts)))
-    return torch.from_numpy(np.sort(order[:size]).astype(np.int64))
+    return torch.from_numpy(np.sort(np.argsort(-np.asarray(token_counts), kind="stable")[:size]).astype(np.int64))

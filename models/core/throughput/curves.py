@@ -9,13 +9,7 @@ Count = TypeVar("Count", int, float)  # of tokens or passes: of a step, or the m
 
 
 class Curve(NamedTuple):
-    """Steps of one number of sequences.
-
-    Attributes:
-        rows: a sequence, ascending.
-        points: ms of the target, one for each of `rows`.
-        draft: ms of a pass of the draft.
-    """
+    """Steps of one number of sequences: ms of the target by rows a sequence, ascending, and of a pass of the draft."""
 
     num_sequences: int
     rows: tuple[float, ...]

@@ -15,13 +15,12 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from models.core.throughput.running import MAX_DOMAINS, OTHERS
 from models.types import Speed
 
 MEMORY = 1000.0  # steps of a domain after which a step counts for 1/e
 BATCH = 32  # steps: about as many as a request has
 LEAST_BATCHES = 6  # before that nothing is told
-MAX_DOMAINS = 64  # the others are one
-OTHERS = ""
 
 
 class DomainShare(NamedTuple):
