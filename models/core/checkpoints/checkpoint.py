@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -84,3 +86,8 @@ def tensor_names(file: Path) -> list[str]:
             return list(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file.name} of {file.parent.name} is not a safetensors file: {error}") from error
+
+
+def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
+    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
+    return torch.from_numpy(np.sort(np.argsort(-np.asarray(token_counts), kind="stable")[:size]).astype(np.int64))

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from models.core.layers import integers
-from models.core.layers.float8_linear import Float8Linear
-from models.core.layers.integer_linear import IntegerLinear
 from models.core.layers.integers import Integers
+from models.core.layers.rounded_linear import Float8Linear, IntegerLinear
 
 METHOD = "compressed-tensors"
 INTEGER, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"

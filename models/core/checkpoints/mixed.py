@@ -34,10 +34,7 @@ def but(model: PreTrainedModel, exceptions: Mapping[str, Any]) -> AbstractContex
 
 
 def quantize(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    method: BaseParams,
-    exceptions: Mapping[str, Any],
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], method: BaseParams, exceptions: Mapping[str, Any]
 ) -> Quantized:
     """Quantize a model by `method` but for some layers; see `models.quantize`.
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.core.layers.rounded_linear import to_float8
+
 OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2
 SCALE_BLOCK = 256
-_HIGH = 448.0  # of e4m3
 
 
 class Scales(NamedTuple):
@@ -95,12 +96,9 @@ def _quantiles(count: int) -> Tensor:
 
 def _double(scales: Tensor) -> Scales:
     mean = scales.mean().reshape(1)
-    centred = scales - mean
-    padded = torch.nn.functional.pad(centred, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
-    blocks = padded.abs().amax(1) / _HIGH
-    blocks = torch.where(blocks > 0, blocks, 1.0)
-    spread = blocks.repeat_interleave(SCALE_BLOCK)[: len(scales)]
-    return Scales((centred / spread).clamp(-_HIGH, _HIGH).to(torch.float8_e4m3fn), blocks, mean)
+    padded = torch.nn.functional.pad(scales - mean, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    values, blocks = to_float8(padded)
+    return Scales(values.flatten()[: len(scales)], blocks[:, 0], mean)
 
 
 class NormalFloatLinear(nn.Module):
