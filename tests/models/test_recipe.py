@@ -55,12 +55,9 @@ def test_a_recipe_sets_probation_drain_and_request_limits(tables):
     assert (serve.drain_s, serve.probation.timeout_s, serve.limits.max_queued_requests) == (3, 12, 7)
 
 
-def test_an_unknown_recipe_is_answered_with_the_nearest_one():
+def test_an_unknown_recipe_is_answered_with_the_nearest_one_and_a_broken_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'no recipe "tinny" \(did you mean "tiny"\?\)'):
         load_recipe("tinny")
-
-
-def test_a_file_that_is_not_toml_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("[target\n")
     with pytest.raises(ValueError, match=r"broken.toml can't be read as TOML"):
         load_recipe(str(tmp_path / "broken.toml"))
