@@ -13,9 +13,6 @@ MIN_COMPLETION = 3
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GateVerdict = Literal["passed", "undecided", "refused"]
-PASSED: Literal["passed"] = "passed"
-UNDECIDED: Literal["undecided"] = "undecided"
-REFUSED: Literal["refused"] = "refused"
 
 
 class Frozen(BaseModel):

@@ -28,18 +28,7 @@ from pydantic import Field
 from models.core.evaluation.acceptance import Floats, resample_sums
 from models.core.evaluation.betting import MeanTest
 from models.core.evaluation.paired import Score, cluster_of, clusters, gain, paired, within
-from models.types import (
-    PASSED,
-    REFUSED,
-    UNDECIDED,
-    DomainEvidence,
-    Estimate,
-    Frozen,
-    GateParams,
-    GateReport,
-    GateTest,
-    GateVerdict,
-)
+from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest, GateVerdict
 
 
 class Evidence(Frozen):
@@ -129,11 +118,11 @@ def decide(
         said = [f"the last window shows a loss: {last.value:+.4f} tokens a step"]
     else:
         said = []
-    verdict: GateVerdict = REFUSED
+    verdict: GateVerdict = "refused"
     if not said and not blocking:
-        verdict = PASSED
+        verdict = "passed"
     elif learns and found.high >= 0:
-        verdict, windows = UNDECIDED, f"{evidence.num_windows} window{'' if evidence.num_windows == 1 else 's'}"
+        verdict, windows = "undecided", f"{evidence.num_windows} window{'' if evidence.num_windows == 1 else 's'}"
         standing = f"learning: gain {found.value:+.3f} tokens a step, at least {found.low:+.3f} after {windows}"
         said = [standing, *(said if found.low > 0 else [])]  # the standing says that no gain is shown
     return GateReport(
