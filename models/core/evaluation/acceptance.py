@@ -86,14 +86,6 @@ def counted(
     return tuple(drafted[place] for place in kept), tuple(accepted[place] for place in kept)
 
 
-def acceptance_rate(traces: Sequence[Trace]) -> float:
-    """Return accepted / drafted tokens; ValueError if nothing was drafted."""
-    drafted, accepted, _ = _counts(traces).sum(axis=0)
-    if not drafted:
-        raise ValueError(f"{len(traces)} traces drafted nothing, so they have no acceptance rate")
-    return float(accepted / drafted)
-
-
 def mean_accepted_length(traces: Sequence[Trace]) -> float:
     """Return τ = 1 + accepted tokens / verification steps; ValueError if there was no verification step."""
     _, accepted, steps = _counts(traces).sum(axis=0)
@@ -128,7 +120,7 @@ def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000)
     )
 
 
-def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Estimate:
+def difference(before: Sequence[Trace], after: Sequence[Trace], num_resamples: int = 2000) -> Estimate:
     """Return τ of `after` minus τ of `before`, with a 95% interval.
 
     Lists with the same request ids are paired: each resample draws the same requests from both, which removes the
@@ -138,7 +130,7 @@ def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, n
     value = mean_accepted_length(after) - mean_accepted_length(before)
     _check_ids(before)
     _check_ids(after)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts_after = {trace.request_id: row for trace, row in zip(after, _counts(after), strict=True)}
     if counts_after.keys() == {trace.request_id for trace in before}:
         paired = np.array([counts_after[trace.request_id] for trace in before])

@@ -73,10 +73,6 @@ class Evidence(Frozen):
             }
         )
 
-    def another(self) -> Self:
-        """Return what is known of the champion's next challenger: nothing."""
-        return self.start(int(self.test.bound), self.challenger + 1)
-
     def alpha(self, params: GateParams) -> float:
         """Return the error that each of this challenger's bounds is allowed."""
         return allowed_error(self.challenger, params.alpha_total)

@@ -96,7 +96,7 @@ def test_each_challenger_of_a_champion_is_held_to_a_part_of_one_error() -> None:
     spent = sum(allowed_error(number, 0.05) for number in range(1, 20_000))
     assert 0.0499 < spent < 0.05
     first = after([0.1] * 3)
-    second = after([0.1] * 3, first.another())
+    second = after([0.1] * 3, Evidence.start(K, first.challenger + 1))
     assert (second.challenger, second.num_windows) == (2, 3)
     assert second.alpha(PARAMS) == first.alpha(PARAMS) / 4
     assert second.bounds(PARAMS).low < first.bounds(PARAMS).low
