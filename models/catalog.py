@@ -19,13 +19,12 @@ from pydantic_core import CoreSchema, core_schema
 from models.params import BaseParams, did_you_mean, validate
 
 _ROOT = Path(__file__).parent
-_CORE = "core"  # what methods are made of
 
 
 @cache
 def families() -> list[str]:
-    """Return the folders of `models/` that hold methods."""
-    return [module.name for module in iter_modules([str(_ROOT)]) if module.ispkg and module.name != _CORE]
+    """Return the folders of `models/` that hold methods; these are made of what is in `core`."""
+    return [module.name for module in iter_modules([str(_ROOT)]) if module.ispkg and module.name != "core"]
 
 
 @cache
@@ -48,8 +47,7 @@ def load(family: str, name: str) -> ModuleType:
 def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
     """Build the `Params` of the method that `table["name"]` names.
 
-    Raises:
-        ValueError: `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.
+    ValueError if `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.
     """
     name = table.get("name")
     if not isinstance(name, str):

@@ -15,14 +15,18 @@ has when it is served.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from models.chat_templates import Format, content_format, named
+from jinja2 import TemplateSyntaxError, nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
 from models.markers import Markers
 from models.targets import stop_ids
 
+Format = Literal["string", "openai"]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # What OpenAI's parts of a message are made of; a template may read other fields, such as cache_control.
 MEDIA_FIELDS = {"audio_embeds", "audio_url", "file", "image_embeds", "image_pil", "image_url", "input_audio"}
@@ -63,15 +67,8 @@ class ChatEncoder:
     ) -> list[int]:
         """Encode a chat as the service does; messages and tools are as OpenAI's API takes them.
 
-        Args:
-            messages: `arguments` of tool calls may be JSON text or a mapping.
-            add_generation_prompt: whether the assistant is to answer.
-            continue_final_message: whether it is to go on with the last message instead.
-            chat_template: instead of the tokenizer's own.
-            template_arguments: what else the template is given, a request's `chat_template_kwargs`.
-
-        Raises:
-            ValueError: there are no messages, one is not of text, or the template refuses them.
+        `template_arguments` are what else the template is given, a request's `chat_template_kwargs`. ValueError if
+        there are no messages, one is not of text, or the template refuses them.
         """
         wanted = [_read_tool(tool) for tool in tools] if tools is not None else None
         template = self._tokenizer.get_chat_template(chat_template, tools=wanted)
@@ -94,22 +91,17 @@ class ChatEncoder:
         """Encode messages as vLLM reads them, and tools as the template is to see them.
 
         `arguments` hold `add_generation_prompt` and `continue_final_message`; the text may have `max_chars` letters,
-        None for any number.
-
-        Raises:
-            ValueError: there are no messages, they are too long, or the template refuses them.
+        None for any number. ValueError if there are no messages, they are too long, or the template refuses them.
         """
         if not conversation:
             raise ValueError("messages are empty; at least one was wanted")
         broken = partial(self._markers.broken, named=named(template))
         try:
+            turns = _without_developer(conversation, template)
             text = self._tokenizer.apply_chat_template(
                 [
-                    {
-                        name: broken(value, own=turn["role"] == "assistant" and name in OWN)
-                        for name, value in turn.items()
-                    }
-                    for turn in _without_developer(conversation, template)
+                    {key: broken(value, own=turn["role"] == "assistant" and key in OWN) for key, value in turn.items()}
+                    for turn in turns
                 ],
                 tools=broken(tools),
                 chat_template=template,
@@ -154,7 +146,6 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
-    """Return a message as a template is to see it."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         raise ValueError(f"a message has the role {role!r}, wanted a text")
@@ -203,10 +194,8 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise ValueError(f"a tool call is {str(call)[:100]}, wanted one of a function")
     arguments = function.get("arguments")
-    try:
+    with suppress(json.JSONDecodeError, RecursionError):  # as vLLM does: one chat's text must not refuse what follows
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (json.JSONDecodeError, RecursionError):
-        arguments = None  # as vLLM does: what stands in a chat must not refuse all that follows
     named = {"arguments": None, "name": function.get("name"), **function}
     named["arguments"] = arguments if isinstance(arguments, dict) else {}
     ordered = {name: call[name] for name in ("id", "function", "type") if name in call}
@@ -225,12 +214,90 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
         else message
         for message in conversation
     ]
-    systems = [message for message in renamed if message["role"] == "system"]
-    if systems == renamed[:1]:
+    systems = [message["content"] for message in renamed if message["role"] == "system"]
+    if len(systems) == 1 and renamed[0]["role"] == "system":
         return renamed
     texts = [
         content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
-        for content in (message["content"] for message in systems)
+        for content in systems
     ]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
     return [merged, *(message for message in renamed if message["role"] != "system")]
+
+
+@lru_cache(maxsize=32)
+def named(template: str) -> frozenset[str]:
+    """Return the texts and fields that a template may compare with or look up, such as "user" and "content".
+
+    ValueError if it is no template.
+    """
+    tree = _tree(template)
+    texts = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
+    return frozenset(texts | {read.attr for read in tree.find_all(nodes.Getattr)})
+
+
+@lru_cache(maxsize=32)
+def content_format(template: str) -> Format:
+    """Return how a template takes the content of messages: as text, or as OpenAI's list of parts.
+
+    Decided as vLLM 0.32 does (`vllm.renderers.hf._detect_content_format`): by a loop over the content of a message.
+    ValueError if it is no template.
+    """
+    tree = _tree(template)
+    messages = ["messages"]
+    for name in messages:  # grows
+        for assign in tree.find_all(nodes.Assign):
+            if _reads(assign.node, name):
+                if not isinstance(assign.target, nodes.Name):
+                    return "string"
+                if assign.target.name not in messages:
+                    messages.append(assign.target.name)
+    loops = list(tree.find_all(nodes.For))
+    targets = [loop.target for loop in loops if any(_reads(loop.iter, name) for name in messages)]
+    if not all(isinstance(target, nodes.Name) for target in targets):
+        return "string"
+    each = [target.name for target in targets if isinstance(target, nodes.Name)]
+    handed: dict[int, set[str]] = {}  # by loop in a macro: its parameters that are handed a message's content
+    for macro in tree.find_all(nodes.Macro):
+        found = _handed(tree, macro, each)
+        for loop in macro.find_all(nodes.For):
+            handed[id(loop)] = found or handed.get(id(loop), set())
+    for loop in loops:
+        if any(_reads(loop.iter, name, "content") for name in each):
+            return "openai" if isinstance(loop.target, nodes.Name) else "string"
+        if isinstance(loop.iter, nodes.Name) and loop.iter.name in handed.get(id(loop), {"content"}):
+            return "openai" if isinstance(loop.target, nodes.Name) or id(loop) not in handed else "string"
+    return "string"
+
+
+def _tree(template: str) -> nodes.Template:
+    try:
+        tree: nodes.Template = _compile_jinja_template(template).environment.parse(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template can't be read: {error}") from error
+    return tree
+
+
+def _handed(tree: nodes.Template, macro: nodes.Macro, each: list[str]) -> set[str]:
+    names = [argument.name for argument in macro.args]
+    found: set[str] = set()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            given = [*zip(names, call.args, strict=False), *((pair.key, pair.value) for pair in call.kwargs)]
+            found |= {key for key, value in given if key in names and any(_reads(value, n, "content") for n in each)}
+    return found
+
+
+def _reads(node: nodes.Node | None, name: str, field: str = "") -> bool:
+    """Return whether an expression is a variable, or a field of it: filtered, tested or sliced at most."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    if field:
+        match node:
+            case nodes.Getitem(arg=nodes.Const(value=key)) | nodes.Getattr(attr=key) if key == field:
+                node = node.node
+            case _:
+                return False
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

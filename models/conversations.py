@@ -40,15 +40,12 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 can'
 
 
 class Answer(NamedTuple):
-    """The answer of a conversation.
+    """The answer of a conversation: the message as a later request holds it, the rest as OpenAI's API tells it.
 
     Attributes:
-        message: as a later request of the chat holds it.
-        finish_reason: as OpenAI's API tells it.
         end: what ends it: the token that the template writes after an answer, the tokenizer's own end, a token, or
             nothing.
         unknown: why its text doesn't tell its tokens, as a reason to count; "" where it does.
-        token_ids: as the service told them.
     """
 
     message: Message
@@ -62,15 +59,10 @@ class Conversation(NamedTuple):
     """What was asked, and what was answered.
 
     Attributes:
-        messages: what was asked.
-        tools: as OpenAI's API takes them.
         template_arguments: what else the chat template is given.
         names: of who asked: the row's `subject` and `aliases`, the request's `safety_identifier` and `user`.
-        temperature: as given.
-        answer: None without one.
         continues: the last message is the assistant's, and the answer goes on with it.
         weightless: an earlier answer is not to be learnt.
-        prompt_ids: as the service told them.
         num_tokens: of prompt and answer, as counted by a service of this kind.
     """
 
@@ -92,15 +84,10 @@ def given(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_conversation(row: Mapping[str, Any], column: str = CHATS[0]) -> Conversation:
-    """Read a row.
+    """Read a row, whose `column` holds a chat, or a text that is one message of the user's.
 
-    Args:
-        row: of a file or a data set.
-        column: holds a chat, or a text that is one message of the user's. Where a row has none named "messages", it may
-            be of another form.
-
-    Raises:
-        ValueError: it can't be rendered as the service would; mostly an `Unusable`.
+    Where a row has none named "messages", it may be of another form. ValueError, mostly an `Unusable`, if it can't be
+    rendered as the service would.
     """
     fields = given(row)
     if _is_zero(fields.get("weight")):
@@ -127,10 +114,8 @@ def read_conversation(row: Mapping[str, Any], column: str = CHATS[0]) -> Convers
 def prompt_from_row(row: Row, column: str, domain: str, group: str) -> Prompt:
     """Map a row to a prompt, without the assistant's messages at its end: the answer is the target's to give.
 
-    Of `column` see `read_conversation`; domain "" reads the row's column `domain`.
-
-    Raises:
-        ValueError: as `read_conversation`, or there is no domain, or nothing before the answer.
+    Of `column` see `read_conversation`; domain "" reads the row's column `domain`. ValueError as `read_conversation`,
+    or there is no domain, or nothing before the answer.
     """
     said = read_conversation(row, column)
     messages = list(said.messages)
@@ -138,13 +123,8 @@ def prompt_from_row(row: Row, column: str, domain: str, group: str) -> Prompt:
         messages.pop()
     if not messages:
         raise Unusable(WRONG, f'column "{column}": no message before the assistant\'s')
-    return Prompt(
-        messages=tuple(messages),
-        tools=said.tools,
-        template_arguments=said.template_arguments,
-        domain=_domain(row, domain),
-        group=group,
-    )
+    shared: dict[str, Any] = {"tools": said.tools, "template_arguments": said.template_arguments}
+    return Prompt(messages=tuple(messages), **shared, domain=_domain(row, domain), group=group)
 
 
 def document_from_row(row: Row, column: str, domain: str, group: str) -> Document:
@@ -155,17 +135,12 @@ def document_from_row(row: Row, column: str, domain: str, group: str) -> Documen
     said = read_conversation(row, column)
     if said.weightless:
         raise Unusable("of weight 0", "one of the answers is not to be learnt")
-    return Document(
-        content=(*said.messages, *([said.answer.message] if said.answer else [])),
-        tools=said.tools,
-        template_arguments=said.template_arguments,
-        domain=_domain(row, domain),
-        group=group,
-    )
+    content = (*said.messages, *([said.answer.message] if said.answer else []))
+    shared: dict[str, Any] = {"tools": said.tools, "template_arguments": said.template_arguments}
+    return Document(content=content, **shared, domain=_domain(row, domain), group=group)
 
 
 def _said(value: object, role: str) -> list[Any]:
-    """Return messages, which may be JSON text, or a text as one message."""
     if value is None:
         return []
     parsed = structure(value)
@@ -175,7 +150,6 @@ def _said(value: object, role: str) -> list[Any]:
 
 
 def _chat(said: Sequence[Any], fields: Mapping[str, Any], where: str) -> Conversation:
-    """Read messages that end with the answer or wait for it."""
     raw = [_as_openai(one) for one in said]
     if "system" in fields and not any(_role(one) == "system" for one in raw):
         raw = [{"role": "system", "content": fields["system"]}, *raw]
@@ -249,17 +223,14 @@ def _conversation(messages: Sequence[Message], request: Mapping[str, Any], field
 def _answer(
     value: object, choice: Mapping[str, Any], request: Mapping[str, Any], where: str, served: bool = False
 ) -> Answer:
-    """Read an answer: its message, the choice that says how it ended, and the request that says what could end it."""
     if isinstance(value, Mapping) and _is_zero(value.get("weight")):
         raise Unusable("of weight 0", f"{where}: the answer is not to be learnt")
-    message = _message(
-        {"role": "assistant", **value} if isinstance(value, Mapping) else value, f"{where}, the answer", served
-    )
+    said = {"role": "assistant", **value} if isinstance(value, Mapping) else value
+    message = _message(said, f"{where}, the answer", served)
     finish = choice.get("finish_reason") or "stop"
     if finish not in ("stop", "length", "tool_calls"):
-        raise Unusable(
-            "that ended otherwise", f"{where}: finish_reason is {finish!r}, wanted stop, length or tool_calls"
-        )
+        wanted = "wanted stop, length or tool_calls"
+        raise Unusable("that ended otherwise", f"{where}: finish_reason is {finish!r}, {wanted}")
     stopped, token_ids = choice.get("stop_reason"), choice.get("token_ids")
     answer = Answer(message, finish, token_ids=token_ids)
     if message.tool_calls:
@@ -310,7 +281,6 @@ def _message(value: object, where: str, served: bool = False) -> Message:
 
 
 def _content(value: object, where: str) -> str | tuple[str, ...]:
-    """Return a message's text or texts; parts without one are left out, as the service does."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -319,9 +289,8 @@ def _content(value: object, where: str) -> str | tuple[str, ...]:
     for part in value:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind not in TEXTS:
-            raise Unusable(
-                "with parts that are no text", f"{where}: a part is of type {kind!r}, wanted {', '.join(TEXTS)}"
-            )
+            wanted = f"wanted {', '.join(TEXTS)}"
+            raise Unusable("with parts that are no text", f"{where}: a part is of type {kind!r}, {wanted}")
         text = part.get(TEXTS[kind]) if isinstance(part, Mapping) else part
         if text is not None and not isinstance(text, str):
             raise Unusable(WRONG, f"{where}: wanted a text in a part of type {kind!r}, got {type(text).__name__}")
@@ -351,7 +320,6 @@ def _is_call(value: object) -> bool:
 
 
 def _as_openai(value: object) -> Any:
-    """Return a message of ShareGPT's under OpenAI's names."""
     if not isinstance(value, Mapping) or "from" not in value or "role" in value:
         return value
     return {"role": value["from"], "content": value.get("value"), **value}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from models.rowfiles import WRONG, Row, Unusable
@@ -10,10 +11,8 @@ from models.rowfiles import WRONG, Row, Unusable
 def structure(value: object) -> Any:
     """Return what JSON text of an object or list holds, and any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
+        with suppress(ValueError):
             return json.loads(value)
-        except ValueError:
-            return value
     return value
 
 
@@ -69,7 +68,6 @@ def read_response(value: Any) -> Mapping[str, Any]:
 
 
 def _joined(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Return the response that came in chunks."""
     message: dict[str, Any] = {"role": "assistant"}
     choice: dict[str, Any] = {"message": message}
     head: dict[str, Any] = {"choices": [choice]}

@@ -35,9 +35,8 @@ class Markers:
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         """Rename the markers of a tokenizer or its backend in a copy; `ends` are ids that end an answer.
 
-        Raises:
-            ValueError: it is not one of the `tokenizers` library, the copy has other ids, or a special token is one
-                character.
+        ValueError if it is not one of the `tokenizers` library, the copy has other ids, or a special token is
+        one character.
         """
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
@@ -60,8 +59,7 @@ class Markers:
     def read(cls, directory: Path) -> "Markers":
         """Read those of a target's `tokenizer.json`, to rewrite token ids where transformers is not to be loaded.
 
-        Raises:
-            ValueError: there is no such file, or as above.
+        ValueError if there is no such file, or as above.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -71,14 +69,8 @@ class Markers:
     def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
         """Change the text of a token sequence in the stretches between markers.
 
-        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text.
-
-        Args:
-            token_ids: prompt or completion.
-            change: text to text.
-
-        Returns:
-            The ids and their text, markers included; equal to what came where nothing changed.
+        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text. Returns
+        the ids and their text, markers included; equal to what came where nothing changed.
         """
         ids: list[int] = []
         texts: list[str] = []
@@ -217,7 +209,6 @@ def _words(tree: Tree, letter: Callable[[str], str]) -> str:
 
 
 def _beginnings(tree: Tree) -> str:
-    """Return a pattern of what a tree's words begin with, in any case."""
     options = "|".join(_any_case(first) + _beginnings(rest) for first, rest in tree.items() if first)
     return f"(?:{options})?" if options else ""
 

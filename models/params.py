@@ -6,8 +6,7 @@ the recipe, who has not seen the class.
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
@@ -58,8 +57,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> ModelT:
     """Build `model` from `values`; `where` says what they describe, the start of each line of the error.
 
-    Raises:
-        ValueError: a key is unknown, missing or holds a wrong value; names each such key.
+    ValueError if a key is unknown, missing or holds a wrong value; names each such key.
     """
     try:
         return model.model_validate(dict(values))
@@ -71,13 +69,7 @@ def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> Mode
 def without_defaults(value: Any) -> Any:
     """Return settings as JSON, without keys that have their defaults; the name of a method stays."""
     if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        kept = (
-            (key, told)
-            for key, told in value
-            if key == "name" or told != fields[key].get_default(call_default_factory=True)
-        )
-        return {key: without_defaults(told) for key, told in kept}
+        return {key: without_defaults(told) for key, told in value if key == "name" or told != _default(value, key)}
     if isinstance(value, Mapping):
         return {key: without_defaults(told) for key, told in value.items()}
     if isinstance(value, list | tuple):
@@ -88,7 +80,7 @@ def without_defaults(value: Any) -> Any:
 def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str) -> None:
     """Raise ValueError naming one of `keys`, which nothing would read, that is not set to its default."""
     for key in keys:
-        if (value := getattr(params, key)) != type(params).model_fields[key].get_default(call_default_factory=True):
+        if (value := getattr(params, key)) != _default(params, key):
             raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')
 
 
@@ -103,10 +95,8 @@ def unread(*keys: str, when: Callable[[Any], bool], why: str) -> Any:
     return model_validator(mode="after")(check)
 
 
-def table_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the class whose fields are the keys of a field's table, which may be optional; None for a value."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+def _default(params: BaseModel, key: str) -> Any:
+    return type(params).model_fields[key].get_default(call_default_factory=True)
 
 
 def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
@@ -127,8 +117,12 @@ def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
 
 def _table_at(model: type[BaseModel], path: Iterable[str]) -> type[BaseModel] | None:
     """Return the class of a table inside of `model`'s; None where the path leads through something else."""
-    found: type[BaseModel] | None = model
+    found: Any = model
     for key in path:
-        field = found.model_fields.get(key) if found else None
-        found = table_of(field.annotation) if field else None
-    return found
+        if get_origin(found) is dict:  # of tables by their names
+            found = get_args(found)[1]
+        else:
+            field = getattr(found, "model_fields", {}).get(key)
+            kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # it may be optional
+            found = next((kind for kind in kinds if get_origin(kind) is dict or hasattr(kind, "model_fields")), None)
+    return found if hasattr(found, "model_fields") else None

@@ -6,41 +6,36 @@ that way.
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.core.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.engines import EngineParams
-from models.params import BaseParams, ModelT, did_you_mean, table_of, validate, without_defaults
+from models.params import BaseParams, TrainingParams, did_you_mean, require_unsaid, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
 from models.types import Frozen, GateParams
-from models.unread import require_read
-
-ParsedT = TypeVar("ParsedT")
 
 DEFAULT_RECIPE = "smollm2-cpu"
 _FOLDER = Path(__file__).parent / "recipes"
 # Of a run that another one goes on from.
 GOES_ON = {"schedule": "constant", "average": 0.3}
 
+_TRAINING = [key for key in TrainingParams.model_fields if key != "max_length"]  # that is read in calibrating, too
 DOMAIN = r"^[a-z0-9_-]{1,32}$"  # what requests name, and the query log takes
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 
 
-def _distill_params(table: Mapping[str, Any]) -> BaseParams:
+def _distill_params(table: Any) -> Any:
+    if not isinstance(table, Mapping):
+        return table
     from models.core.learning import distill  # torch
 
     return validate(distill.Params, table, "distill")
-
-
-def _parse_distill(value: object) -> object:
-    return _distill_params(value) if isinstance(value, Mapping) else value
 
 
 class Traffic(Frozen):
@@ -230,7 +225,7 @@ class Recipe(Frozen):
     generate: Generate = Generate()
     engine: Annotated[EngineParams, catalog.Method("engines")]
     draft: Annotated[BaseParams, catalog.Method("drafts")]
-    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
+    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)]
     refresh: Refresh = Refresh()
     gate: Gate = Gate()
     post_promotion_test: PostPromotionTest = PostPromotionTest()
@@ -262,38 +257,35 @@ class Recipe(Frozen):
 
     def refresh_distill(self) -> BaseParams:
         """Return the settings of training in a refresh."""
-        return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
+        params: BaseParams = _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
+        return params
 
     def require_served(self) -> None:
         """Raise ValueError if the engine can't serve as the recipe wants it."""
         catalog.load("engines", self.engine.name).require_serving(self.serve, self.draft)
 
-    def _require_lessons(self, params: Any, of_log: bool) -> None:
-        """Raise ValueError if the draft can't learn of such answers or teachers."""
+    def _require_lessons(self) -> None:
+        """Raise ValueError if the draft can't learn of such answers or teachers, or of prompts answered again."""
         from models.answers import require_source  # torch
         from models.core.drafting.draft_families import family_named, procedure_of
         from models.core.learning.teacher import require_reader
 
         family = family_named(self.draft.name)
-        loss = params.over(procedure_of(family)).loss
-        require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains)
-        if params.teachers and not family.TRAINED:
-            raise ValueError("teachers are for drafts that are trained, and this one has no weights")
-        require_reader(params.teachers, loss)
-
-    def _require_regeneration(self) -> None:
-        """Raise ValueError if prompts are to be answered again and nobody could, or would learn of it."""
-        from models.core.drafting.draft_families import family_named  # torch
-
-        again = self.refresh.regenerate
-        if again is None:
+        learning: tuple[Any, ...] = (self.distill, self.refresh_distill())
+        for params, of_log in zip(learning, (False, True), strict=True):
+            loss = params.over(procedure_of(family)).loss
+            require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains)
+            if params.teachers and not family.TRAINED:
+                raise ValueError("teachers are for drafts that are trained, and this one has no weights")
+            require_reader(params.teachers, loss)
+        if (again := self.refresh.regenerate) is None:
             return
         if again.max_tokens >= self.engine.max_model_len:
             raise ValueError(
                 f"refresh.regenerate.max_tokens is {again.max_tokens}, and a prompt with its answer fits into "
                 f"engine.max_model_len {self.engine.max_model_len}; choose less"
             )
-        if not family_named(self.draft.name).TRAINED:
+        if not family.TRAINED:
             raise ValueError("refresh.regenerate is for drafts that are trained, and this one has no weights")
 
     @model_validator(mode="after")
@@ -305,21 +297,75 @@ class Recipe(Frozen):
                 module.require_engine(self.shrink.method, self.engine.name)
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
-        self._require_lessons(self.distill, of_log=False)
-        self._require_lessons(self.refresh_distill(), of_log=True)
         if self.num_draft_tokens < 1:
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
             )
-        self._require_regeneration()
+        self._require_lessons()
         catalog.load("engines", self.engine.name).require_draft(self.draft, self.engine)
-        require_read(self)
+        _require_read(self)
         if self.serve != Serve() or self.demo is not None:
             self.require_served()
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
             if domain not in self.traffic:
                 raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')
         return self
+
+
+def _require_read(recipe: Recipe) -> None:
+    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it.
+
+    A key that another of its own table makes pointless is refused by that table, and one that an engine would not read
+    with a family of drafts by the engine (`require_draft`).
+    """
+    _require_read_stages(recipe)
+    first: Any = recipe.distill
+    refresh: Any = recipe.refresh_distill()
+    _require_learnt(recipe.draft, first, "[distill]", type(first).model_fields)
+    _require_learnt(recipe.draft, refresh, "[refresh] distill", recipe.refresh.distill)
+    if not (first.validation or refresh.validation):
+        require_unsaid(refresh, ["patience"], "[distill]", "validation is 0")
+    used = {value.name for _, value in recipe.engine if isinstance(value, BaseParams)}
+    for family, method in (*first.heads, *refresh.heads):
+        if method.name not in used:
+            raise ValueError(
+                f'[distill] {family} = "{method.name}" fits a head that engine "{recipe.engine.name}" would not read: '
+                f"it decodes by {', '.join(sorted(used))}"
+            )
+
+
+def _require_read_stages(recipe: Recipe) -> None:
+    reads = recipe.pretrain is not None or recipe.finetune is not None
+    for family in ("shrink", "prune", "quantize"):
+        if (table := getattr(recipe, family)) is None:
+            continue
+        others = [form for form in getattr(table, "exceptions", {}).values() if isinstance(form, BaseParams)]
+        own, *further = [catalog.load(family, method.name) for method in (table.method, *others)]
+        trains = hasattr(own, "Hooks") or getattr(own, "TRAINS", False)
+        calibrates = isinstance(table, Shrink) and getattr(table.method, "measures", True)
+        calibrates = calibrates or any(getattr(module, "CALIBRATED", False) for module in (own, *further))
+        reads = reads or trains or calibrates
+        keys = [*(() if trains else _TRAINING), *(() if calibrates else ("num_documents",))]
+        keys += [] if trains or calibrates else ["max_length"]
+        why = f"{table.method.name} {'only trains' if trains else 'only calibrates' if calibrates else 'reads no text'}"
+        require_unsaid(table, [key for key in keys if key in type(table).model_fields], f"[{family}]", why)
+    if (select := recipe.select) is None:
+        return
+    if not reads:
+        raise ValueError("[select] chooses text, and no later stage of this recipe reads any")
+    if not catalog.load("select", select.method.name).TRAINS:
+        require_unsaid(select, [*_TRAINING, "proxy"], "[select]", f"{select.method.name} trains no proxy")
+
+
+def _require_learnt(draft: BaseParams, params: BaseParams, where: str, keys: Any) -> None:
+    from models.core.drafting.draft_families import class_of, family_named  # torch
+
+    family = family_named(draft.name)
+    if not family.TRAINED:
+        require_unsaid(params, keys, where, f"a draft of family {draft.name} has no weights to train")
+    elif class_of(family).max_unroll == 1:
+        later = {"step_decay", "follow"}
+        require_unsaid(params, sorted(later & set(keys)), where, f"a draft of family {draft.name} is unrolled once")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -330,8 +376,7 @@ def shipped_recipes() -> dict[str, Path]:
 def load_recipe(name_or_path: str) -> Recipe:
     """Read and parse a recipe that ships, by its name, or a TOML file.
 
-    Raises:
-        ValueError: there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
+    ValueError if there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
     """
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
@@ -347,50 +392,6 @@ def load_recipe(name_or_path: str) -> Recipe:
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from the tables of a TOML file; `where` is the start of each error.
 
-    Each table is parsed by itself first, so that an error names the table and the nearest key.
-
-    Raises:
-        ValueError: a table, key, method or value is wrong.
+    ValueError if a table, key, method or value is wrong.
     """
-    parsed = dict(tables)
-    for name, parse in _parsers().items():
-        if name in parsed:
-            parsed[name] = _parse_table(parse, parsed[name], f"{where}: [{name}]")
-    for name, model in (("traffic", Traffic), ("text", Text)):
-        if isinstance(parsed.get(name), Mapping):
-            parsed[name] = {
-                domain: _parse_domain(name, model, table, f"{where}: [{name}.{domain}]")
-                for domain, table in parsed[name].items()
-            }
-    return validate(Recipe, parsed, where)
-
-
-def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
-    """Return what parses each table, but those that are named by domains."""
-    parsers: dict[str, Callable[[Mapping[str, Any]], object]] = {}
-    for name, field in Recipe.model_fields.items():
-        families = [one.family for one in field.metadata if isinstance(one, catalog.Method)]
-        if families:
-            parsers[name] = partial(catalog.parse, families[0])
-        elif (model := table_of(field.annotation)) is not None:
-            parsers[name] = partial(validate, model, where=name)
-    return {**parsers, "distill": _distill_params}
-
-
-def _parse_domain(name: str, model: type[ModelT], table: object, where: str) -> ModelT:
-    def parse(values: Mapping[str, Any]) -> ModelT:
-        source = values.get("source")
-        if isinstance(source, Mapping):
-            values = {**values, "source": catalog.parse("sources", source)}
-        return validate(model, values, name)
-
-    return _parse_table(parse, table, where)
-
-
-def _parse_table(parse: Callable[[Mapping[str, Any]], ParsedT], table: object, where: str) -> ParsedT:
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: wanted a table, got {table!r}")
-    try:
-        return parse(table)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    return validate(Recipe, tables, where)

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -53,12 +54,7 @@ class Unusable(ValueError):
 
 
 class Skipped:
-    """The rows that were left out.
-
-    Attributes:
-        counts: reason to number.
-        first: reason to place and fault of its first row.
-    """
+    """The rows that were left out: reason to number, and to place and fault of its first row."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,15 +62,12 @@ class Skipped:
 
     def add(self, where: str, fault: Exception) -> None:
         """Count a row, by what it failed with."""
-        if isinstance(fault, Unusable):
-            reason, said = fault.reason, str(fault)
-        else:
-            reason, said = WRONG, f"{type(fault).__name__}: {fault}"
+        reason = fault.reason if isinstance(fault, Unusable) else WRONG
+        said = str(fault) if isinstance(fault, Unusable) else f"{type(fault).__name__}: {fault}"
         self.counts[reason] += 1
         self.first.setdefault(reason, f"{where}: {said[:MAX_FAULT_CHARS]}")
 
     def __str__(self) -> str:
-        """Return reasons and numbers in one line."""
         return ", ".join(f"{number} {reason}" for reason, number in sorted(self.counts.items()))
 
 
@@ -86,14 +79,9 @@ def holds_rows(path: Path) -> bool:
 def read_rows(path: Path, on_fault: OnFault | None = None) -> Iterator[tuple[str, Row]]:
     """Yield each row's place in the file, "line 3" or "row 3", and the row.
 
-    Args:
-        path: ends in .jsonl, .json, .csv or .parquet, and may end in .gz or .zst after that. A JSON file is a list of
-            objects, or objects one after the other.
-        on_fault: called for each row that can't be read, and reading goes on; without it the first one ends the
-            reading.
-
-    Raises:
-        ValueError: the file is missing or of another kind, or a row can't be read; names the place.
+    A JSON file is a list of objects, or objects one after the other. `on_fault` is called for each row that can't be
+    read, and reading goes on; without it the first one ends the reading. ValueError if the file is missing or of
+    another kind, or a row can't be read; names the place.
     """
     _require_readable(path)
 
@@ -117,10 +105,7 @@ def usable(
 ) -> Iterator[ItemT]:
     """Yield what is made of places and rows, and log how many were left out for which reason, with the first of each.
 
-    `read` is given what is told of each row that can't be read.
-
-    Raises:
-        ValueError: there are no rows, or none can be used.
+    `read` is given what is told of each row that can't be read. ValueError if there are no rows, or none can be used.
     """
     skipped, num_made = Skipped(), 0
     try:
@@ -143,8 +128,7 @@ def usable(
 def count_rows(path: Path) -> int:
     """Return how many rows a file has: exact for Parquet and JSON, its lines for the others.
 
-    Raises:
-        ValueError: as `read_rows`.
+    ValueError as `read_rows`.
     """
     _require_readable(path)
     try:
@@ -197,21 +181,20 @@ def _parquet_file(path: Path) -> Iterator["ParquetFile"]:
 
 def _jsonl_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
     with _opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield from _parsed(number, line, on_fault)
+        yield from _parsed(((number, line) for number, line in enumerate(lines, start=1) if line.strip()), on_fault)
 
 
-def _parsed(number: int, text: bytes, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
-        on_fault(f"line {number}", f"not JSON ({error})")
-        return
-    if isinstance(row, dict):
-        yield f"line {number}", row
-    else:
-        on_fault(f"line {number}", f"wanted an object, got {type(row).__name__}")
+def _parsed(texts: Iterable[tuple[int, bytes]], on_fault: OnFault) -> Iterator[tuple[str, Row]]:
+    for number, text in texts:
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
+            on_fault(f"line {number}", f"not JSON ({error})")
+            continue
+        if isinstance(row, dict):
+            yield f"line {number}", row
+        else:
+            on_fault(f"line {number}", f"wanted an object, got {type(row).__name__}")
 
 
 def _text(path: Path) -> str:
@@ -220,8 +203,8 @@ def _text(path: Path) -> str:
 
 
 def _json_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
-    for number, element in _elements(_text(path)):
-        yield from _parsed(number, element.encode(errors="surrogateescape"), on_fault)
+    elements = _elements(_text(path))
+    return _parsed(((number, text.encode(errors="surrogateescape")) for number, text in elements), on_fault)
 
 
 def _elements(text: str) -> Iterator[tuple[int, str]]:
@@ -243,12 +226,10 @@ def _elements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _parquet_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
-    number = 0
     with _parquet_file(path) as file:
-        for batch in file.iter_batches(BATCH_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number}", without_nulls(row)
+        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(BATCH_ROWS))
+        for number, row in enumerate(rows, start=1):
+            yield f"row {number}", without_nulls(row)
 
 
 def without_nulls(value: Any) -> Any:

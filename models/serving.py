@@ -9,9 +9,7 @@ from models import catalog
 from models.core.evaluation.canary import Params as CanaryParams
 from models.core.evaluation.drift_detector import Params as DriftDetector
 from models.params import BaseParams, require_unsaid
-from models.types import Frozen
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from models.types import Frozen, Positive
 
 
 class Limits(Frozen):

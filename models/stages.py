@@ -4,7 +4,9 @@ Text is what they train, calibrate and measure on; the other tables each switch 
 work is refused here, before the first stage has computed for hours.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -12,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from models import catalog
 from models.core.checkpoints.sparsity import Pattern
 from models.params import BaseParams, TrainingParams, did_you_mean
-from models.together import Declared, declared, require_compatible, require_exceptions, require_kept
+from models.together import FLOAT, Declared, declared, require_compatible, require_exceptions, require_kept
 from models.types import Frozen
 
 
@@ -43,6 +45,15 @@ class Trained(TrainingParams):
         return TrainingParams(**{name: getattr(self, name) for name in TrainingParams.model_fields})
 
 
+def _require_one_of(family: str, method: BaseParams, can: Callable[[ModuleType], object], said: str) -> BaseParams:
+    """Return a method; ValueError where it can't do what a stage asks of it, with those that can and `ELSEWHERE`."""
+    modules = {name: catalog.load(family, name) for name in catalog.names(family)}
+    if not can(modules[method.name]):
+        why = said.format(method.name, getattr(modules[method.name], "ELSEWHERE", ""))
+        raise ValueError(f"{why}; choose one of: {', '.join(name for name in modules if can(modules[name]))}")
+    return method
+
+
 class Select(Trained):
     """Which documents are worth training on, asked of a small proxy that learns from those chosen so far.
 
@@ -58,26 +69,16 @@ class Select(Trained):
     proxy: Annotated[BaseParams, catalog.Method("targets")] | None = None
 
     @model_validator(mode="after")
-    def _rounds_have_documents(self) -> "Select":
+    def _can_select(self) -> "Select":
         if self.num_documents < self.num_rounds:
             raise ValueError(f"num_documents {self.num_documents} is less than num_rounds {self.num_rounds}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_draft_where_one_is_asked(self) -> "Select":
         if self.proxy is None and catalog.load("select", self.method.name).DRAFTS:
-            raise ValueError(
-                f'"{self.method.name}" asks what the target accepts of a small model, so it needs a table proxy'
-            )
+            said = "asks what the target accepts of a small model, so it needs a table proxy"
+            raise ValueError(f'"{self.method.name}" {said}')
         return self
 
 
-def _compatible(methods: tuple[BaseParams, ...]) -> tuple[BaseParams, ...]:
-    require_compatible(methods)
-    return methods
-
-
-Regimes = Annotated[tuple[Annotated[BaseParams, catalog.Method("regimes")], ...], AfterValidator(_compatible)]
+Regimes = Annotated[tuple[Annotated[BaseParams, catalog.Method("regimes")], ...], AfterValidator(require_compatible)]
 
 
 class Pretrain(Trained):
@@ -94,12 +95,8 @@ class Shrink(Trained):
     @field_validator("method")
     @classmethod
     def _keeps_the_tokens(cls, method: BaseParams) -> BaseParams:
-        choices = [name for name in catalog.names("shrink") if catalog.load("shrink", name).KEEPS_TOKENS]
-        if method.name not in choices:
-            raise ValueError(
-                f'"{method.name}" leaves the target without a tokenizer that fits; choose one of: {", ".join(choices)}'
-            )
-        return method
+        said = '"{}" leaves the target without a tokenizer that fits'
+        return _require_one_of("shrink", method, attrgetter("KEEPS_TOKENS"), said)
 
 
 class Prune(Frozen):
@@ -164,23 +161,18 @@ class Finetune(Trained):
     @field_validator("method")
     @classmethod
     def _can_be_merged(cls, method: BaseParams) -> BaseParams:
-        choices = [name for name in catalog.names("adapters") if hasattr(catalog.load("adapters", name), "fold")]
-        if method.name not in choices:
-            why = catalog.load("adapters", method.name).ELSEWHERE
-            raise ValueError(f'"{method.name}" can\'t be merged: {why}; choose one of: {", ".join(choices)}')
-        return method
+        return _require_one_of("adapters", method, lambda module: hasattr(module, "fold"), '"{}" can\'t be merged: {}')
 
 
 def _parse_exceptions(value: object) -> object:
     if not isinstance(value, Mapping):
         raise ValueError(f'wanted a table of patterns, such as {{ "*.mlp.down_proj" = "float" }}; got {value!r}')
-    for form in value.values():
-        if not isinstance(form, Mapping | BaseParams) and form != "float":
+    forms = {}
+    for pattern, form in value.items():
+        if not isinstance(form, Mapping | BaseParams) and form != FLOAT:
             raise ValueError(f'wanted a method\'s table or "float" for each pattern; got {form!r}')
-    return {
-        pattern: catalog.parse("quantize", form) if isinstance(form, Mapping) else form
-        for pattern, form in value.items()
-    }
+        forms[pattern] = catalog.parse("quantize", form) if isinstance(form, Mapping) else form
+    return forms
 
 
 class Quantize(Trained):
@@ -204,13 +196,7 @@ class Quantize(Trained):
     @field_validator("method")
     @classmethod
     def _can_be_served(cls, method: BaseParams) -> BaseParams:
-        choices = [name for name in catalog.names("quantize") if catalog.load("quantize", name).STORED]
-        if method.name not in choices:
-            why = catalog.load("quantize", method.name).ELSEWHERE
-            raise ValueError(
-                f'a checkpoint of "{method.name}" is not served: {why}; choose one of: {", ".join(choices)}'
-            )
-        return method
+        return _require_one_of("quantize", method, attrgetter("STORED"), 'a checkpoint of "{}" is not served: {}')
 
 
 TABLES: dict[str, type[Frozen]] = {
@@ -232,10 +218,10 @@ def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
         if table is not None and not text:
             raise ValueError(f"[{name}] works on text, so the recipe needs a table [text.DOMAIN]")
     finetune, select = tables["finetune"], tables["select"]
-    if finetune is not None and finetune.domain not in text:
-        raise ValueError(f'[finetune]: key "domain": no [text.{finetune.domain}]{did_you_mean(finetune.domain, text)}')
-    if finetune is not None and finetune.second is not None and (other := finetune.second.domain) not in text:
-        raise ValueError(f'[finetune]: key "second.domain": no [text.{other}]{did_you_mean(other, text)}')
+    asked = {"domain": finetune, "second.domain": finetune and finetune.second}
+    for key, task in asked.items():
+        if task is not None and task.domain not in text:
+            raise ValueError(f'[finetune]: key "{key}": no [text.{task.domain}]{did_you_mean(task.domain, text)}')
     require_kept(one for name, table in tables.items() if table is not None for one in _declared(name, table))
     pool = sum(table.num_train for table in text.values())
     if select is not None and select.num_documents > pool:
@@ -243,7 +229,6 @@ def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
 
 
 def _declared(name: str, table: Any) -> Iterator[Declared]:
-    """Yield what the methods of a stage's table declare, in the order in which they are run."""
     fields = type(table).model_fields
     if "method" in fields:
         [family] = (one.family for one in fields["method"].metadata if isinstance(one, catalog.Method))

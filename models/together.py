@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from models import catalog
 from models.params import BaseParams
@@ -33,17 +33,12 @@ PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "pre
 FLOAT = "float"
 # What engines multiply as one matrix.
 AS_ONE = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+Regimes = TypeVar("Regimes", bound=Sequence[BaseParams])
 _DEPTH = 256  # blocks that patterns are tried on before there is a model
 
 
 class Declared(NamedTuple):
-    """What one method declares.
-
-    Attributes:
-        where: what errors call it.
-        changes: what it changes.
-        keeps: what it keeps.
-    """
+    """What one method declares; errors call it `where`."""
 
     where: str
     changes: Collection[str]
@@ -67,8 +62,8 @@ def require_kept(methods: Iterable[Declared]) -> None:
                 raise ValueError(f"{later.where} {LOST[what].format(earlier.where)}; choose one of the two")
 
 
-def require_compatible(regimes: Sequence[BaseParams]) -> None:
-    """Raise ValueError naming two regimes that change the same part of training, or one that combines with none."""
+def require_compatible(regimes: Regimes) -> Regimes:
+    """Return regimes; ValueError naming two that change the same part of training, or one that combines with none."""
     changed: dict[str, str] = {}
     for regime in regimes:
         parts = catalog.load("regimes", regime.name).CHANGES
@@ -78,6 +73,7 @@ def require_compatible(regimes: Sequence[BaseParams]) -> None:
             if part in changed:
                 raise ValueError(f'regimes "{changed[part]}" and "{regime.name}" both change the {part}; choose one')
             changed[part] = regime.name
+    return regimes
 
 
 def require_exceptions(method: BaseParams, exceptions: Mapping[str, Any]) -> None:

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 def differing_tokens(directory: Path, like: Path) -> list[str]:
     """Return the tokens that don't have one id in the tokenizers of two model directories, sorted.
 
-    Raises:
-        ValueError: one of them has no tokenizer.json.
+    ValueError if one of them has no tokenizer.json.
     """
     for one in (directory, like):
         if not (one / "tokenizer.json").is_file():

@@ -3,7 +3,7 @@
 What is gated, estimated or measured in `models` is kept, sent and shown by `infra` as it is.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,10 +11,8 @@ ALL = ""  # the finding on all domains together
 # Tokens of an answer: one that the prompt gives, one that is drafted and one after it. A shorter one teaches nothing.
 MIN_COMPLETION = 3
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GateVerdict = Literal["passed", "undecided", "refused"]
-PASSED: Literal["passed"] = "passed"
-UNDECIDED: Literal["undecided"] = "undecided"
-REFUSED: Literal["refused"] = "refused"
 
 
 class Frozen(BaseModel):

@@ -22,7 +22,7 @@ from models.core.evaluation.paired import clusters, gain
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.targets import describe
-from models.types import PASSED, Frozen
+from models.types import Frozen
 from tasks.claim_window import Parts
 from tasks.gate_draft import CHAMPION
 from tasks.measure_draft import Scorer
@@ -55,7 +55,7 @@ def find_returned(recipe: Recipe, pair: Pair) -> Version | None:
     bad = {one.sha256 for one in versions if is_quarantined(one)}
     for domain in fallen_domains():
         found = tried_again(versions, pair.draft.number, domain)
-        if found and found.lineage.gate == PASSED and not found.was_champion and found.sha256 not in bad:
+        if found and found.lineage.gate == "passed" and not found.was_champion and found.sha256 not in bad:
             return found
     return None
 

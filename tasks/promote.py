@@ -12,7 +12,6 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined, same_files
 from infra.windows import Window
 from models.recipe import Recipe
-from models.types import PASSED, UNDECIDED
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.task import task
 
@@ -143,11 +142,11 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
     if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
         return "already trained"
     try:
-        if candidate.lineage.gate != PASSED or is_quarantined(candidate):
+        if candidate.lineage.gate != "passed" or is_quarantined(candidate):
             registry.require_champion("draft", pair.draft.number)
             why = candidate.quarantined or candidate.lineage.gate_reasons
             run_logger().info("draft %d is not promoted: %s", candidate.number, why)
-            undecided = candidate.lineage.gate == UNDECIDED and not is_quarantined(candidate)
+            undecided = candidate.lineage.gate == "undecided" and not is_quarantined(candidate)
             return "undecided" if undecided else "refused"
         if approve:
             registry.require_champion("draft", pair.draft.number)
@@ -179,7 +178,7 @@ def promote_version(number: int, forced: str = "") -> Version:
             f"draft {number} was made for target {version.lineage.target_version}, not for the champion: {served}"
         )
     lineage, force = version.lineage, "to promote it anyway, give a reason: --force REASON"
-    if lineage.gate != PASSED and not forced:
+    if lineage.gate != "passed" and not forced:
         verdict = f"{lineage.gate}: {lineage.gate_reasons}" if lineage.gate else "none"
         raise ValueError(f"draft {number} passed no gate ({verdict}); {force}")
     parent = None if lineage.parent is None else registry.get("draft", lineage.parent)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from models.core.layers.linears import linears
 from models.core.layers.lora import insert_lora, plain_linear, replace_kind, take_out
-from models.core.layers.normal_float_linear import NormalFloatLinear
+from models.core.layers.normal_float import NormalFloatLinear
 from models.params import BaseParams
 
 PAPER = "arXiv:2305.14314, section 3; rank and alpha of its section 4"

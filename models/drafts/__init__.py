@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models.core.drafting.proposal import Proposal
-from models.core.layers.packed_linear import pack
+from models.core.layers.packed_product import pack
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard

@@ -30,7 +30,7 @@ from models.core.drafting.draft_format import LAYER_SIZES
 from models.core.drafting.features import decoder_layer, linear, start_as
 from models.core.drafting.heads import Block
 from models.core.drafting.path_drafters import FeatureDrafter
-from models.core.layers.packed_linear import Borrowed
+from models.core.layers.packed_product import Borrowed
 from models.drafts import Procedure, Rows
 from models.losses import feature_l2
 from models.params import BaseParams

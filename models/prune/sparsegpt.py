@@ -16,8 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models.core.checkpoints.sparsity import Pattern
-from models.core.layers.hessian import inverse_factor
-from models.core.layers.linears import Gram
+from models.core.layers.linears import Gram, inverse_factor
 from models.params import BaseParams
 from models.prune import require_inputs
 

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
 from models.core.layers import integers
-from models.core.layers.hessian import inverse_factor
 from models.core.layers.integers import Integers
-from models.core.layers.linears import Gram, calibrate
+from models.core.layers.linears import Gram, calibrate, inverse_factor
 from models.quantize import BLOCK, Grid, Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2210.17323, algorithm 1"

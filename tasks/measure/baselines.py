@@ -27,9 +27,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from infra.installed import INTERPRETER
 from infra.client import Answer
-from infra.installed import openmp_preload
+from infra.installed import INTERPRETER, openmp_preload
 from infra.processes import Child
 from models import catalog
 from models.chats import ChatEncoder

@@ -122,7 +122,7 @@ def store(changed: Changed, directory: Path, target_dir: Path) -> None:
     else:
         changed.save(directory)
         complete(directory, target_dir)
-    if any(invariants.promises(changed.model)):
+    if any(invariants.noted(changed.model.config)):
         invariants.require(load_floats(directory))
 
 

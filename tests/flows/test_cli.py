@@ -131,7 +131,7 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
     [
         (
             ("build", "--recipe", "key.toml"),
-            'redraft: key.toml: [refresh]: refresh: unknown key "min_rowz" (did you mean "min_rows"?)',
+            'redraft: key.toml: unknown key "refresh.min_rowz" (did you mean "min_rows"?)',
         ),
         (("build", "--recipe", "method.toml"), 'no method "smolm2" in targets (did you mean "smollm2"?)'),
         (("refresh", "--recipe", "tinny"), 'did you mean "tiny"'),

@@ -43,21 +43,18 @@ def test_a_name_that_is_no_file_of_the_family_is_refused(name: str) -> None:
         catalog.load("verify", name)
 
 
-def test_parse_builds_the_params_of_the_named_method() -> None:
+def test_a_method_is_parsed_from_its_table_by_its_own_name() -> None:
     params = catalog.parse("sources", {"name": "synthetic", "count": 3})
     assert params == catalog.load("sources", "synthetic").Params(count=3)
+    for family in ("sources", "verify"):
+        for name in catalog.names(family):
+            assert catalog.load(family, name).Params.model_fields["name"].default == name
 
 
 @pytest.mark.parametrize("table", [{}, {"count": 3}, {"name": 7}])
 def test_parse_needs_a_name(table: dict) -> None:
     with pytest.raises(ValueError, match='sources: key "name" must be a method'):
         catalog.parse("sources", table)
-
-
-def test_every_method_of_these_families_takes_its_own_name() -> None:
-    for family in ("sources", "verify"):
-        for name in catalog.names(family):
-            assert catalog.load(family, name).Params.model_fields["name"].default == name
 
 
 def test_listing_a_family_imports_no_torch() -> None:

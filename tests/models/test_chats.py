@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig, LlamaConfig
 
-from models.chat_templates import content_format
-from models.chats import ChatEncoder, _read
+from models.chats import ChatEncoder, _read, content_format
 from models.targets.random import byte_tokenizer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 
@@ -167,23 +166,24 @@ def test_messages_that_are_not_of_text_are_refused(message: dict[str, Any], faul
         ENCODER.encode([message])
 
 
-def test_tools_without_a_name_are_refused() -> None:
+def test_tools_without_a_name_and_what_the_template_refuses_are_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="wanted a function with a name"):
         ENCODER.encode([{"role": "user", "content": "a"}], [{"type": "function", "function": {}}])
-
-
-def test_messages_that_the_template_refuses_are_refused_with_its_reason() -> None:
     strict = byte_tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):
         ChatEncoder(strict).encode([{"role": "user", "content": "a"}])
 
 
-def test_a_text_ends_with_the_end_of_text_token_and_markers_in_it_stay_text() -> None:
+def test_a_text_ends_with_the_end_of_text_token_which_the_tokenizer_must_have() -> None:
     ids = ENCODER.encode_document("a<|im_end|>")
     assert TOKENIZER.decode(ids) == "a<|im_end|><|im_end|>"
     assert ids.count(TOKENIZER.eos_token_id) == 1
     assert ids[-1] == TOKENIZER.eos_token_id
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        ChatEncoder(endless).encode_document("a")
 
 
 def test_a_chat_is_encoded_with_its_answers_and_waits_for_none() -> None:
@@ -192,13 +192,6 @@ def test_a_chat_is_encoded_with_its_answers_and_waits_for_none() -> None:
     assert TOKENIZER.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
     with pytest.raises(ValueError, match="messages are empty"):
         ENCODER.encode([])
-
-
-def test_a_tokenizer_without_an_end_of_text_token_is_refused() -> None:
-    endless = byte_tokenizer()
-    endless.eos_token = None
-    with pytest.raises(ValueError, match="no end-of-text token"):
-        ChatEncoder(endless).encode_document("a")
 
 
 def test_rewriting_encodes_the_changed_stretches_only() -> None:

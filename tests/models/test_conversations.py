@@ -98,10 +98,12 @@ def test_what_a_request_renders_travels_with_its_messages() -> None:
     assert assistant.as_openai()["tool_calls"] == (CALL,)
 
 
-def test_an_exchange_keeps_a_leading_answer_and_blank_texts_as_they_were_served() -> None:
+def test_an_exchange_keeps_a_leading_answer_and_settings_that_change_nothing_are_taken() -> None:
     messages = [SAID, {"role": "user", "content": " "}]
     said = ("assistant", "b")
     assert roles({"request": {"messages": messages}, "response": RESPONSE}) == [said, ("user", " "), said]
+    row = exchange(n=1, echo=False, functions=None, skip_special_tokens=True, add_generation_prompt=True, stop=None)
+    assert read_conversation(row).answer is not None
 
 
 @pytest.mark.parametrize(
@@ -234,11 +236,6 @@ def test_a_response_of_any_other_shape_fails_with_what_a_row_may_fail_with(respo
         read_conversation({"request": {"messages": [USER]}, "response": response})
 
 
-def test_settings_that_change_nothing_are_taken() -> None:
-    row = exchange(n=1, echo=False, functions=None, skip_special_tokens=True, add_generation_prompt=True, stop=None)
-    assert read_conversation(row).answer is not None
-
-
 def test_a_row_becomes_a_text_or_a_whole_chat() -> None:
     row = {
         "messages": [USER, {**SAID, "tool_calls": [CALL]}],
@@ -257,14 +254,11 @@ def test_a_row_becomes_a_text_or_a_whole_chat() -> None:
         document_from_row(row, "txt", "", "g")
 
 
-def test_a_chat_with_an_answer_of_weight_0_is_no_document_but_a_prompt() -> None:
+def test_a_chat_loses_the_answer_at_its_end_only_and_one_of_weight_0_is_no_document() -> None:
     row = {"messages": [USER, {**SAID, "weight": 0}, USER, SAID], "domain": "d"}
     assert len(prompt_from_row(row, "messages", "", "g").messages) == 3
     with pytest.raises(Unusable, match="not to be learnt"):
         document_from_row(row, "messages", "", "g")
-
-
-def test_a_row_with_a_chat_loses_the_answer_at_its_end_only() -> None:
     chat = [*CHAT, {"role": "user", "content": "c"}]
     row = {"messages": [*chat, {"role": "assistant", "content": "d"}], "domain": "chat"}
     prompt = prompt_from_row(row, "messages", "", "g")

@@ -84,13 +84,10 @@ def test_the_halves_of_a_batch_find_each_other_in_any_order() -> None:
     assert len(found) == 10
 
 
-def test_a_half_that_nothing_answers_passes_as_it_is() -> None:
+def test_a_half_passes_as_it_is_and_a_failed_request_is_paired_with_its_error() -> None:
     asked, answered = batch(1)
     assert pair([asked]) == ([asked], [])
     assert pair([answered]) == ([answered], [])
-
-
-def test_a_failed_request_is_paired_with_its_error() -> None:
     asked = batch(1)[0]
     (row,), _ = pair([asked, {"custom_id": "0", "response": None, "error": {"code": "x"}}])
     assert row["error"] == {"code": "x"}

@@ -17,8 +17,10 @@ class Params(BaseParams):
     path: str
 
 
-def test_right_values_build_the_params() -> None:
+def test_right_values_build_params_that_cannot_be_changed() -> None:
     assert validate(Params, {"path": "x"}, "family.example") == Params(path="x")
+    with pytest.raises(ValueError, match="frozen"):
+        Params(path="x").path = "y"
 
 
 def test_a_misspelt_key_is_named_with_the_nearest_one() -> None:
@@ -35,11 +37,6 @@ def test_each_fault_has_its_own_line() -> None:
     assert len(lines) == 2
     assert 'key "learning_rate": Input should be greater than 0, got -1.0' in lines[0]
     assert 'key "path" is missing' in lines[1]
-
-
-def test_params_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Params(path="x").path = "y"
 
 
 @pytest.mark.parametrize(

@@ -30,25 +30,33 @@ def test_a_stage_trains_with_the_keys_of_its_own_table_and_survives_json(tables)
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        ("pretrain", {"num_epoch": 1}, r'unknown key "num_epoch" \(did you mean "num_epochs"'),
-        ("pretrain", {"batch_tokens": 1}, r'key "batch_tokens"'),
-        ("pretrain", {"regimes": [{"name": "none"}]}, r'key "regimes.0": .*no method "none" in regimes'),
-        ("shrink", {"method": {"name": "none"}}, r'key "method": .*no method "none" in shrink'),
-        ("prune", {"method": {"name": "none"}}, r'key "method": .*no method "none" in prune'),
-        ("quantize", {"method": {"name": "none"}}, r'key "method": .*no method "none" in quantize'),
-        ("finetune", {"method": {"name": "none"}, "domain": "code"}, r'key "method": .*no method "none" in adapters'),
-        ("select", {"method": {"name": "none"}, "num_documents": 4}, r'key "method": .*no method "none" in select'),
-        ("shrink", {}, r'key "method" is missing'),
+        ("pretrain", {"num_epoch": 1}, r'unknown key "pretrain.num_epoch" \(did you mean "num_epochs"'),
+        ("pretrain", {"batch_tokens": 1}, r'key "pretrain.batch_tokens"'),
+        ("pretrain", {"regimes": [{"name": "none"}]}, r'key "pretrain.regimes.0": .*no method "none" in regimes'),
+        ("shrink", {"method": {"name": "none"}}, r'key "shrink.method": .*no method "none" in shrink'),
+        ("prune", {"method": {"name": "none"}}, r'key "prune.method": .*no method "none" in prune'),
+        ("quantize", {"method": {"name": "none"}}, r'key "quantize.method": .*no method "none" in quantize'),
+        (
+            "finetune",
+            {"method": {"name": "none"}, "domain": "code"},
+            r'key "finetune.method": .*"none" in adapters',
+        ),
+        (
+            "select",
+            {"method": {"name": "none"}, "num_documents": 4},
+            r'key "select.method": .*"none" in select',
+        ),
+        ("shrink", {}, r'key "shrink.method" is missing'),
     ],
 )
 def test_a_slip_is_named_with_its_table(tables, name, table, message) -> None:
-    with pytest.raises(ValueError, match=rf"r: \[{name}\]: {name}: {message}"):
+    with pytest.raises(ValueError, match=f"r: {message}"):
         parse_recipe({**tables, name: table}, "r")
 
 
 def test_a_slip_in_a_text_is_named_with_its_domain(tables) -> None:
     tables["text"] = {"code": {**TEXT, "num_trian": 3}}
-    with pytest.raises(ValueError, match=r'r: \[text.code\]: text: unknown key "num_trian" \(did you mean "num_train"'):
+    with pytest.raises(ValueError, match=r'r: unknown key "text.code.num_trian" \(did you mean "num_train"'):
         parse_recipe(tables, "r")
 
 
@@ -78,14 +86,14 @@ def full() -> dict:
         ("shrink", "method", {"name": "vocabulary", "vocab_size": 99}, '"vocabulary" leaves .* without a tokenizer'),
         ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
         ("prune", "pattern", "4:2", "4:2 would keep all weights"),
-        ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
+        ("prune", "pattern", 1.5, 'pattern.sparsity"'),
         ("pretrain", "regimes", [{"name": "iterative_magnitude"}, {"name": "packing"}], "is a loop of its own"),
     ],
 )
 def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, value, message) -> None:
     full["select"].pop("proxy")
     full[table][key] = value
-    with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
+    with pytest.raises(ValueError, match=rf'(?s)(\[{table}\]|key "{table}).*{message}'):
         parse_recipe(full, "r")
 
 
@@ -122,7 +130,7 @@ def test_finetuning_learns_at_the_methods_own_rate_unless_the_recipe_says_anothe
     [
         ({"domain": "chta"}, [], r'key "second.domain": no \[text.chta\] \(did you mean "chat"\?\)'),
         ({"domain": "code"}, [], 'second.domain is "code", which is the first task\'s; name another'),
-        ({"domain": "chat", "weight": -1}, [], r'key "second.weight": .*got -1'),
+        ({"domain": "chat", "weight": -1}, [], r'key "finetune.second.weight": .*got -1'),
         ({"domain": "chat"}, [{"name": "iterative_magnitude"}], "is a loop of its own, which has no second task"),
     ],
 )

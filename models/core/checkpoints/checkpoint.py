@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,8 +36,7 @@ def read_tensor(directory: Path, name: str) -> Tensor:
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Read all tensors of a model directory.
 
-    Raises:
-        ValueError: there is no file, one can't be read, or weights are quantized in a way that can't be.
+    ValueError if there is no file, one can't be read, or weights are quantized in a way that can't be.
     """
     return factors.join(read_parts(directory))
 
@@ -73,10 +74,8 @@ def read_stored(directory: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors |= load_file(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{file.name} of {directory.name} can't be read: {error}") from error
-        except SafetensorError as error:
-            raise ValueError(f"{file.name} of {directory.name} is not a safetensors file: {error}") from error
     return tensors
 
 
@@ -87,3 +86,8 @@ def tensor_names(file: Path) -> list[str]:
             return list(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file.name} of {file.parent.name} is not a safetensors file: {error}") from error
+
+
+def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
+    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
+    return torch.from_numpy(np.sort(np.argsort(-np.asarray(token_counts), kind="stable")[:size]).astype(np.int64))

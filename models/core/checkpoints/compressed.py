@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from models.core.layers import integers
-from models.core.layers.float8_linear import Float8Linear
-from models.core.layers.integer_linear import IntegerLinear
 from models.core.layers.integers import Integers
+from models.core.layers.rounded_linear import Float8Linear, IntegerLinear
 
 METHOD = "compressed-tensors"
 INTEGER, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
@@ -74,8 +73,7 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
     """Put float32 weights in place of quantized ones; scales of inputs are left out.
 
-    Raises:
-        ValueError: the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
+    ValueError if the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
     """
     bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
@@ -83,7 +81,11 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
         layer, _, part = name.rpartition(".")
         scales = tensors.get(f"{layer}.weight_scale")
         if part == "weight_packed":
-            plain[f"{layer}.weight"] = _unpacked(tensors, layer, bits.get(layer, bits["Linear"])).floats()
+            num_rows, width = tensors[f"{layer}.weight_shape"].tolist()
+            num_bits, zeros = bits.get(layer, bits["Linear"]), tensors.get(f"{layer}.weight_zero_point")
+            values = integers.unpack(tensor, num_bits, width)
+            zeros = None if zeros is None else integers.unpack(zeros.T, num_bits, num_rows).T
+            plain[f"{layer}.weight"] = Integers(values, tensors[f"{layer}.weight_scale"], zeros).floats()
         elif part == "weight" and scales is not None:
             plain[name] = tensor.float() * scales.float()
         elif part not in ("weight_scale", "weight_shape", "weight_zero_point", "input_scale"):
@@ -94,22 +96,19 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
 def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put layers that round their inputs, as engines do, in place of linear ones that are stored so.
 
-    Layers of packed weights round no inputs and stay.
-
-    Raises:
-        ValueError: a layer that is stored so is no `nn.Linear`; names it.
+    Layers of packed weights round no inputs and stay. ValueError if a layer that is stored so is no `nn.Linear`; names
+    it.
     """
-    for name, values in tensors.items():
-        layer, _, part = name.rpartition(".")
-        scales = tensors.get(f"{layer}.weight_scale")
-        if part == "weight" and scales is not None:
-            linear = model.get_submodule(layer)
-            if not isinstance(linear, nn.Linear):
-                raise ValueError(f"layer {layer} is a {type(linear).__name__}; inputs are rounded for nn.Linear")
-            made: nn.Module = Float8Linear(values, scales, linear.bias)
-            if values.dtype == torch.int8:
-                made = IntegerLinear(Integers(values, scales), linear.bias, tensors.get(f"{layer}.input_scale"))
-            model.set_submodule(layer, made)
+    for layer in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+        if (values := tensors.get(f"{layer}.weight")) is None:
+            continue
+        scales, linear = tensors[f"{layer}.weight_scale"], model.get_submodule(layer)
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"layer {layer} is a {type(linear).__name__}; inputs are rounded for nn.Linear")
+        made: nn.Module = Float8Linear(values, scales, linear.bias)
+        if values.dtype == torch.int8:
+            made = IntegerLinear(Integers(values, scales), linear.bias, tensors.get(f"{layer}.input_scale"))
+        model.set_submodule(layer, made)
 
 
 def _known_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
@@ -123,22 +122,10 @@ def _known_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
         rounds = inputs is not None and inputs.get("symmetric", True)
         by_row = rounds and weights.get("symmetric", True) and weights["strategy"] == "channel"
         if not (form == PACKED and plain) and not (form in (INTEGER, FLOAT) and by_row):
-            raise ValueError(
-                f"a {METHOD} checkpoint of format {form!r} with {weights} and inputs {inputs} can't be read"
-            )
+            said = f"with {weights} and inputs {inputs}"
+            raise ValueError(f"a {METHOD} checkpoint of format {form!r} {said} can't be read")
         bits |= dict.fromkeys(group["targets"], weights["num_bits"])
     if "Linear" not in bits or any(name.startswith("re:") for name in bits):
-        raise ValueError(
-            f"a {METHOD} checkpoint for layers {', '.join(sorted(bits))} can't be read; one for Linear can"
-        )
+        said = f"for layers {', '.join(sorted(bits))}"
+        raise ValueError(f"a {METHOD} checkpoint {said} can't be read; one for Linear can")
     return bits
-
-
-def _unpacked(tensors: Mapping[str, Tensor], layer: str, bits: int) -> Integers:
-    num_rows, width = tensors[f"{layer}.weight_shape"].tolist()
-    zeros = tensors.get(f"{layer}.weight_zero_point")
-    return Integers(
-        integers.unpack(tensors[f"{layer}.weight_packed"], bits, width),
-        tensors[f"{layer}.weight_scale"],
-        None if zeros is None else integers.unpack(zeros.T, bits, num_rows).T,
-    )

@@ -22,12 +22,7 @@ _SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attentio
 
 
 class Promises(NamedTuple):
-    """What a config says of its weights.
-
-    Attributes:
-        patterns: layer to where its zeroes stand.
-        ranks: layer to its rank.
-    """
+    """What a config says of its weights: layer to where its zeroes stand, and layer to its rank."""
 
     patterns: dict[str, Pattern]
     ranks: dict[str, int]
@@ -47,13 +42,8 @@ def note_zeroes(model: PreTrainedModel) -> None:
 
 def keep_zeroes(before: PreTrainedModel, after: PreTrainedModel) -> None:
     """Promise the zeroes that a model of another shape has left of those that were promised before."""
-    if promises(before).patterns:
+    if noted(before.config).patterns:
         note_zeroes(after)
-
-
-def promises(model: PreTrainedModel) -> Promises:
-    """Read off a model's config what its weights are said to be."""
-    return noted(model.config)
 
 
 def noted(config: PretrainedConfig) -> Promises:
@@ -70,8 +60,7 @@ def require_noted(before: PretrainedConfig, after: PretrainedConfig) -> None:
     """
     if any(getattr(before, key, None) != getattr(after, key, None) for key in _SHAPE):
         return
-    was, now = noted(before), noted(after)
-    for promised, left in ((was.patterns, now.patterns), (was.ranks, now.ranks)):
+    for promised, left in zip(noted(before), noted(after), strict=True):
         if forgotten := sorted(promised.keys() - left.keys()):
             raise ValueError(f"what was promised of layer {forgotten[0]} is not noted any more, so nothing can keep it")
 
@@ -79,7 +68,7 @@ def require_noted(before: PretrainedConfig, after: PretrainedConfig) -> None:
 @torch.no_grad()
 def require(model: PreTrainedModel) -> None:
     """Raise ValueError naming a layer whose weights are not what the config promises."""
-    patterns, ranks = promises(model)
+    patterns, ranks = noted(model.config)
     for name, layer in _promised(model):
         if name in patterns and not patterns[name].holds(layer.weight):
             raise ValueError(f"layer {name} was pruned to {patterns[name]}, and is not any more")
@@ -91,7 +80,7 @@ class PreservedStructure:
     """The promised zeroes and ranks of a model, to be put back into it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        patterns, self.ranks = promises(model)
+        patterns, self.ranks = noted(model.config)
         self.zeroes = {name: layer.weight == 0 for name, layer in _promised(model) if name in patterns}
 
     @torch.no_grad()
@@ -100,15 +89,16 @@ class PreservedStructure:
         for name, layer in _promised(model):
             if name in self.zeroes:
                 layer.weight.masked_fill_(self.zeroes[name], 0)
-            if name in self.ranks and _beyond(layer.weight, self.ranks[name]) > _ROUNDING:
-                layer.weight.copy_(_cut(layer.weight, self.ranks[name]))
+            if (rank := self.ranks.get(name)) is not None and _beyond(layer.weight, rank) > _ROUNDING:
+                left, values, right = torch.linalg.svd(layer.weight.float(), full_matrices=False)
+                layer.weight.copy_((left[:, :rank] * values[:rank]) @ right[:rank])
 
 
 class Holding(Regime):
     """Trains a pruned model without filling its zeroes."""
 
     def start(self, model: PreTrainedModel, num_steps: int) -> None:
-        patterns = promises(model).patterns
+        patterns = noted(model.config).patterns
         weights = [layer.weight for name, layer in _promised(model) if name in patterns]
         self.held = [(weight, weight == 0) for weight in weights if weight.requires_grad]
 
@@ -126,17 +116,9 @@ class Holding(Regime):
 
 def _promised(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the layers of a model that was promised something; others need not be of Llama's layout."""
-    promised = promises(model)
-    yield from linears(model) if any(promised) else ()
+    yield from linears(model) if any(noted(model.config)) else ()
 
 
 def _beyond(weight: Tensor, rank: int) -> float:
-    """Return how far a matrix is from rank `rank`, as a share of its norm."""
     values = torch.linalg.svdvals(weight.float())
     return float(values[rank:].norm() / values.norm().clamp(min=1e-30))
-
-
-def _cut(weight: Tensor, rank: int) -> Tensor:
-    left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
-    cut: Tensor = (left[:, :rank] * values[:rank]) @ right[:rank]
-    return cut.to(weight.dtype)

@@ -34,17 +34,12 @@ def but(model: PreTrainedModel, exceptions: Mapping[str, Any]) -> AbstractContex
 
 
 def quantize(
-    model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
-    method: BaseParams,
-    exceptions: Mapping[str, Any],
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], method: BaseParams, exceptions: Mapping[str, Any]
 ) -> Quantized:
     """Quantize a model by `method` but for some layers; see `models.quantize`.
 
-    `exceptions` are of a pattern to settings of another method, or "float".
-
-    Raises:
-        ValueError: a pattern fits no layer, or as the methods.
+    `exceptions` are of a pattern to settings of another method, or "float". ValueError if a pattern fits no layer, or
+    as the methods.
     """
     names = [name for name, _ in linears(model)]
     pattern_of = chosen(names, exceptions)

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class Pattern(Frozen):
-    """Where zeroes may stand; a recipe may write `0.5` or `"2:4"` for it.
-
-    Attributes:
-        sparsity: share of zeroes where any weight may be one.
-        kept: N, how many of each group are kept where the zeroes are regular.
-        group: M, neighbours along a row.
-    """
+    """Where zeroes may stand: a share of any weights, in a recipe `0.5`, or all but N kept of each group M, `"2:4"`."""
 
     sparsity: float | None = Field(None, gt=0, lt=1)
     kept: int | None = Field(None, ge=1)
@@ -63,17 +57,11 @@ class Pattern(Frozen):
         return float((weight == 0).float().mean()) >= self.zeroes - 0.5 / weight.shape[1] - 1e-6
 
     def keep(self, scores: "Tensor", over: Literal["row", "layer"]) -> "Tensor":
-        """Choose the weights that stay, the highest scores first.
+        """Choose the weights of [O, I] scores that stay, the highest first: [O, I] bool.
 
-        Args:
-            scores: [O, I].
-            over: who competes where any weight may be zero; groups are of one row in any case.
-
-        Returns:
-            [O, I] bool. Of a row or layer of n weights round(n · sparsity) are False, of a group of M all but N.
-
-        Raises:
-            ValueError: I is not divisible by M, or so few weights compete that none or all of them would be zero.
+        Where any weight may be zero, `over` says who competes; groups are of one row in any case. Of a row or layer of
+        n weights round(n · sparsity) are False, of a group of M all but N. ValueError if I is not divisible by M, or so
+        few weights compete that none or all of them would be zero.
         """
         import torch  # recipes, which have patterns too, must be read without it
 

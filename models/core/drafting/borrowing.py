@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, layer_config
-from models.core.layers.packed_linear import Borrowed
-from models.core.layers.vocabulary import choose_vocabulary
+from models.core.layers.packed_product import Borrowed
 from models.drafts import require_width
 
 

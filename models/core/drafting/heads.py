@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
 from models.core.drafting.proposal import Proposal
-from models.core.layers.vocabulary import choose_vocabulary
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, require_width, step_by_step
 from models.params import BaseParams
 from models.trees import path_to

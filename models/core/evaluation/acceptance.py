@@ -28,14 +28,10 @@ Floats = NDArray[np.float64]
 
 
 class Trace(Frozen):
-    """What speculation did for one request.
+    """What speculation did for one request, whose id is unique in a list of traces, and means one prompt in two.
 
-    Attributes:
-        request_id: unique within a list of traces; equal ids in two lists mean the same prompt.
-        token_ids: the completion.
-        drafted: tokens drafted in each verification step that counts, prefill excluded.
-        accepted: tokens accepted in each step; those cut off by a stop are not accepted.
-        domain: kind of traffic.
+    Tokens are drafted and accepted in each verification step that counts, prefill excluded; those that a stop cuts off
+    are not accepted.
     """
 
     request_id: str
@@ -90,14 +86,6 @@ def counted(
     return tuple(drafted[place] for place in kept), tuple(accepted[place] for place in kept)
 
 
-def acceptance_rate(traces: Sequence[Trace]) -> float:
-    """Return accepted / drafted tokens; ValueError if nothing was drafted."""
-    drafted, accepted, _ = _counts(traces).sum(axis=0)
-    if not drafted:
-        raise ValueError(f"{len(traces)} traces drafted nothing, so they have no acceptance rate")
-    return float(accepted / drafted)
-
-
 def mean_accepted_length(traces: Sequence[Trace]) -> float:
     """Return τ = 1 + accepted tokens / verification steps; ValueError if there was no verification step."""
     _, accepted, steps = _counts(traces).sum(axis=0)
@@ -109,15 +97,17 @@ def mean_accepted_length(traces: Sequence[Trace]) -> float:
 def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Summary:
     """Summarise with 95% intervals from resampled requests.
 
-    Raises:
-        ValueError: there are no traces, or a request id occurs twice.
+    ValueError if there are no traces, or a request id occurs twice.
     """
     _check_ids(traces)
     counts, looping = _counts(traces), np.array([is_looping(trace.token_ids) for trace in traces])
     rate, tau = _rate_and_tau(counts, seed, num_resamples)
     rate_without_loops, tau_without_loops = _rate_and_tau(counts[~looping], seed, num_resamples)
-    positions = _positions(traces)
-    num_positions = positions.shape[1] // 2
+    # [N, 2P]: in how many steps each of the P places was accepted, then drafted.
+    num_positions = max((max(trace.drafted, default=0) for trace in traces), default=0)
+    both = [np.array([trace.accepted, trace.drafted])[:, None] for trace in traces]
+    places = np.arange(num_positions)[:, None]
+    positions = np.array([(one > places).sum(axis=-1).ravel() for one in both], dtype=np.float64)
     sums = np.vstack([positions.sum(axis=0), resample_sums(positions, np.random.default_rng(seed), num_resamples)])
     return Summary(
         num_sequences=len(traces),
@@ -130,19 +120,17 @@ def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000)
     )
 
 
-def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Estimate:
+def difference(before: Sequence[Trace], after: Sequence[Trace], num_resamples: int = 2000) -> Estimate:
     """Return τ of `after` minus τ of `before`, with a 95% interval.
 
     Lists with the same request ids are paired: each resample draws the same requests from both, which removes the
-    difference between requests from the interval. Other lists are resampled apart.
-
-    Raises:
-        ValueError: a list is empty, has no verification step or has a request id twice.
+    difference between requests from the interval. Other lists are resampled apart. ValueError if a list is empty, has
+    no verification step or has a request id twice.
     """
     value = mean_accepted_length(after) - mean_accepted_length(before)
     _check_ids(before)
     _check_ids(after)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts_after = {trace.request_id: row for trace, row in zip(after, _counts(after), strict=True)}
     if counts_after.keys() == {trace.request_id for trace in before}:
         paired = np.array([counts_after[trace.request_id] for trace in before])
@@ -190,10 +178,8 @@ def _check_ids(traces: Sequence[Trace]) -> None:
 def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
     """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
 
-    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did.
-
-    Raises:
-        ValueError: the steps don't fit each other.
+    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did. ValueError
+    if the steps don't fit each other.
     """
     place, found = 1, []
     for of_step, kept, match in zip(drafted, accepted, matches or [0] * len(drafted), strict=True):
@@ -210,14 +196,6 @@ def _counts(traces: Sequence[Trace]) -> Floats:
     return np.array(counts, dtype=np.float64).reshape(-1, 3)
 
 
-def _positions(traces: Sequence[Trace]) -> Floats:
-    """Return [N, 2P]: in how many steps each of the P places was accepted, then drafted."""
-    num_positions = max((max(trace.drafted, default=0) for trace in traces), default=0)
-    places = np.arange(num_positions)[:, None]
-    counts = [np.array([trace.accepted, trace.drafted]) for trace in traces]
-    return np.array([(both[:, None] > places).sum(axis=-1).ravel() for both in counts], dtype=np.float64)
-
-
 def _rate_and_tau(counts: Floats, seed: int, num_resamples: int) -> tuple[Estimate | None, Estimate | None]:
     resamples = resample_sums(counts, np.random.default_rng(seed), num_resamples)
     drafted, accepted, steps = np.vstack([counts.sum(axis=0), resamples]).T
@@ -226,7 +204,6 @@ def _rate_and_tau(counts: Floats, seed: int, num_resamples: int) -> tuple[Estima
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
-    """Divide; NaN where a resample drew only requests without any step."""
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
 
 

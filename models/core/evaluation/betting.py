@@ -19,13 +19,13 @@ in the end.
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 PAPER = "arXiv:2010.09686, sections 4.1 and 4.3, with bets held constant"
 
@@ -33,9 +33,7 @@ Floats = NDArray[np.float64]
 
 NUM_BINS = 2048  # even, so that 0 is the edge of a bin and stays itself
 BETS = np.array([0.95, 0.5, 0.2, 0.08, 0.03])
-PARTS = np.array(
-    [0.6, 0.16, 0.08, 0.08, 0.08]
-)  # of the wealth; a small gain in windows of 50 is found by the large bet
+PARTS = np.array([0.6, 0.16, 0.08, 0.08, 0.08])  # of the wealth; the large bet finds a small gain in windows of 50
 
 
 def log_growth(values: Floats, weights: Floats, mean: float, bound: float) -> Floats:
@@ -62,25 +60,15 @@ class MeanTest(Frozen):
         total: of the values, each times its weight.
     """
 
-    bound: float = Field(gt=0, allow_inf_nan=False)
-    counts: dict[int, float] = Field(default_factory=dict)
+    bound: Positive
+    counts: dict[Annotated[int, Field(ge=0, lt=NUM_BINS)], Positive] = Field(default_factory=dict)
     total: float = Field(0.0, allow_inf_nan=False)
-
-    @field_validator("counts")
-    @classmethod
-    def _within(cls, counts: dict[int, float]) -> dict[int, float]:
-        for place, weight in counts.items():
-            if not (0 <= place < NUM_BINS and weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"wanted bins from 0 to {NUM_BINS - 1} with weights above 0, got {place}: {weight}")
-        return counts
 
     def after(self, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
         """Return the test with more values, each in [−bound, bound].
 
-        Weights, by default 1, are in [0, 1] and chosen before the value was seen.
-
-        Raises:
-            ValueError: a value or weight is out of range.
+        Weights, by default 1, are in [0, 1] and chosen before the value was seen. ValueError if a value or weight is
+        out of range.
         """
         shares = [1.0] * len(values) if weights is None else weights
         counts, total = dict(self.counts), self.total
@@ -106,7 +94,7 @@ class MeanTest(Frozen):
 
     def log_wealth(self, mean: float = 0.0) -> float:
         """Return the log of what betting on a mean above `mean` has made of 1."""
-        return _log_wealth(self._edges(), self._weights(), mean, self.bound)
+        return float(log_wealth(log_growth(self._edges(), self._weights(), mean, self.bound)))
 
     def growth(self) -> Floats:
         """Return [B]: by how much the log of each bet on a mean above 0 has grown."""
@@ -121,15 +109,10 @@ class MeanTest(Frozen):
         return -_lower(-self._edges() - 2 * self.bound / NUM_BINS, self._weights(), self.bound, alpha)
 
     def _edges(self) -> Floats:
-        """Return each bin's lower edge."""
         return self.bound * (2 * np.array(list(self.counts), dtype=np.float64) / NUM_BINS - 1)
 
     def _weights(self) -> Floats:
         return np.array(list(self.counts.values()), dtype=np.float64)
-
-
-def _log_wealth(values: Floats, weights: Floats, mean: float, bound: float) -> float:
-    return float(log_wealth(log_growth(values, weights, mean, bound)))
 
 
 def _lower(values: Floats, weights: Floats, bound: float, alpha: float) -> float:
@@ -137,5 +120,7 @@ def _lower(values: Floats, weights: Floats, bound: float, alpha: float) -> float
     low, high, wanted = -bound, bound, -math.log(alpha)
     while high - low > 1e-6 * bound:
         middle = (low + high) / 2
-        low, high = (middle, high) if _log_wealth(values, weights, middle, bound) >= wanted else (low, middle)
+        low, high = (
+            (middle, high) if log_wealth(log_growth(values, weights, middle, bound)) >= wanted else (low, middle)
+        )
     return low

@@ -8,19 +8,18 @@ tie they are other texts. Where K differs from then (fewer tokens drafted under 
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Annotated, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import first_difference
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 # Fewer steps than this show no fall.
 MIN_STEPS = 16
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Params(Frozen):
@@ -76,9 +75,7 @@ def lost_on_canaries(reference: Sequence[Answer], answers: Sequence[Answer]) -> 
         alike = len(then.token_ids) if parts is None else parts
         sums += [_steps(then, alike), _steps(now, alike)]
     (steps, accepted, drafted), (steps_now, accepted_now, drafted_now) = sums.tolist()
-    if min(steps, steps_now) < MIN_STEPS or not accepted:
-        return None
-    if drafted_now * steps < 0.9 * drafted * steps_now:
+    if min(steps, steps_now) < MIN_STEPS or not accepted or drafted_now * steps < 0.9 * drafted * steps_now:
         return None
     return 1 - (accepted_now / steps_now) / (accepted / steps)
 
@@ -111,10 +108,6 @@ def judge(on_canaries: float | None, on_traffic: float | None, params: Params) -
 
 def _steps(answer: Answer, num_tokens: int) -> tuple[int, int, int]:
     """Count the steps that begin within an output's first tokens: steps, accepted, drafted tokens."""
-    position, steps, total_accepted, total_drafted = 1, 0, 0, 0
-    for drafted, accepted in zip(answer.drafted, answer.accepted, strict=True):
-        if position >= num_tokens:
-            break
-        position += accepted + 1
-        steps, total_accepted, total_drafted = steps + 1, total_accepted + accepted, total_drafted + drafted
-    return steps, total_accepted, total_drafted
+    begins = accumulate((accepted + 1 for accepted in answer.accepted), initial=1)
+    steps = sum(position < num_tokens for position, _ in zip(begins, answer.accepted, strict=False))
+    return steps, sum(answer.accepted[:steps]), sum(answer.drafted[:steps])

@@ -12,14 +12,13 @@ both sides. As long as it is asked for, that overstates no gain: a filling that 
 the next one that comes, since what fillings share beside the template joins them
 (`tests/tasks/stages/test_templates.py` plants it). Turns that have next to nothing else are held against each other by
 all of it, so that copies stay together however many they are. Because what is common changes as a log grows, the
-sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that takes a second
-for ten thousand. `datasketch` makes and looks up one conversation at a time, in an index that is meant to be kept,
-which here would be stale at each window.
+sketches are kept and the signatures (MinHash, banded) are made of them anew each time; that takes a second for ten
+thousand.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,12 +65,22 @@ def join(sketches: Sequence[Sketch], domains: Sequence[str]) -> list[str]:
     """
     if not sketches:
         return []
-    _, same = np.unique(np.array([one.turn.hex() for one in sketches]), return_inverse=True)
-    first = np.full(same.max() + 1, len(sketches))
-    np.minimum.at(first, same, np.arange(len(sketches)))
-    links = [np.stack([np.arange(len(sketches)), first[same]])]
-    links += _resembling(sketches, _domain_numbers(domains))
-    return _earliest([one.turn.hex() for one in sketches], np.concatenate(links, axis=1))
+    turns, numbers = [one.turn.hex() for one in sketches], np.arange(len(sketches))
+    _, first, same = np.unique(np.array(turns), return_index=True, return_inverse=True)
+    sizes = np.array([len(one.grams) for one in sketches])
+    grams, owner = np.concatenate([one.grams for one in sketches]), np.repeat(numbers, sizes)
+    # What is in too many conversations of its domain says nothing.
+    _, of_domain, in_domain = np.unique(np.array(domains), return_inverse=True, return_counts=True)
+    keys = grams ^ (of_domain[owner].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    _, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    telling = counts[which] <= np.maximum(MIN_COMMON, MAX_SHARE * in_domain)[of_domain[owner]]
+    copies = np.bincount(owner[telling], minlength=len(sketches))[owner] <= NGRAM
+    links = [
+        np.stack([numbers, first[same]]),
+        *_banded(grams[telling], owner[telling], MIN_RESEMBLANCE),
+        *_banded(grams[copies], owner[copies], MIN_RESEMBLANCE_OF_COPIES),
+    ]
+    return _earliest(turns, np.concatenate(links, axis=1))
 
 
 def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[str | None]) -> list[str]:
@@ -112,52 +121,22 @@ def _earliest(names: Sequence[str], links: NDArray[np.int64]) -> list[str]:
     return [earliest.setdefault(int(label), name) for label, name in zip(labels, names, strict=True)]
 
 
-def _domain_numbers(domains: Iterable[str]) -> NDArray[np.int64]:
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(domain, len(numbers)) for domain in domains], dtype=np.int64)
-
-
-def _resembling(sketches: Sequence[Sketch], domains: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return links as [2, E] each: every conversation of a band's bucket to the first one in it, where they hold."""
-    sizes = np.array([len(one.grams) for one in sketches])
-    grams, owner = np.concatenate([one.grams for one in sketches]), np.repeat(np.arange(len(sketches)), sizes)
-    telling = ~_common(grams, domains[owner], np.bincount(domains))
-    own = np.bincount(owner[telling], minlength=len(sketches))
-    copies = own[owner] <= NGRAM
-    return [
-        *_banded(grams[telling], owner[telling], MIN_RESEMBLANCE),
-        *_banded(grams[copies], owner[copies], MIN_RESEMBLANCE_OF_COPIES),
-    ]
-
-
 def _banded(grams: Hashes, owner: NDArray[np.int64], least: float) -> list[NDArray[np.int64]]:
+    """Return links as [2, E] each: every conversation of a band's bucket to the first one in it, where they hold."""
     owners, starts = np.unique(owner, return_index=True)
     if not len(owners):
         return []
-    signatures = _signatures(grams, starts)
+    # [N, NUM_BANDS·BAND] minima of hashes under so many permutations.
+    rng = np.random.default_rng(0)  # the hashes are keyed, so that the permutations need not be
+    factors = rng.integers(0, 1 << 63, NUM_BANDS * BAND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    minima = [np.minimum.reduceat((grams * factor) >> np.uint64(32), starts) for factor in factors]
+    signatures = np.stack(minima, axis=1)
     links = []
     for band in range(NUM_BANDS):
-        left, right = signatures[:, BAND * band].astype(np.uint64), signatures[:, BAND * band + 1].astype(np.uint64)
+        left, right = signatures[:, BAND * band], signatures[:, BAND * band + 1]
         _, first, bucket = np.unique(left << np.uint64(32) | right, return_index=True, return_inverse=True)
         one, other = np.arange(len(owners)), first[bucket]
         one, other = one[one != other], other[one != other]
         holds = (signatures[one] == signatures[other]).mean(axis=1) >= least
         links.append(np.stack([owners[one[holds]], owners[other[holds]]]))
     return links
-
-
-def _common(grams: Hashes, domains: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which hashes are in too many conversations of their domain: [G] for grams and domains [G]."""
-    keys = grams ^ (domains.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    _, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    limits: NDArray[np.float64] = np.maximum(MIN_COMMON, MAX_SHARE * sizes)
-    common: NDArray[np.bool_] = counts[which] > limits[domains]
-    return common
-
-
-def _signatures(grams: Hashes, starts: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return [N, NUM_BANDS·BAND] minima of hashes under so many permutations; those of n begin at starts[n]."""
-    rng = np.random.default_rng(0)  # the hashes are keyed, so that the permutations need not be
-    factors = rng.integers(0, 1 << 63, NUM_BANDS * BAND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    minima = [np.minimum.reduceat((grams * factor) >> np.uint64(32), starts) for factor in factors]
-    return np.stack(minima, axis=1).astype(np.uint32)

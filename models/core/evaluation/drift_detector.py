@@ -15,11 +15,9 @@ that a fall is told as soon after a year as after a day.
 Only requests that a draft drafted alone say how it does, and these are few (services/drift.py): the first
 ones of each draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All
 their steps draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all
-tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one. What a draft is
-worth is their sum, so a fall at the later ones is told as soon as one at all that costs as much
-(`tests.benchmarks.falls` plants both), and K tests would tell falls that cost little, and K times as many that are
-none. Nor are logged rows scored for it: of a domain whose people agree to no log there are none, counts need no
-consent, and scoring takes the processor that answers.
+tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one, since what a
+draft is worth is their sum (`tests.benchmarks.falls` plants both); nor are logged rows scored, since counts need no
+consent and no processor.
 """
 
 import math
@@ -83,7 +81,7 @@ class Params(Frozen):
         return self
 
 
-class Standing(Frozen):
+class Standing(NamedTuple):
     """What can be said of a domain: τ that its draft promised, τ that is served, and whether that has fallen."""
 
     promised: float
@@ -92,13 +90,9 @@ class Standing(Frozen):
 
 
 class Doubt(NamedTuple):
-    """Evidence of a fall, and sums over about the last `LATELY` requests: [] of one domain, or [R] of many.
+    """Evidence S of a fall, and sums over about the last `LATELY` requests: [] of one domain, or [R] of many.
 
-    Attributes:
-        evidence: S.
-        requests: how many there are.
-        steps, accepted: their sums.
-        squares: of the distances from the domain's own gain, each in mean steps.
+    Squares are of the distances from the domain's own gain, each in mean steps.
     """
 
     evidence: Floats
@@ -116,8 +110,7 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
     Of the first n requests about FIRST × (1 + ln(n / FIRST)) are, until that is down to the share.
     """
-    chance: Floats = np.minimum(1.0, np.maximum(np.where(doubted, DOUBTED, SHARE), FIRST / number))
-    return chance
+    return np.asarray(np.clip(FIRST / number, np.where(doubted, DOUBTED, SHARE), 1.0))
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
@@ -142,14 +135,12 @@ def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: 
 
 def has_fallen(found: Doubt, params: Params) -> NDArray[np.bool_]:
     """Return whether a fall is told."""
-    fallen: NDArray[np.bool_] = (found.evidence >= _told(params)) & (found.requests >= params.min_requests)
-    return fallen
+    return np.asarray((found.evidence >= _told(params)) & (found.requests >= params.min_requests))
 
 
 def is_doubted(found: Doubt, params: Params) -> NDArray[np.bool_]:
     """Return whether more requests should be tested: there may have been a fall, and it is not told yet."""
-    doubted: NDArray[np.bool_] = (found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params)
-    return doubted
+    return np.asarray((found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params))
 
 
 def _told(params: Params) -> float:
@@ -160,7 +151,6 @@ class DriftDetector:
     """Tests the domains that one draft serves, request by request."""
 
     def __init__(self, promised: Mapping[str, float], params: Params) -> None:
-        """Take domain to τ at the gate, and the thresholds."""
         self._promised, self._params = promised, params
         self._doubts: dict[str, Doubt] = {}
 
@@ -179,7 +169,7 @@ class DriftDetector:
             fallen = bool(has_fallen(found, params))
             little = found.evidence <= _told(params) / 2 and found.requests >= params.min_requests
             if fallen or (little and 1 - (served - 1) / (promised - 1) <= params.recover):
-                seen[domain] = Standing(promised=promised, served=served, fallen=fallen)
+                seen[domain] = Standing(promised, served, fallen)
         return seen
 
     def doubted(self) -> frozenset[str]:
@@ -189,8 +179,7 @@ class DriftDetector:
 
 def usual_tau(domain: str, promised: Mapping[str, float]) -> float | None:
     """Return the median τ that a draft promises the domains but one; None where it promises nothing of them."""
-    others = [tau for name, tau in promised.items() if name != domain]
-    return median(others) if others else None
+    return median(others) if (others := [tau for name, tau in promised.items() if name != domain]) else None
 
 
 def is_low(domain: str, promised: Mapping[str, float]) -> bool:
@@ -199,10 +188,8 @@ def is_low(domain: str, promised: Mapping[str, float]) -> bool:
     That is so where its draft promises nothing of it, or less than the share `LOW` of the gain that is usual: the gate
     measures a domain's τ on what was held out, whether the draft has learnt the domain or not.
     """
-    if domain not in promised:
-        return True
     usual = usual_tau(domain, promised)
-    return usual is not None and promised[domain] - 1 < LOW * (usual - 1)
+    return domain not in promised or (usual is not None and promised[domain] - 1 < LOW * (usual - 1))
 
 
 def enough_rows(
@@ -215,14 +202,11 @@ def enough_rows(
 ) -> int:
     """Return how many of the waiting conversations must be of a fallen domain for the gate to show a gain there.
 
-    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per
-    step there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s
-    has the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha.
-    Conversations are taken as independent: of those that are said to belong together, count one. Where many others
-    are alike, the gate is undecided and goes on with the next rows.
-
-    What the windows before this one said of a challenger that goes on learning counts: it shortens the way or,
-    where it speaks against the challenger, makes it longer.
+    The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per step
+    there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s has
+    the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha; it is above n,
+    and then of conversations of this domain alone, where not even all n of them would do. Conversations are taken as
+    independent: of those that are said to belong together, count one.
 
     Args:
         lost: promised minus served τ.
@@ -231,9 +215,6 @@ def enough_rows(
         num_draft_tokens: K.
         alpha: error that the gate allows the challenger.
         known: [B], by how much the log of each bet on it has grown before.
-
-    Returns:
-        d; above n, and then of conversations of this domain alone, where not even all n of them would do.
     """
     gain = max(SHARE_BACK * lost, LEAST_GAIN)
     without, within = (_growth(mean, num_draft_tokens) for mean in (0.0, gain))

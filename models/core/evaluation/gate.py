@@ -18,6 +18,7 @@ so that what counts is the head alone. Two questions:
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -27,18 +28,7 @@ from pydantic import Field
 from models.core.evaluation.acceptance import Floats, resample_sums
 from models.core.evaluation.betting import MeanTest
 from models.core.evaluation.paired import Score, cluster_of, clusters, gain, paired, within
-from models.types import (
-    PASSED,
-    REFUSED,
-    UNDECIDED,
-    DomainEvidence,
-    Estimate,
-    Frozen,
-    GateParams,
-    GateReport,
-    GateTest,
-    GateVerdict,
-)
+from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest, GateVerdict
 
 
 class Evidence(Frozen):
@@ -69,10 +59,8 @@ class Evidence(Frozen):
         """Return the evidence with one window more, of scores of the same conversations that it held out, in any order.
 
         `shares` are the domains' of current traffic; None if the conversations at hand are a fair sample of it.
-
-        Raises:
-            ValueError: the two don't score the same conversations, a domain has no share, or more tokens than K were
-                accepted in a step.
+        ValueError if the two don't score the same conversations, a domain has no share, or more tokens than K were
+        accepted in a step.
         """
         found = clusters(champion, challenger, shares)
         return self.model_copy(
@@ -84,10 +72,6 @@ class Evidence(Frozen):
                 "last": gain(found),
             }
         )
-
-    def another(self) -> Self:
-        """Return what is known of the champion's next challenger: nothing."""
-        return self.start(int(self.test.bound), self.challenger + 1)
 
     def alpha(self, params: GateParams) -> float:
         """Return the error that each of this challenger's bounds is allowed."""
@@ -130,15 +114,13 @@ def decide(
         said = [f"the last window shows a loss: {last.value:+.4f} tokens a step"]
     else:
         said = []
-    verdict: GateVerdict
+    verdict: GateVerdict = "refused"
     if not said and not blocking:
-        verdict = PASSED
+        verdict = "passed"
     elif learns and found.high >= 0:
-        verdict, windows = UNDECIDED, f"{evidence.num_windows} window{'' if evidence.num_windows == 1 else 's'}"
+        verdict, windows = "undecided", f"{evidence.num_windows} window{'' if evidence.num_windows == 1 else 's'}"
         standing = f"learning: gain {found.value:+.3f} tokens a step, at least {found.low:+.3f} after {windows}"
         said = [standing, *(said if found.low > 0 else [])]  # the standing says that no gain is shown
-    else:
-        verdict = REFUSED
     return GateReport(
         verdict=verdict,
         reasons=(*said, *blocking),
@@ -160,14 +142,11 @@ def decide(
 def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
     """Hold a challenger against the best past draft of one domain, on the same conversations in any order.
 
-    Raises:
-        ValueError: the two don't score the same conversations.
+    ValueError if the two don't score the same conversations.
     """
-    sums: dict[str, Floats] = {}
+    sums: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
     for before, after in paired(best, challenger):
-        row = np.array([before.steps, before.accepted, after.steps, after.accepted], dtype=np.float64)
-        name = cluster_of(before)
-        sums[name] = sums[name] + row if name in sums else row
+        sums[cluster_of(before)] += [before.steps, before.accepted, after.steps, after.accepted]
     rows = np.array([sums[name] for name in sorted(sums)])
     drawn = np.vstack([rows.sum(axis=0), resample_sums(rows, np.random.default_rng(seed), params.num_resamples)])
     best_tau, tau = 1 + drawn[:, 1] / drawn[:, 0], 1 + drawn[:, 3] / drawn[:, 2]
@@ -178,16 +157,15 @@ def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: Gate
     found = within(float(relative[0]), error, degrees, 1 - params.confidence)
     telling = found.value - found.low <= params.floor or found.high < -params.floor
     binding = len(best) >= params.floor_conversations and telling
-    refusals = []
-    if binding and found.low < -params.floor:
-        bound = f"lower bound {found.low:+.2%} is below the floor of {-params.floor:.2%}"
-        lost = f"τ {found.value:+.2%} of {best_tau[0]:.3f}"
-        refusals.append(f'domain "{best[0].domain}" may lose: {lost}, {bound}')
+    refusal = (
+        f'domain "{best[0].domain}" may lose: τ {found.value:+.2%} of {best_tau[0]:.3f}, '
+        f"lower bound {found.low:+.2%} is below the floor of {-params.floor:.2%}"
+    )
     return DomainEvidence(
         num_conversations=len(best),
         tau_after=float(tau[0]),
         reference=float(best_tau[0]),
         change=found,
-        refusals=tuple(refusals),
+        refusals=(refusal,) if binding and found.low < -params.floor else (),
         binding=binding,
     )

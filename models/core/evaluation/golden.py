@@ -10,6 +10,7 @@ only those of the few tokens that flip there.
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain, starmap, zip_longest
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -36,11 +37,7 @@ class Answer(Protocol):
 
 
 class Golden(Frozen):
-    """A prompt and its reference output.
-
-    Attributes:
-        gaps: log-probability of the best token minus the second's, at each position.
-    """
+    """A prompt and its reference output; gaps are the best token's log-probability minus the second's, by position."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -61,10 +58,8 @@ def equal_output(
 
 def first_difference(reference: Sequence[int], token_ids: Sequence[int]) -> int | None:
     """Return where two outputs part; an output that ends early parts where it ends."""
-    for position, (wanted, got) in enumerate(zip(reference, token_ids, strict=False)):
-        if wanted != got:
-            return position
-    return None if len(reference) == len(token_ids) else min(len(reference), len(token_ids))
+    pairs = enumerate(zip_longest(reference, token_ids))
+    return next((position for position, (wanted, got) in pairs if wanted != got), None)
 
 
 def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Answer]]) -> float:
@@ -75,20 +70,15 @@ def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Answe
     `MARGIN` times the largest change of a gap, up to where a rerun parts from the reference, at least
     `LEAST_THRESHOLD`.
     """
-    changes = [
-        change
-        for answers in reruns
-        for reference, answer in zip(golden, answers, strict=True)
-        for change in _changes(reference, answer)
-    ]
+    pairs = chain.from_iterable(zip(golden, answers, strict=True) for answers in reruns)
+    changes = chain.from_iterable(starmap(_changes, pairs))
     return max(LEAST_THRESHOLD, MARGIN * max(changes, default=0.0))
 
 
 def _changes(reference: Golden, answer: Answer) -> Iterator[float]:
     """Say by how much the reference's token lost or won on the best other one, where the tokens before are the same."""
-    for wanted, got, before, after in zip(
-        reference.token_ids, answer.token_ids, reference.gaps, answer.gaps, strict=False
-    ):
+    told = zip(reference.token_ids, answer.token_ids, reference.gaps, answer.gaps, strict=False)
+    for wanted, got, before, after in told:
         if math.isfinite(before) and math.isfinite(after):
             yield abs(before - after) if wanted == got else before + after
         if wanted != got:
@@ -108,8 +98,6 @@ def load_golden(directory: Path) -> tuple[list[Golden], float]:
     if not file.is_file():
         raise ValueError(f"target {directory} has no {FILE}; register it through flow build")
     content = json.loads(file.read_text())
-    rows = [
-        Golden(**{**row, "gaps": tuple(math.inf if gap is None else gap for gap in row["gaps"])})
-        for row in content["outputs"]
-    ]
-    return rows, float(content["threshold"])
+    for row in content["outputs"]:
+        row["gaps"] = [math.inf if gap is None else gap for gap in row["gaps"]]
+    return [Golden(**row) for row in content["outputs"]], float(content["threshold"])

@@ -29,12 +29,7 @@ class Spread(Frozen):
 
 
 class Ratio(Frozen):
-    """One side's speed over another's.
-
-    Attributes:
-        prompts: the ratio prompt by prompt.
-        overall: over all tokens and all seconds of both, with a 95% interval that resamples prompts.
-    """
+    """One side's speed over another's: prompt by prompt, and over all tokens and seconds, with a 95% interval."""
 
     prompts: Spread
     overall: Estimate
@@ -69,8 +64,7 @@ def decoded(arrival_ms: Sequence[float]) -> Decoded | None:
 
 def inter_token_spans(sent_s: float, arrival_ms: Sequence[float]) -> list[Span]:
     """Return the time between each two arrivals, on the clock that `sent_s` is on; equal times are one arrival."""
-    times = [sent_s + ms / 1000 for ms in sorted(set(arrival_ms))]
-    return list(pairwise(times))
+    return list(pairwise(sent_s + ms / 1000 for ms in sorted(set(arrival_ms))))
 
 
 def touching(spans: Sequence[Span], window: Span) -> list[float]:
@@ -102,9 +96,7 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     """Compare tokens a second of two ways that took turns; above 1 the first is the faster one.
 
     What slows a machine for a while slows whole blocks, so pairs of blocks are resampled, and within them requests.
-
-    Raises:
-        ValueError: there is no pair, or one without a request that is in both.
+    ValueError if there is no pair, or one without a request that is in both.
     """
     blocks = [
         np.array([(*of[request], *to[request]) for request in sorted(of.keys() & to.keys())], dtype=np.float64)
@@ -129,23 +121,21 @@ def compare_percentiles(
 ) -> Estimate:
     """Return a percentile of one pool of figures over the other's, with a 95% interval; 99 percent is the p99.
 
-    A window or a request is a group, because its figures are alike, and groups are resampled.
-
-    Raises:
-        ValueError: a side has no figures.
+    A window or a request is a group, because its figures are alike, and groups are resampled. ValueError if a side has
+    no figures.
     """
-    sides = [[np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to)]
-    if not all(sides):
+    first, second = ([np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to))
+    if not (first and second):
         raise ValueError("got a side without any figures, wanted some on both")
     rng = np.random.default_rng(seed)
 
     def resampled(groups: list[Floats]) -> float:
         drawn = rng.integers(len(groups), size=len(groups))
-        return float(np.percentile(np.concatenate([groups[index] for index in drawn]), percent))
+        return percentile(np.concatenate([groups[index] for index in drawn]), percent)
 
-    whole = [percentile(np.concatenate(side).tolist(), percent) for side in sides]
-    ratios = [resampled(sides[0]) / resampled(sides[1]) for _ in range(NUM_RESAMPLES)]
-    return estimate(np.array([whole[0] / whole[1], *ratios]))
+    whole = percentile(np.concatenate(first), percent) / percentile(np.concatenate(second), percent)
+    ratios = [resampled(first) / resampled(second) for _ in range(NUM_RESAMPLES)]
+    return estimate(np.array([whole, *ratios]))
 
 
 def _speed_ratio(rows: Floats) -> Floats:

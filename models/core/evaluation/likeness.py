@@ -6,6 +6,7 @@ changed model's own answers it would have guessed.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,8 @@ from models.drafts import Draft
 class Likeness(NamedTuple):
     """Of a model to its target, a mean over next tokens of a document.
 
-    Attributes:
-        kl: Σ p log (p / q) in nats, p the target's distribution, q the changed model's.
-        agreement: share of places at which both find the same token likeliest.
-        num_tokens: how many next tokens there were.
+    `kl` is Σ p log (p / q) in nats, p the target's distribution, q the changed model's; `agreement` the share of places
+    at which both find the same token likeliest.
     """
 
     kl: float
@@ -41,8 +40,7 @@ def likeness(
 ) -> list[Likeness]:
     """Compare a changed model with its target on each document of two tokens or more, read whole, in the order given.
 
-    Raises:
-        ValueError: there is no document of two tokens, or the vocabularies differ in size.
+    ValueError if there is no document of two tokens, or the vocabularies differ in size.
     """
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"model has {model.config.vocab_size} tokens, its target {target.config.vocab_size}")
@@ -71,10 +69,8 @@ def _log_probs(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 def fits(model: PreTrainedModel, target: PreTrainedModel) -> bool:
     """Whether a draft of `target` can read `model`: depth, width and vocabulary are the same."""
-    return all(
-        getattr(model.config, key) == getattr(target.config, key)
-        for key in ("num_hidden_layers", "hidden_size", "vocab_size")
-    )
+    shape = attrgetter("num_hidden_layers", "hidden_size", "vocab_size")
+    return bool(shape(model.config) == shape(target.config))
 
 
 @torch.inference_mode()
@@ -89,10 +85,8 @@ def accepted(
     """Return how a draft, as it is, does on each of a model's own greedy answers; τ is 1 + accepted / steps.
 
     Answers go on past their end, and the draft is moved to where the model is, which it can read, see `fits`. The
-    model's hidden states are kept in an empty folder.
-
-    Raises:
-        ValueError: prompts differ in length, which nothing pads, or there are none.
+    model's hidden states are kept in an empty folder. ValueError if prompts differ in length, which nothing pads, or
+    there are none.
     """
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts must be of one length; got {sorted({len(prompt) for prompt in prompts})}")

@@ -29,11 +29,9 @@ BATCH = 16
 def difference(imported: Sequence[float], own: Sequence[float]) -> Estimate:
     """Return how much likelier imported answers are to the target than its own, by Student's t over prompts.
 
-    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats
-    a token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known.
-
-    Raises:
-        ValueError: there are no answers, or not as many of one kind as of the other.
+    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats a
+    token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known. ValueError if there are no
+    answers, or not as many of one kind as of the other.
     """
     if not imported or len(imported) != len(own):
         raise ValueError(f"wanted answers in pairs, got {len(imported)} imported and {len(own)} of the target's own")
@@ -51,8 +49,7 @@ def unlike(found: Estimate) -> bool:
 
 def read_of(sample: Sample, stops: Collection[int]) -> int:
     """Return how many tokens of an answer, and of another one to its prompt, are compared."""
-    was_cut = sample.completion_ids[-1] not in stops
-    return min(len(sample.completion_ids), MOST_TOKENS) if was_cut else MOST_TOKENS
+    return MOST_TOKENS if sample.completion_ids[-1] in stops else min(len(sample.completion_ids), MOST_TOKENS)
 
 
 def compare(
@@ -78,15 +75,14 @@ def answer(
 ) -> list[Sample]:
     """Return the samples with answers of the model's own, of at most so many tokens, each at its own temperature."""
     said: dict[int, list[int]] = {}
+    asks = [
+        Ask(one.prompt_ids, max(1, min(length, max_len - len(one.prompt_ids))), one.temperature)
+        for one, length in zip(samples, lengths, strict=True)
+    ]
     order = sorted(range(len(samples)), key=lambda place: (lengths[place], len(samples[place].prompt_ids)))
     for start in range(0, len(order), BATCH):
         batch = order[start : start + BATCH]
-        asks = [
-            Ask(one.prompt_ids, max(1, min(lengths[place], max_len - len(one.prompt_ids))), one.temperature)
-            for place in batch
-            for one in [samples[place]]
-        ]
-        said |= dict(zip(batch, go_on(model, asks, stops, rng), strict=True))
+        said |= dict(zip(batch, go_on(model, [asks[place] for place in batch], stops, rng), strict=True))
     return [one._replace(completion_ids=said[place], rejected=None) for place, one in enumerate(samples)]
 
 

@@ -8,6 +8,7 @@ it weighs, so that a few heavy ones would make a window of many clusters say no 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,12 +47,9 @@ class Score(Frozen):
 
 
 class Clusters(NamedTuple):
-    """A window's clusters.
+    """A window's clusters: [C] differences in accepted tokens a step, shares of the traffic (sum 1), and weights.
 
-    Attributes:
-        differences: [C], in accepted tokens a step.
-        shares: [C], of the traffic; they sum to 1.
-        weights: [C], in (0, 1]: what each counts as in the test. They don't depend on any score.
+    Weights, in (0, 1], are what each counts as in the test. They don't depend on any score.
     """
 
     differences: Floats
@@ -79,20 +77,16 @@ def clusters(
         sizes[before.domain] += before.weight
         names[before.domain].add(cluster_of(before))
     of_domain = sizes if shares is None else shares
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, Floats] = defaultdict(lambda: np.zeros(3))  # share, share · difference, share in the test
     for before, after in pairs:
         difference = after.accepted / after.steps - before.accepted / before.steps
         share = of_domain[before.domain] * before.weight / sizes[before.domain]
-        total, weighted = sums.get(cluster_of(before), (0.0, 0.0))
-        sums[cluster_of(before)] = total + share, weighted + share * difference
-    once = dict.fromkeys(sums, 0.0)
+        sums[cluster_of(before)][:2] += share, share * difference
     for domain, within in names.items():
         for name in within:
-            once[name] += of_domain[domain] / len(within)
-    ordered = sorted(sums)
-    totals, weighted = np.array([sums[name] for name in ordered], dtype=np.float64).T
-    weights = _counting_once(np.array([once[name] for name in ordered], dtype=np.float64))
-    return Clusters(weighted / totals, totals / totals.sum(), weights)
+            sums[name][2] += of_domain[domain] / len(within)
+    totals, weighted, once = np.array([sums[name] for name in sorted(sums)]).T
+    return Clusters(weighted / totals, totals / totals.sum(), _counting_once(once))
 
 
 def gain(found: Clusters) -> Estimate:
@@ -114,8 +108,7 @@ def gain(found: Clusters) -> Estimate:
 def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score, Score]]:
     """Return the scores of each conversation by both, in the first's order.
 
-    Raises:
-        ValueError: no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
+    ValueError for no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
     """
     by_id = {score.id: score for score in second}
     if not first or len(by_id) < len(second) or len({score.id for score in first}) < len(first):
@@ -124,13 +117,9 @@ def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score,
         raise ValueError(f"both drafts must score the same conversations; unmatched: {', '.join(unmatched[:5])}")
     pairs = [(before, by_id[before.id]) for before in first]
     for before, after in pairs:
-        if (before.domain, before.cluster) != (after.domain, after.cluster):
-            raise ValueError(
-                f'conversation "{before.id}" is of "{before.domain}" and "{after.domain}", '
-                f'of clusters "{before.cluster}" and "{after.cluster}"'
-            )
-        if before.weight != after.weight:
-            raise ValueError(f'conversation "{before.id}" counts as {before.weight:g} and as {after.weight:g}')
+        for key in ("domain", "cluster", "weight"):
+            if (one := getattr(before, key)) != (other := getattr(after, key)):
+                raise ValueError(f'conversation "{before.id}" is of {key} {one!r} and {other!r}')
     return pairs
 
 
@@ -148,8 +137,7 @@ def _counting_once(shares: Floats) -> Floats:
         middle = (low + high) / 2
         left = float(np.minimum(1.0, middle * capped).sum()) / middle
         low, high = (middle, high) if left >= 1 - CUT else (low, middle)
-    weights: Floats = np.minimum(1.0, low * capped)
-    return weights
+    return np.asarray(np.minimum(1.0, low * capped))
 
 
 def within(value: float, error: float, degrees: float, alpha: float) -> Estimate:

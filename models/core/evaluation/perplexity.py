@@ -23,16 +23,15 @@ def score(
 ) -> list[Likelihood]:
     """Score each document; the first token of each piece of `max_length` is given and not scored.
 
-    Raises:
-        ValueError: a document has fewer than two tokens.
+    ValueError if a document has fewer than two tokens.
     """
     short = next((number for number, document in enumerate(documents) if len(document) < 2), None)
     if short is not None or not documents:
         raise ValueError(f"document {short} has fewer than two tokens" if documents else "there are no documents")
     model.eval()
     pieces = [(number, piece) for number, document in enumerate(documents) for piece in cut([document], max_length)]
-    pieces.sort(key=lambda one: len(one[1]))
     nats, counts = [0.0] * len(documents), [0] * len(documents)
+    pieces.sort(key=lambda one: len(one[1]))
     for start in range(0, len(pieces), batch_size):
         chunk = pieces[start : start + batch_size]
         batch = pad([piece for _, piece in chunk])

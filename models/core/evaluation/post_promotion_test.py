@@ -44,12 +44,9 @@ def findings(
 ) -> dict[str, Finding]:
     """Return what the requests compared so far say of each domain and, under ALL, of all of them.
 
-    Costs [N, 2] are steps per token with the promoted draft and with the one before it, from 1 / (K + 1) to 1, in
-    the order in which requests were compared. A domain may lose the share `floor` of τ; `alpha` is the chance that
-    any finding is ever a loss by luck alone.
-
-    Raises:
-        ValueError: no requests, or costs that are no N pairs in their range.
+    Costs [N, 2] are steps per token with the promoted draft and with the one before it, from 1 / (K + 1) to 1, in the
+    order in which requests were compared. A domain may lose the share `floor` of τ; `alpha` is the chance that any
+    finding is ever a loss by luck alone. ValueError for no requests, or costs that are no N pairs in their range.
     """
     if not len(domains) or costs.shape != (len(domains), 2):
         raise ValueError(f"wanted a pair of costs for each request, got {costs.shape} for {len(domains)}")

@@ -78,8 +78,7 @@ def trace(
 ) -> list[Trace]:
     """Tell step by step what serving greedy answers would draft and accept; see `score`.
 
-    Raises:
-        ValueError: an answer was sampled, so that its steps are not those of serving it.
+    ValueError if an answer was sampled, so that its steps are not those of serving it.
     """
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     if sampled := [s.id for s in samples if s.temperature > 0]:
@@ -122,25 +121,22 @@ def _greedy_steps(
 
 
 def _matched(rows: Rows, last: Tensor, vocabulary: Tensor, step: int, running: Tensor, logits: Tensor) -> Tensor:
-    """[n] whether the target said the drafted token."""
     index = rows.index[running] + 2 + step
     token = rows.token_ids[rows.sequence[running], index]
     return (index <= last[running]) & (vocabulary[logits.argmax(-1)] == token)
 
 
 def _inside(rows: Rows, length: int, step: int, running: Tensor, logits: Tensor) -> Tensor:
-    """[n] whether the answer goes on to the next drafted token."""
     return rows.index[running] + 3 + step < length
 
 
 def _walk(num_tokens: int, matches: list[int]) -> list[int]:
     """Go through an answer as the engine would: `matches[i]` drafted tokens after answer token i are right."""
     position, accepted = 0, []
-    remaining = num_tokens - 1
-    while remaining > 0:
-        kept = min(matches[position], remaining) if position < len(matches) else 0
+    while position < num_tokens - 1:
+        kept = min(matches[position], num_tokens - 1 - position) if position < len(matches) else 0
         accepted.append(kept)
-        position, remaining = position + kept + 1, remaining - kept - 1
+        position += kept + 1
     return accepted
 
 
@@ -152,12 +148,7 @@ def _as_score(draft: Draft, sample: Sample, steps: int, accepted: float) -> Scor
 
 
 def _sampled_scores(
-    draft: Draft,
-    target_dir: Path,
-    states: HiddenStates,
-    samples: Sequence[Sample],
-    num_steps: int,
-    rule: BaseParams,
+    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
 ) -> dict[str, Score]:
     device = draft.vocabulary.device
     norm = read_tensor(target_dir, "model.norm.weight").float().to(device)

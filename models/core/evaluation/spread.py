@@ -30,8 +30,7 @@ class Mean(float):
     def __new__(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
         """Take the mean of one value a document, which count for their weights, such as tokens; without these alike.
 
-        Raises:
-            ValueError: there is no document, or there are not as many weights.
+        ValueError if there is no document, or there are not as many weights.
         """
         weights = [1.0] * len(values) if weights is None else weights
         if not values:
@@ -43,13 +42,9 @@ class Mean(float):
 
 
 class Spread(NamedTuple):
-    """A mean over seeds.
+    """A mean over seeds, each of which counts for as much, and the variance of one seed's mean.
 
-    Attributes:
-        mean: each seed counts for as much.
-        variance: of one seed's mean.
-        num_seeds: how many there are.
-        freedom: degrees of freedom that each seed's documents give; 0 where seeds are the unit.
+    `freedom` are degrees of freedom that each seed's documents give; 0 where seeds are the unit.
     """
 
     mean: float
@@ -90,8 +85,7 @@ def _quantile(confidence: float, freedom: float) -> float:
 def differences(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
     """Subtract a baseline seed by seed, and document by document where both are of type `Mean`.
 
-    Raises:
-        ValueError: the two are not of equally many seeds, or of a seed not of equally many documents.
+    ValueError if the two are not of equally many seeds, or of a seed not of equally many documents.
     """
     return [_difference(value, base) for value, base in zip(values, baseline, strict=True)]
 

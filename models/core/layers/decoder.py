@@ -33,11 +33,9 @@ class Sublayers(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What is known already of the first rows of a pass.
+    """What is known already of the first rows of a pass: layers that they have gone through, and [m, H] after these.
 
-    Attributes:
-        num_layers: layers that they have gone through; the cache holds their keys and values of these.
-        states: [m, H] after those layers, not normed.
+    The states are not normed; the cache holds the rows' keys and values of these layers.
     """
 
     num_layers: int
@@ -77,18 +75,17 @@ class Decoder:
     """
 
     def __init__(self, config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: str = "cpu") -> None:
-        """Take a model's tensors.
+        """Take a model's tensors by the names of its checkpoint, layers of low rank as matrices or as factors.
 
-        Args:
-            config: a transformers configuration.
-            tensors: by the names of the checkpoint, layers of low rank as matrices or as factors; left as they are.
-            dtype: of the arithmetic.
-            device: where it runs.
-
-        Raises:
-            ValueError: the architecture is another, a tensor is missing or not understood.
+        ValueError if the architecture is another, or a tensor is missing or not understood.
         """
-        _require_known(config)
+        if config.model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
+            raise ValueError("sliding-window attention is not one that this forward pass knows")
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
         self.dtype, self.device = dtype, device
         self.vocab_size, self.num_layers = config.vocab_size, config.num_hidden_layers
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -286,7 +283,6 @@ class Decoder:
         return attended.reshape(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
 
     def _rotation(self, positions: Tensor) -> Tensor:
-        """[n] → [n, width], see `rotated`."""
         angles = positions[:, None] * self._frequencies.to(self.device)
         return (torch.cat([angles.cos(), angles.sin()], -1) * self._rope_scale).to(self.dtype)
 
@@ -297,8 +293,7 @@ class Decoder:
 def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     """Return [width/2] radians a position, and the factor on cosine and sine.
 
-    Raises:
-        ValueError: the model scales its positions in a way that is not known here.
+    ValueError if the model scales its positions in a way that is not known here.
     """
     rope = config.rope_parameters.get("rope_type", "default")
     with torch.device("cpu"):  # also where a caller makes modules without storage
@@ -349,23 +344,10 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (states[0], others[0]) if len(parts) == 1 else (torch.cat(states), torch.cat(others))
 
 
-def _require_known(config: Any) -> None:
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
-        raise ValueError("sliding-window attention is not one that this forward pass knows")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
-
-
 def _product(tensors: dict[str, Tensor], *layers: str) -> Product:
-    """Return one product with the matrices of layers that read the same input."""
     if f"{layers[0]}.{factors.LEFT}" in tensors:
-        parts = (factors.LEFT, factors.RIGHT)
-        return factors.stacked(
-            [(_take(tensors, f"{name}.{parts[0]}"), _take(tensors, f"{name}.{parts[1]}")) for name in layers]
-        )
+        left, right = ([_take(tensors, f"{name}.{side}") for name in layers] for side in (factors.LEFT, factors.RIGHT))
+        return factors.stacked(left, right)
     return product(torch.cat([_take(tensors, f"{name}.weight") for name in layers]))
 
 

@@ -39,15 +39,9 @@ def join(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def stacked(layers: Sequence[tuple[Tensor, Tensor]]) -> Product:
-    """Return the product with the matrices of layers, one below the other, that read the same input.
-
-    Args:
-        layers: left and right factor of each.
-    """
-    inner = product(torch.cat([right for _, right in layers]))
-    outer = [product(left) for left, _ in layers]
-    ranks = [len(right) for _, right in layers]
+def stacked(left: Sequence[Tensor], right: Sequence[Tensor]) -> Product:
+    """Return the product with the matrices of layers, one below the other, that read the same input."""
+    inner, outer, ranks = product(torch.cat(list(right))), [product(one) for one in left], list(map(len, right))
 
     def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
         parts = inner(x).split(ranks, -1)

@@ -45,16 +45,10 @@ def limits(bits: int, symmetric: bool) -> tuple[int, int]:
 
 
 def num_groups(width: int, group_size: int | None) -> int:
-    """Return how many groups a row of `width` has; without `group_size` the row is one.
-
-    Raises:
-        ValueError: the groups don't fill the row.
-    """
-    if group_size is None:
-        return 1
-    if group_size < 1 or width % group_size:
+    """Return how many groups a row of `width` has, one without `group_size`; ValueError if they don't fill the row."""
+    if group_size is not None and (group_size < 1 or width % group_size):
         raise ValueError(f"group_size {group_size} does not divide a width of {width}")
-    return width // group_size
+    return width // (group_size or width)
 
 
 def fit(
@@ -62,10 +56,8 @@ def fit(
 ) -> tuple[Tensor, Tensor | None]:
     """Choose scales [O, G] in `dtype` and zeros [O, G] int8 that cover each group; None for zeros on a symmetric grid.
 
-    `group_size` weights of a row share a scale, all where it is None.
-
-    Raises:
-        ValueError: `bits` or `group_size` is out of range.
+    `group_size` weights of a row share a scale, all where it is None. ValueError if `bits` or `group_size` is out of
+    range.
     """
     low, high = limits(bits, symmetric)
     groups = weight.float().unflatten(1, (num_groups(weight.shape[1], group_size), -1))

@@ -40,11 +40,9 @@ def gated(x: Tensor) -> Tensor:
 
 
 def rotated(heads: Tensor, rotation: Tensor) -> Tensor:
-    """Turn heads to their positions (RoPE, arXiv:2104.09864, in the order of Llama's checkpoints).
+    """Turn heads [..., m, width], which may be written to, to positions (RoPE, arXiv:2104.09864, in Llama's order).
 
-    Args:
-        heads: [..., m, width]; may be written to.
-        rotation: [..., width], or broadcast over leading axes, of each row the cosines of its angles, then their sines.
+    `rotation` [..., width], or broadcast over leading axes, has of each row its angles' cosines, then their sines.
     """
     kernels = _kernels(heads, rotation) if heads.ndim == 3 and len(rotation) == len(heads) else None
     if kernels is None or heads.stride(-2) != heads.shape[-1]:
@@ -62,12 +60,8 @@ def _places(num_rows: int) -> Tensor:
 
 def _kernels(*tensors: Tensor) -> Any | None:
     """Return vLLM's kernels if they take such tensors and nothing is learnt through them, else None."""
-    x = tensors[0]
-    if x.device.type != "cpu" or x.dtype not in DTYPES:
-        return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return None
-    return vllm_kernels()
+    x, learnt = tensors[0], torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return None if learnt or x.device.type != "cpu" or x.dtype not in DTYPES else vllm_kernels()
 
 
 @cache
@@ -77,15 +71,11 @@ def vllm_kernels() -> Any | None:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         return None
-    file = Path(str(found.locate_file(f"vllm/{_library()}.abi3.so")))
+    # vLLM's name for what it loads on this processor (vllm/platforms/cpu.py): no other may be loaded.
+    wide = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    name = wide if torch.cpu._is_avx512_supported() else "_C_AVX2"
+    file = Path(str(found.locate_file(f"vllm/{name}.abi3.so")))
     if not file.is_file():
         return None
     torch.ops.load_library(file)
     return torch.ops._C
-
-
-def _library() -> str:
-    """Return vLLM's name for what it loads on this processor (vllm/platforms/cpu.py): no other may be loaded."""
-    if not torch.cpu._is_avx512_supported():
-        return "_C_AVX2"
-    return "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"

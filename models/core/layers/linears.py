@@ -1,7 +1,8 @@
 """The one walk over a model's linear layers, and calibration inputs caught on the way."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -18,11 +19,8 @@ _SPARED = "spared"
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of the decoder blocks by name, in the order of the forward pass, but those of `sparing`.
 
-    Embedding and output matrix are left out: they are often one matrix, and methods of this kind spare them.
-
-    Raises:
-        ValueError: a block multiplies by a weight matrix that is no `nn.Linear`, such as a fused or quantized layer;
-            names it.
+    Embedding and output matrix are left out: they are often one matrix, and methods of this kind spare them. ValueError
+    if a block multiplies by a weight matrix that is no `nn.Linear`, such as a fused or quantized layer; names it.
     """
     for index, block in enumerate(blocks(model)):
         for name, module in block.named_modules():
@@ -51,8 +49,7 @@ def sparing(model: PreTrainedModel, names: Collection[str]) -> Iterator[None]:
 def replace(model: PreTrainedModel, make: Callable[[str, nn.Linear], nn.Module]) -> None:
     """Put `make(name, layer)` in place of each linear layer of the decoder blocks."""
     for name, layer in list(linears(model)):
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, make(name, layer))
+        model.set_submodule(name, make(name, layer))
 
 
 def enough_tokens(model: PreTrainedModel) -> int:
@@ -110,37 +107,34 @@ def calibrate(
 ) -> None:
     """Call `visit(name, layer, collected)` for each linear layer with what it reads when the model reads `documents`.
 
-    Block by block: all layers of a block are visited with the inputs that came through the blocks before it as
-    `visit` has left them, and the block is run again before the next one. Layers that read the same share one object.
-
-    Args:
-        model: of Llama's layout; `visit` may change weights in place.
-        documents: token ids.
-        collect: what is kept of the inputs [N, I], one row a token, padding left out.
-        visit: must leave what was collected as it is.
-
-    Raises:
-        ValueError: there are no documents, or a layer can't be handled.
+    Block by block: all layers of a block are visited with the inputs that came through the blocks before it as `visit`
+    has left them, and the block is run again before the next one. Layers that read the same share one object. `visit`
+    may change weights in place, and leaves what was collected as it is: `collect`, of inputs [N, I]. ValueError if
+    there are no documents, or a layer can't be handled.
     """
     if not documents or min(map(len, documents)) < 1:
         raise ValueError(f"calibration takes documents of at least one token; got {len(documents)}")
     kinds = sorted(set(getattr(model.config, "layer_types", None) or ()))
     if len(kinds) > 1:  # the first block's mask would serve them all
         raise ValueError(f"calibration handles blocks that attend in one way; this model's are {', '.join(kinds)}")
-    by_block: dict[int, list[tuple[str, nn.Linear]]] = {}
+    by_block: dict[int, list[tuple[str, nn.Linear]]] = defaultdict(list)
     for name, layer in linears(model):
-        by_block.setdefault(int(name.split(".")[2]), []).append((name, layer))
+        by_block[int(name.split(".")[2])].append((name, layer))
     calls = [_first_call(model, document) for document in documents]
     for index, block in enumerate(blocks(model)):
         collected: dict[str, CollectedT] = {}
         for states, settings in calls:
-            for names, inputs in _read(block, by_block.get(index, []), states, settings):
+            for names, inputs in _read(block, by_block[index], states, settings):
                 shared = collected.get(names[0]) or collect()
                 shared.add(inputs)
                 collected |= dict.fromkeys(names, shared)
-        for name, layer in by_block.get(index, []):
+        for name, layer in by_block[index]:
             visit(name, layer, collected[name])
-        calls = [(_states(block(states, **settings)), settings) for states, settings in calls]
+        passed = [block(states, **settings) for states, settings in calls]
+        calls = [
+            (output if isinstance(output, Tensor) else output[0], settings)
+            for output, (_, settings) in zip(passed, calls, strict=True)
+        ]
 
 
 def _read(
@@ -155,14 +149,10 @@ def _read(
         else:
             found.append(([name], inputs))
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, args, name=name: catch(name, args[0])) for name, layer in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda module, args, name=name: catch(name, args[0])))
         block(states, **settings)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [(names, inputs.flatten(0, -2)) for names, inputs in found]
 
 
@@ -178,15 +168,21 @@ def _first_call(model: PreTrainedModel, document: Sequence[int]) -> tuple[Tensor
         found.append((args[0], settings))
         raise _Caught
 
-    hook = blocks(model)[0].register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+    with blocks(model)[0].register_forward_pre_hook(catch, with_kwargs=True), suppress(_Caught):
         model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
-    except _Caught:
-        pass
-    finally:
-        hook.remove()
     return found[0]
 
 
-def _states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
+def inverse_factor(hessian: Tensor, dampening: float) -> Tensor:
+    """Return the upper Cholesky factor of the inverse Hessian of a layer's squared error (arXiv:2210.17323, section 3).
+
+    `hessian` [I, I] is Xᵀ X of the inputs X [N, I] or a multiple of it, to whose diagonal a share of its mean is added.
+    Of U [I, I] an error in feature i is made up for in later features by its row i, over U[i, i].
+    """
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    # A feature that was never seen has a row of zeros: any positive number leaves it by itself.
+    hessian = hessian + torch.diag(torch.where(diagonal > 0, dampening * mean, mean.clamp(min=1e-6)))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor

@@ -27,15 +27,9 @@ def insert_lora(
 ) -> None:
     """Put a low-rank part beside the layers of `names`, and `make_base(layer)` in place of every linear layer.
 
-    Args:
-        model: of Llama's layout; changed in place.
-        names: last parts of layers' names, such as "q_proj".
-        rank, alpha: r and α.
-        rng: draws the first factors.
-        make_base: returns the layer that computes W x; None leaves every layer as it is.
-
-    Raises:
-        ValueError: no layer has one of the names, or r is more than a layer's smaller side.
+    Names are last parts of layers' names, such as "q_proj"; `rank` and `alpha` are r and α; `rng` draws the first
+    factors; without `make_base`, whose layer computes W x, every layer stays as it is. ValueError if no layer has one
+    of the names, or r is more than a layer's smaller side.
     """
     leaves = {name.rpartition(".")[2] for name, _ in linears(model)}
     if unknown := sorted(set(names) - leaves):
@@ -53,11 +47,8 @@ def add_low_rank(model: nn.Module, names: Sequence[str], rank: int, alpha: float
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # only ever divided by the rank
-        target_modules=list(names),
-    )
+    scale: Any = alpha  # only ever divided by the rank
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(names))
     wrapped = {type(module) for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     # A layer that keeps its weight in another form multiplies like any linear layer, which peft can't know.
     config._register_custom_module({kind: Linear for kind in wrapped if not issubclass(kind, nn.Linear)})
@@ -85,8 +76,7 @@ def replace_kind(model: nn.Module, kind: type[ModuleT], make: Callable[[ModuleT]
     """Put `make(module)` in place of each module of a kind."""
     for name, module in list(model.named_modules()):
         if isinstance(module, kind):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, make(module))
+            model.set_submodule(name, make(module))
 
 
 def plain_linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:

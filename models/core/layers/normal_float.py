@@ -10,14 +10,16 @@ Double quantization stores a block's scale in 8 bits: the scales' mean is taken 
 stored as 8-bit floats (e4m3) with a float32 scale each.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from models.core.layers.rounded_linear import to_float8
 
 OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2
 SCALE_BLOCK = 256
-_HIGH = 448.0  # of e4m3
 
 
 class Scales(NamedTuple):
@@ -62,10 +64,8 @@ def levels() -> Tensor:
 def encode(weight: Tensor, block_size: int = 64, double: bool = True) -> NormalFloats:
     """Round each weight [O, I] to the nearest level of its block, `block_size` of a row, scaled by the largest.
 
-    With `double` scales are quantized too; weights are rounded by the scales as they were before.
-
-    Raises:
-        ValueError: the blocks don't fill the rows.
+    With `double` scales are quantized too; weights are rounded by the scales as they were before. ValueError if the
+    blocks don't fill the rows.
     """
     if weight.shape[1] % block_size:
         raise ValueError(f"block_size {block_size} does not divide a width of {weight.shape[1]}")
@@ -96,9 +96,67 @@ def _quantiles(count: int) -> Tensor:
 
 def _double(scales: Tensor) -> Scales:
     mean = scales.mean().reshape(1)
-    centred = scales - mean
-    padded = torch.nn.functional.pad(centred, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
-    blocks = padded.abs().amax(1) / _HIGH
-    blocks = torch.where(blocks > 0, blocks, 1.0)
-    spread = blocks.repeat_interleave(SCALE_BLOCK)[: len(scales)]
-    return Scales((centred / spread).clamp(-_HIGH, _HIGH).to(torch.float8_e4m3fn), blocks, mean)
+    padded = torch.nn.functional.pad(scales - mean, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    values, blocks = to_float8(padded)
+    return Scales(values.flatten()[: len(scales)], blocks[:, 0], mean)
+
+
+class NormalFloatLinear(nn.Module):
+    """Takes the place of a linear layer; its weight is never trained, and gradients pass through to its input.
+
+    The weight is dequantized for each product, in the backward pass once more, so that no copy in full precision
+    outlives the product and nothing but the packed weight is kept for the backward pass.
+
+    Letters: O outputs and I inputs of the layer.
+
+    Attributes:
+        multiply: how inputs [..., I] and the weight are multiplied in training; None for the plain product.
+    """
+
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None
+    codes: Tensor
+    scale_values: Tensor
+    scale_blocks: Tensor
+    scale_mean: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Round a layer's weight; its bias is shared; ValueError if blocks of 64 don't fill the rows."""
+        super().__init__()
+        self.in_features, self.out_features, self.dtype = layer.in_features, layer.out_features, layer.weight.dtype
+        rounded = encode(layer.weight)
+        assert isinstance(rounded.scales, Scales)
+        self.register_buffer("codes", pack(rounded.codes))
+        for name, part in rounded.scales._asdict().items():
+            self.register_buffer(f"scale_{name}", part)
+        self.bias = layer.bias
+
+    @property
+    def num_bytes(self) -> int:
+        """What the weight takes."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I] dequantized, in the format of the layer that was rounded."""
+        scales = Scales(self.scale_values, self.scale_blocks, self.scale_mean)
+        return NormalFloats(unpack(self.codes), scales).floats().to(self.dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., I] → [..., O]."""
+        outputs: Tensor
+        if self.training and self.multiply is not None:
+            outputs = self.multiply(inputs, self.weight)
+        else:
+            outputs = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]  # torch's own, without types
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: NormalFloatLinear) -> Tensor:
+        ctx.layer = layer
+        return inputs @ layer.weight.to(inputs.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.weight.to(grad.dtype), None

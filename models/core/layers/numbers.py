@@ -12,12 +12,7 @@ LEAST_EXPONENT = -100  # of a simulated format, so that no step is below float32
 
 
 def rounded(values: Tensor, rng: torch.Generator | None = None) -> Tensor:
-    """Round to integers.
-
-    Args:
-        values: any shape.
-        rng: None rounds to the nearest, ties to even; else ⌊x⌋ + 1 comes with probability x − ⌊x⌋.
-    """
+    """Round to integers: to the nearest, ties to even; with `rng` ⌊x⌋ + 1 comes with probability x − ⌊x⌋."""
     if rng is None:
         return values.round()
     below = values.floor()
@@ -45,19 +40,11 @@ def unit_interval(values: Tensor, num_bits: int, rng: torch.Generator | None = N
 def block_floating_point(
     values: Tensor, mantissa_bits: int, tile: int, rng: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round matrices to block floating point: each tile shares one exponent.
+    """Round matrices to block floating point: each tile, a square of side `tile` but at the edges, shares one exponent.
 
     An element is ± an integer mantissa below 2^mantissa_bits times 2^(exponent − mantissa_bits). A tile's exponent is
-    the least with which its largest magnitude fits, so nothing is clipped and stochastic rounding has no bias.
-
-    Args:
-        values: [..., R, C].
-        mantissa_bits: of the magnitude; the sign is one bit more.
-        tile: side of the square tiles; those at the edges are what is left.
-        rng: see `rounded`.
-
-    Returns:
-        [..., R, C] the rounded values, and [..., ⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
+    the least with which its largest magnitude fits, so nothing is clipped and stochastic rounding has no bias. [..., R,
+    C] → [..., R, C] the rounded values, and [..., ⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
     """
     _require("mantissa_bits", mantissa_bits, 1)
     _require("tile", tile, 1)
@@ -78,14 +65,7 @@ def minifloat(
     """Round to a float of 1 + exponent_bits + mantissa_bits bits with subnormals.
 
     The exponent field 0 holds zero and the subnormals, the others 1 to 2^exponent_bits − 1 the powers up to 2^top; with
-    one exponent bit all steps are equal.
-
-    Args:
-        values: any shape; what is beyond the largest number, (2 − 2^−mantissa_bits)·2^top, is clipped to it.
-        exponent_bits: at least 1.
-        mantissa_bits: at least 0.
-        top: exponent of the largest power of two.
-        rng: see `rounded`.
+    one exponent bit all steps are equal. What is beyond the largest number, (2 − 2^−mantissa_bits)·2^top, is clipped.
     """
     _require("exponent_bits", exponent_bits, 1)
     _require("mantissa_bits", mantissa_bits, 0)
@@ -100,8 +80,7 @@ def minifloat(
 
 def lowest_exponent(exponent_bits: int, top: int) -> int:
     """Return the exponent of the smallest normal number of a `minifloat`."""
-    normal: int = 2**exponent_bits - 2
-    return top - normal
+    return int(top - 2**exponent_bits + 2)
 
 
 def _require(name: str, value: int, least: int) -> None:

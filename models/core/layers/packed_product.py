@@ -9,13 +9,15 @@ and adds in float32 as before. Weights that would move further, such as those of
 oneDNN, and so are all of them on processors whose products of floats are fast.
 
 **int8.** A draft's products may be rounded, because the target verifies its tokens. In 8 bits bytes halve once more: a
-matrix with one scale an output and what it reads with one scale a row, multiplied by vLLM's kernel for CPUs.
+matrix with one scale an output and what it reads with one scale a row, multiplied by vLLM's kernel for CPUs. What
+a layer reads and puts out keeps its format, so that norms, attention and sums are as exact as in training.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.layers.kernels import vllm_kernels
@@ -112,3 +114,41 @@ def int8_product(weight: Tensor) -> Product:
         return output.view(*x.shape[:-1], -1)
 
     return multiply
+
+
+class Borrowed(nn.Module):
+    """A linear layer with somebody else's matrix: read, never trained, and no part of a state dict.
+
+    Attributes:
+        weight: [O, I].
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] → [..., O]."""
+        return functional.linear(x, self.weight)
+
+
+def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] = ()) -> None:
+    """Let all linear layers of a module multiply in `dtype`, or in int8 instead of bfloat16, by matrices packed now.
+
+    Weights keep their names, values and format, and are not read again: what they learn later, and where they are
+    moved, changes no product. Layers that are `unrounded` are not multiplied in int8.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
+            rounded = dtype == torch.bfloat16 and layer not in unrounded and takes_int8(layer.weight)
+            # With another module in its place, names of parameters would change.
+            layer.forward = _packed(layer, dtype, rounded)  # type: ignore[method-assign]  # an instance's own
+
+
+def _packed(layer: nn.Linear | Borrowed, dtype: torch.dtype, rounded: bool) -> Callable[[Tensor], Tensor]:
+    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
+    multiply = int8_product(weight) if rounded else product(weight.to(dtype))
+    added = None if bias is None else bias.detach().to(dtype)
+    return lambda x: multiply(x.to(dtype), added).to(x.dtype)

@@ -40,9 +40,7 @@ class PartialBlock(nn.Module):
         else:
             chosen = {name: _pick(value, rows, len(hidden)) for name, value in settings.items()}
             output = hidden.index_copy(0, rows, self.block(hidden[rows], **chosen))
-        if share.requires_grad:
-            output = hidden + share[:, None, None] * (output - hidden)
-        return output
+        return hidden + share[:, None, None] * (output - hidden) if share.requires_grad else output
 
 
 def make_partial(model: PreTrainedModel, choose: Choose) -> None:

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from models.core.layers import attention_products
+from models.core.layers.layout import blocks
 from models.core.layers.linears import linears
-from models.core.layers.normal_float_linear import NormalFloatLinear
+from models.core.layers.normal_float import NormalFloatLinear
 from models.regimes import Regime
 
 Change = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
+_NAME, _PAIRS = "changed_products", "multiply_pairs"
 
 
 class ProductLinear(nn.Linear):
@@ -108,7 +111,7 @@ class ProductRegime(Regime):
         for packed in _packed(model):
             packed.multiply = partial(_apart, multiply)
         if self.EVERYWHERE:
-            self._attention = attention_products.put_in(model, self.multiply_pairs, always)
+            self._attention = _put_in(model, self.multiply_pairs, always)
 
     def _take(self, model: PreTrainedModel, plain: Mapping[str, nn.Linear]) -> None:
         for name, layer in plain.items():
@@ -116,7 +119,7 @@ class ProductRegime(Regime):
         for packed in _packed(model):
             packed.multiply = None
         if self.EVERYWHERE:
-            attention_products.take_out(model, self._attention)
+            _take_out(model, self._attention)
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are multiplied by and trained; frozen ones stay as they are."""
@@ -137,11 +140,9 @@ class ProductRegime(Regime):
     def state(self) -> dict[str, object]:
         return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._read()}
 
-    def restore(self, state: dict[str, object]) -> None:
-        self.rng.set_state(torch.tensor(list(bytes.fromhex(str(state["rng"]))), dtype=torch.uint8))
-        sums = state["sums"]
-        assert isinstance(sums, dict)
-        self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in sums.items()}
+    def restore(self, state: dict[str, Any]) -> None:
+        self.rng.set_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
+        self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in state["sums"].items()}
 
     def _read(self) -> dict[str, tuple[float, float]]:
         return {figure: (float(part), float(whole)) for figure, (part, whole) in self._sums.items()}
@@ -149,6 +150,41 @@ class ProductRegime(Regime):
 
 def _packed(model: PreTrainedModel) -> list[NormalFloatLinear]:
     return [module for module in model.modules() if isinstance(module, NormalFloatLinear)]
+
+
+def _put_in(model: PreTrainedModel, multiply: Product, always: bool = False) -> str:
+    """Let a model's attention multiply by `multiply`, in evaluation mode too if `always`; returns what it was before.
+
+    ValueError if the model is not of Llama's layout.
+    """
+    before: str = model.config._attn_implementation
+    for block in blocks(model):
+        setattr(block.self_attn, _PAIRS, (multiply, always))
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, eager_mask)
+    model.config._attn_implementation = _NAME
+    return before
+
+
+def _take_out(model: PreTrainedModel, before: str) -> None:
+    for block in blocks(model):
+        delattr(block.self_attn, _PAIRS)
+    model.config._attn_implementation = before
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """[B, A, T, D] queries to [B, T, A, D]."""
+    multiply, always = getattr(module, _PAIRS)
+    if not module.training and not always:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **rest)
+        return plain
+    num_groups = query.shape[1] // key.shape[1]
+    scores = multiply(query, repeat_kv(key, num_groups)) * scaling + mask
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    attended: Tensor = multiply(weights, repeat_kv(value, num_groups).mT)
+    return attended.transpose(1, 2).contiguous(), weights
 
 
 def straight_through(values: Tensor, change: Change) -> Tensor:
@@ -177,15 +213,9 @@ def linear(inputs: Tensor, weight: Tensor, data_gradient: Product, weight_gradie
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        data_gradient: Product,
-        weight_gradient: Product,
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, *gradients: Product) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.gradients = data_gradient, weight_gradient
+        ctx.gradients = gradients
         return functional.linear(inputs, weight)
 
     @staticmethod

@@ -38,9 +38,7 @@ class Grid(NamedTuple):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether a matrix is this one, but for its number format."""
-        if weight.shape != self.values.shape:
-            return False
-        return bool(torch.equal(self.floats().to(weight.dtype), weight))
+        return weight.shape == self.values.shape and torch.equal(self.floats().to(weight.dtype), weight)
 
 
 def rounded(weight: Tensor) -> Grid:

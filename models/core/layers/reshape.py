@@ -64,8 +64,7 @@ def spread_layers(num_layers: int, num_kept: int) -> list[int]:
 def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     """Return a model of the blocks whose numbers are kept; `model`, of Llama's layout, stays as it is.
 
-    Raises:
-        ValueError: `kept` is empty, does not ascend, or names a block that is not there.
+    ValueError if `kept` is empty, does not ascend, or names a block that is not there.
     """
     num_layers = len(blocks(model))
     if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < num_layers:
@@ -87,8 +86,7 @@ def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
 def take_widths(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     """Return a model with some of the channels, heads or tokens of `model`, which stays as it is.
 
-    Raises:
-        ValueError: the model holds a tensor that is not of Llama's layout; names it.
+    ValueError if the model holds a tensor that is not of Llama's layout; names it.
     """
     width = head_dim(model.config)
     changes: dict[str, Any] = {"head_dim": width}
@@ -126,13 +124,11 @@ def head_dim(config: Any) -> int:
 
 
 def _block_of(name: str) -> int | None:
-    """Return the number of the block that a tensor belongs to."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
 
 def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Make a model of `model`'s class, with its config but for `changes`, and copies of `tensors` as its weights."""
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)

@@ -16,16 +16,11 @@ class WideDecoder(Decoder):
     """
 
     def together(self, token_ids: Tensor, caches: Sequence[Cache], layers: Collection[int] | None = None) -> Tensor:
-        """Run one token of each of B sequences, each after what its own cache holds, and add it there.
+        """Run one token of each of B sequences, each after what its own cache holds; [B, H] last hidden states, normed.
 
         Layers that are not among `layers`, None for all, are passed by on the residual stream and write no keys, so who
-        leaves one out for a token must leave it out for all that follow in that sequence.
-
-        Returns:
-            last hidden states [B, H], normed.
-
-        Raises:
-            ValueError: there is not one cache a token, two are the same, or one is full.
+        leaves one out for a token must leave it out for all that follow in that sequence. ValueError if there is not
+        one cache a token, two are the same, or one is full.
         """
         if len(token_ids) != len(caches) or len({id(cache) for cache in caches}) < len(caches):
             raise ValueError(f"{len(token_ids)} tokens want as many caches, each its own; got {len(caches)}")
@@ -52,13 +47,8 @@ class WideDecoder(Decoder):
         """Run tokens as `forward` does, but let the attentions of `size` layers all read what the first one reads.
 
         Their outputs still enter the residual stream one after another, each before its layer's MLP. A group of 1 is
-        `forward`; the last group may be smaller.
-
-        Returns:
-            last hidden states [n, H], normed.
-
-        Raises:
-            ValueError: the cache can't hold the tokens, or a group has no layer.
+        `forward`; the last group may be smaller. Returns [n, H], normed; ValueError if the cache can't hold the tokens,
+        or a group has no layer.
         """
         if size < 1:
             raise ValueError(f"size of a group of layers must be 1 or more, got {size}")

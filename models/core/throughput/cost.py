@@ -99,18 +99,16 @@ class Cost:
     def measured(cls, times: Iterable[Time], measured_for: str = "") -> "Cost":
         """Make a table; of a step that was measured more than once a fast one counts, the lower quartile.
 
-        Args:
-            times: for each number of sequences, steps without a pass of the draft, of one and more rows a sequence, and
-                at least one with passes; in the order in which they were measured.
-            measured_for: see the attribute.
-
-        Raises:
-            ValueError: a time is impossible, or none is of a step without a pass.
+        Times are, for each number of sequences, of steps without a pass of the draft, of one and more rows a sequence,
+        and of at least one with passes; in the order in which they were measured. ValueError if a time is impossible,
+        or none is of a step without a pass.
         """
         plain: dict[int, dict[float, float]] = defaultdict(dict)
         drafted: dict[int, list[Time]] = defaultdict(list)
-        measured = _by_step(times)
-        noise = _noise(measured.values())
+        measured: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for time in times:
+            _check(time)
+            measured[time.num_sequences, time.num_rows, time.num_passes].append(time.ms)
         for (num_sequences, num_rows, num_passes), every in measured.items():
             ms = sorted(every)[(len(every) - 1) // 4]  # what else runs can only make a step longer
             if num_passes:
@@ -132,7 +130,7 @@ class Cost:
             curves.append(curve._replace(draft=median(passes) if seen else None))
         if any(drafted.values()) and not any(curve.draft for curve in curves):
             curves[0] = curves[0]._replace(draft=LEAST_PASS * curves[0].points[0])
-        return cls(tuple(curves), measured_for, grows=False, noise=noise)
+        return cls(tuple(curves), measured_for, grows=False, noise=_noise(measured.values()))
 
     def line(self, num_sequences: int) -> Line | None:
         """Return what steps of so many sequences take; None if nothing was measured."""
@@ -205,7 +203,6 @@ class Cost:
         return math.sqrt(max(float(shares @ covariance @ shares), 0.0))
 
     def _covariance(self) -> Floats:
-        """Return the covariance, or what it is before any step."""
         if self.covariance is not None:
             return self.covariance.copy()
         known = DOUBTED if self.doubted else KNOWN
@@ -263,7 +260,6 @@ class Cost:
         return self.curves[0].num_sequences <= num_sequences <= self.curves[-1].num_sequences
 
     def _with_points_for(self, time: Time) -> "Cost":
-        """Return the table with a first guess of what it has no point for: a curve's next rows, or a pass."""
         rows, ms = time.num_rows / time.num_sequences, time.ms / math.exp(self.drift)
         if not self.grows:
             return self
@@ -288,15 +284,6 @@ class Cost:
                 rest = ms - curve.target_ms(rows)
                 curves[at] = curve._replace(draft=max(rest / time.num_passes, 1e-3 * curve.points[0]))
         return replace(self, curves=tuple(curves), covariance=covariance)
-
-
-def _by_step(times: Iterable[Time]) -> dict[tuple[int, int, int], list[float]]:
-    """Return the ms of each step that was measured, in their order; ValueError if a time is impossible."""
-    by_step: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for time in times:
-        _check(time)
-        by_step[time.num_sequences, time.num_rows, time.num_passes].append(time.ms)
-    return by_step
 
 
 def _noise(measured: Iterable[Sequence[float]]) -> float:

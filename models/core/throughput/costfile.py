@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from models.core.throughput.cost import Cost
 from models.core.throughput.curves import Curve, ascending
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 FORMAT = 2  # since 2 a step lasts until the next one begins
 
@@ -37,8 +36,7 @@ def save(cost: Cost, file: Path) -> None:
 def load(file: Path, measured_for: str) -> Cost:
     """Read a table.
 
-    Raises:
-        ValueError: there is none, it is torn, or its times hold for something else; then it is measured anew.
+    ValueError if there is none, it is torn, or its times hold for something else; then it is measured anew.
     """
     try:
         saved = _File.model_validate_json(file.read_bytes())
@@ -47,41 +45,22 @@ def load(file: Path, measured_for: str) -> Cost:
         raise ValueError(f"{file.name} is no table of what steps take: {first_line}") from error
     if saved.measured_for != measured_for:
         raise ValueError(f"{file.name} was measured for {saved.measured_for}, wanted {measured_for}")
-    if not saved.fits:
+    counts = [curve.num_sequences for curve in saved.curves]
+    rising = all(left < right for of in (counts, *(one.rows for one in saved.curves)) for left, right in pairwise(of))
+    if not rising or any(len(curve.rows) != len(curve.target_ms) for curve in saved.curves):
         raise ValueError(f"{file.name} is no table of what steps take: its points are in no order")
-    return Cost(tuple(curve.read() for curve in saved.curves), measured_for, grows=False)
+    curves = (Curve(one.num_sequences, tuple(one.rows), ascending(one.target_ms), one.draft_ms) for one in saved.curves)
+    return Cost(tuple(curves), measured_for, grows=False)
 
 
 class _Curve(Frozen):
-    """A curve as it is saved."""
-
     num_sequences: int = Field(ge=1)
-    rows: list[float] = Field(min_length=1)
-    target_ms: list[float]
-    draft_ms: float | None = Field(gt=0, allow_inf_nan=False)
-
-    def read(self) -> Curve:
-        """Return the table's curve."""
-        return Curve(self.num_sequences, tuple(self.rows), ascending(self.target_ms), self.draft_ms)
+    rows: list[Positive] = Field(min_length=1)
+    target_ms: list[Positive]
+    draft_ms: Positive | None
 
 
 class _File(Frozen):
-    """A table as it is saved."""
-
     format: int = Field(ge=FORMAT, le=FORMAT)
     measured_for: str
     curves: list[_Curve] = Field(min_length=1)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the numbers can be a table's."""
-        return _rising([curve.num_sequences for curve in self.curves]) and all(
-            len(curve.rows) == len(curve.target_ms)
-            and _rising(curve.rows)
-            and all(math.isfinite(number) and number > 0 for number in (*curve.rows, *curve.target_ms))
-            for curve in self.curves
-        )
-
-
-def _rising(numbers: Sequence[float]) -> bool:
-    return all(left < right for left, right in pairwise(numbers))

@@ -9,13 +9,7 @@ Count = TypeVar("Count", int, float)  # of tokens or passes: of a step, or the m
 
 
 class Curve(NamedTuple):
-    """Steps of one number of sequences.
-
-    Attributes:
-        rows: a sequence, ascending.
-        points: ms of the target, one for each of `rows`.
-        draft: ms of a pass of the draft.
-    """
+    """Steps of one number of sequences: ms of the target by rows a sequence, ascending, and of a pass of the draft."""
 
     num_sequences: int
     rows: tuple[float, ...]
@@ -64,10 +58,8 @@ class Line(NamedTuple):
     def step_ms(self, rows: float, num_passes: float) -> float:
         """Return what a step takes; rows and passes may be means.
 
-        A draft that says all of its tokens in one pass makes one, whatever number it is asked for.
-
-        Raises:
-            ValueError: no pass was ever measured.
+        A draft that says all of its tokens in one pass makes one, whatever number it is asked for. ValueError if no
+        pass was ever measured.
         """
         return self.target_ms(rows) + self.passes_ms(num_passes)
 

@@ -12,12 +12,12 @@ one drafted token to the next in a straight line, which is flat for a draft that
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from models.core.throughput.curves import on_line
-from models.types import Frozen
+from models.types import Frozen, Positive
 
 
 class Step(NamedTuple):
@@ -27,11 +27,14 @@ class Step(NamedTuple):
     accepted: int
 
 
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class DraftingCost(NamedTuple):
     """ms that drafting takes: of the first token of a proposal, and of each one more."""
 
-    first_ms: float
-    more_ms: float = 0.0
+    first_ms: Milliseconds
+    more_ms: Milliseconds = 0.0
 
     def ms(self, num_tokens: int) -> float:
         """Return D; a step for which nothing was found looked for it all the same."""
@@ -50,7 +53,7 @@ class Costs(Frozen):
     """
 
     device: str = ""
-    rows_ms: dict[int, float] = Field(min_length=1)
+    rows_ms: dict[Annotated[int, Field(ge=1)], Positive] = Field(min_length=1)
     rest_ms: float = Field(0.0, ge=0)
     draft_ms: dict[str, DraftingCost] = Field(default_factory=dict)
 
@@ -58,10 +61,6 @@ class Costs(Frozen):
     def _are_times(self) -> Self:
         if 1 not in self.rows_ms:
             raise ValueError(f"rows_ms must tell what 1 row takes; it has {sorted(self.rows_ms)}")
-        if wrong := [rows for rows, ms in self.rows_ms.items() if rows < 1 or not 0 < ms < float("inf")]:
-            raise ValueError(f"rows_ms must map rows from 1 to ms above 0; wrong at {wrong}")
-        if wrong_ways := [way for way, one in self.draft_ms.items() if not all(0 <= ms < float("inf") for ms in one)]:
-            raise ValueError(f"draft_ms must be from 0; wrong at {wrong_ways}")
         return self
 
     def target_ms(self, rows: int) -> float:
@@ -71,12 +70,9 @@ class Costs(Frozen):
 
 
 class Seen(NamedTuple):
-    """What one way of drafting did on the sample.
+    """What one way of drafting did on the sample, and what it took here.
 
-    Attributes:
-        steps: of all answers.
-        drafting: what it took here.
-        cut: whether fewer tokens would have been the first of these: not so of a tree, nor where confidence ends it.
+    If `cut`, fewer tokens would have been the first of these: not so of a tree, nor where confidence ends it.
     """
 
     steps: Sequence[Step]
@@ -95,11 +91,9 @@ def expected_speedup(seen: Seen, most: int, costs: Costs, way: str) -> float:
     At least one step was seen of this way, which has this name in `costs.draft_ms`.
     """
     drafting = costs.draft_ms.get(way, seen.drafting)
-    tokens = ms = 0.0
-    for step in seen.steps:
-        proposed = min(step.proposed, most)
-        tokens += 1 + min(step.accepted, most)
-        ms += costs.target_ms(1 + proposed) + drafting.ms(proposed) + costs.rest_ms
+    tokens = sum(1 + min(step.accepted, most) for step in seen.steps)
+    sizes = [min(step.proposed, most) for step in seen.steps]
+    ms = sum(costs.target_ms(1 + size) + drafting.ms(size) + costs.rest_ms for size in sizes)
     return tokens / ms * (costs.target_ms(1) + costs.rest_ms)
 
 
@@ -127,8 +121,7 @@ def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list
 def read_costs(file: Path) -> Costs:
     """Read a table that `redraft advise` wrote, or one of the same form.
 
-    Raises:
-        ValueError: the file can't be read, or is no such table.
+    ValueError if the file can't be read, or is no such table.
     """
     try:
         return Costs.model_validate_json(file.read_text(encoding="utf-8"))

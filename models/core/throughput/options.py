@@ -6,6 +6,7 @@ single sequence's step is expected to take what a step of that length does.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -78,10 +79,8 @@ def options_of(line: Line, groups: Sequence[Group], limit: int, price: Price | N
 
 def _keys(group: Group) -> list[tuple[str, Source, int]]:
     """Return what the lengths of a group's proposals are called in a plan, the head's first."""
-    return [
-        (group.domain, "head", int(not group.whole)),
-        *((group.domain, "lookup", kind) for _, kind, _ in group.lookups),
-    ]
+    lookups = [(group.domain, "lookup", kind) for _, kind, _ in group.lookups]
+    return [(group.domain, "head", int(not group.whole)), *lookups]
 
 
 def _longest(groups: Sequence[Group], passes: int, costs: Sequence[float]) -> dict[tuple[str, Source, int], int]:
@@ -100,12 +99,10 @@ def _longest(groups: Sequence[Group], passes: int, costs: Sequence[float]) -> di
 
 def _best_length(chances: Sequence[float], costs: Sequence[float]) -> tuple[int, float]:
     """Return how many tokens of a proposal are worth most beyond their costs, and how much that is."""
-    length, most, total = 0, 0.0, 0.0
-    for place, chance in enumerate(chances[: len(costs) - 1], start=1):
-        total += chance
-        if total - costs[place] > most:
-            length, most = place, total - costs[place]
-    return length, most
+    totals = accumulate(chances[: len(costs) - 1])
+    worth = [0.0, *(total - cost for total, cost in zip(totals, costs[1:], strict=False))]
+    most = max(worth)
+    return worth.index(most), most
 
 
 def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tuple[str, Source, int], int]) -> Option:
@@ -138,9 +135,4 @@ def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tu
 
 def everything(groups: Iterable[Group], passes: int) -> dict[tuple[str, Source, int], int]:
     """Return lengths at which nothing is cut off."""
-    longest: dict[tuple[str, Source, int], int] = {}
-    for group in groups:
-        longest[group.domain, "head", int(not group.whole)] = passes
-        for _, kind, _ in group.lookups:
-            longest[group.domain, "lookup", kind] = NUM_PLACES
-    return longest
+    return {key: passes if key[1] == "head" else NUM_PLACES for group in groups for key in _keys(group)}

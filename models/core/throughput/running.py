@@ -12,8 +12,10 @@ each: where the two differ by more than chance allows, the traffic has changed, 
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Literal, NamedTuple
 
 Source = Literal["head", "lookup"]
@@ -34,13 +36,7 @@ OTHERS = ""
 
 
 class Lookup(NamedTuple):
-    """What look-up is expected to propose for a sequence.
-
-    Attributes:
-        chance: of such a proposal; 1 where it is already there.
-        match: tokens that matched.
-        num_tokens: proposed.
-    """
+    """What look-up is expected to propose for a sequence: the chance is 1 where it is there already."""
 
     chance: float
     match: int
@@ -48,8 +44,6 @@ class Lookup(NamedTuple):
 
 
 class _Place:
-    """What is known of one a_j."""
-
     __slots__ = ("accepted", "reached", "short")
 
     def __init__(self) -> None:
@@ -81,8 +75,8 @@ class Acceptance:
     def __init__(self, memory: int = 1000) -> None:
         """Know nothing yet; after `memory` steps a step counts for 1/e."""
         self._keep = 1 - 1 / memory
-        self._places: dict[tuple[str, Source, int], list[_Place]] = {}
-        self._pooled: dict[tuple[Source, int], list[_Place]] = {}
+        self._places: dict[tuple[str, Source, int], list[_Place]] = defaultdict(_places)
+        self._pooled: dict[tuple[Source, int], list[_Place]] = defaultdict(_places)
         self._before: dict[str, list[float]] = {}
         self._domains: set[str] = set()
         self._looked_up: dict[str, list[list[float]]] = {}  # by class: how often, tokens that matched, tokens proposed
@@ -92,49 +86,37 @@ class Acceptance:
         """Begin anew for a draft that was just swapped in; what is known of look-up stays.
 
         `accepted` is the share of steps in which the token at each place was accepted
-        (`acceptance.Summary.per_position`), by domain, as the gate saw it; may be empty.
-
-        Raises:
-            ValueError: a share is not from 0 to 1.
+        (`acceptance.Summary.per_position`), by domain, as the gate saw it; may be empty. ValueError if a share is not
+        from 0 to 1.
         """
         self._before = {}
         for domain, shares in accepted.items():
             self.promise(domain, shares)
-        self._places = {key: places for key, places in self._places.items() if key[1] != "head"}
-        self._pooled = {key: places for key, places in self._pooled.items() if key[0] != "head"}
+        self._places = defaultdict(_places, {key: one for key, one in self._places.items() if key[1] != "head"})
+        self._pooled = defaultdict(_places, {key: one for key, one in self._pooled.items() if key[0] != "head"})
         self.num_swaps += 1
 
     def promise(self, domain: str, accepted: Sequence[float]) -> None:
         """Learn what the gate saw of the present draft in one more domain; what was seen since stays.
 
-        Raises:
-            ValueError: a share is not from 0 to 1.
+        ValueError if a share is not from 0 to 1.
         """
         if not accepted or not all(0 <= share <= 1 for share in accepted):
             raise ValueError(f'domain "{domain}": wanted shares from 0 to 1, got {list(accepted)}')
         self._before[domain] = [min(share / last, 1.0) if last else 0.0 for last, share in pairwise([1.0, *accepted])]
 
     def see(
-        self,
-        domain: str,
-        source: Source,
-        num_drafted: int,
-        num_accepted: int,
-        match: int = 0,
-        whole: bool = True,
+        self, domain: str, source: Source, num_drafted: int, num_accepted: int, match: int = 0, whole: bool = True
     ) -> None:
         """Take in one verified proposal; of one with no drafted tokens there is nothing to see.
 
         `match` is how many tokens had matched, of look-up, and `whole` whether the head has all keys of the sequence.
-
-        Raises:
-            ValueError: more was accepted than drafted, or less than nothing.
+        ValueError if more was accepted than drafted, or less than nothing.
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(f"wanted accepted tokens from 0 to the {num_drafted} drafted, got {num_accepted}")
         key = self._known(domain), source, kind_of(source, match, whole)
-        own = self._places.get(key) or self._places.setdefault(key, _places())
-        pooled = self._pooled.get(key[1:]) or self._pooled.setdefault(key[1:], _places())
+        own, pooled = self._places[key], self._pooled[key[1:]]
         for place in range(min(num_accepted + 1, num_drafted, NUM_PLACES)):
             accepted = place < num_accepted
             own[place].see(accepted, self._keep)
@@ -145,19 +127,13 @@ class Acceptance:
         kind = kind_of(source, match, whole)
         own = self._places.get((self._known(domain), source, kind))
         weight = GATE_WEIGHT if source == "head" and whole and domain in self._before else GUESS_WEIGHT
-        found = []
-        for place in range(min(num_tokens, NUM_PLACES)):
-            before = self._chance_before(domain, source, kind, place)
-            found.append(before if own is None else own[place].chance(before, weight))
+        before = [self._chance_before(domain, source, kind, place) for place in range(min(num_tokens, NUM_PLACES))]
+        found = before if own is None else [own[place].chance(one, weight) for place, one in enumerate(before)]
         return found + found[-1:] * (num_tokens - len(found))
 
     def expected(self, domain: str, source: Source, num_tokens: int, match: int = 0) -> float:
         """Return how many of so many drafted tokens are accepted: Σ_i Π_{j ≤ i} a_j."""
-        total, all_so_far = 0.0, 1.0
-        for chance in self.chances(domain, source, num_tokens, match):
-            all_so_far *= chance
-            total += all_so_far
-        return total
+        return sum(accumulate(self.chances(domain, source, num_tokens, match), mul), 0.0)
 
     def see_lookup(self, domain: str, match: int, num_tokens: int) -> None:
         """Take in one try of look-up: how many tokens matched and how many it had to propose, 0 if none."""
@@ -181,12 +157,9 @@ class Acceptance:
 
     def _known(self, domain: str) -> str:
         """Return a domain's name, or the one for all that came after the first 64."""
-        if domain in self._domains:
-            return domain
         if len(self._domains) < MAX_DOMAINS:
             self._domains.add(domain)
-            return domain
-        return OTHERS
+        return domain if domain in self._domains else OTHERS
 
     def _chance_before(self, domain: str, source: Source, kind: int, place: int) -> float:
         """Return a_j as far as it is known from before this domain was seen; what is not drafted is never known."""

@@ -15,13 +15,12 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from models.core.throughput.running import MAX_DOMAINS, OTHERS
 from models.types import Speed
 
 MEMORY = 1000.0  # steps of a domain after which a step counts for 1/e
 BATCH = 32  # steps: about as many as a request has
 LEAST_BATCHES = 6  # before that nothing is told
-MAX_DOMAINS = 64  # the others are one
-OTHERS = ""
 
 
 class DomainShare(NamedTuple):
@@ -52,9 +51,8 @@ class _Sums:
         self.batch = [self.batch[0] + 1, self.batch[1] + ms, self.batch[2] + plain]
         if self.batch[0] == BATCH:
             _, ms, plain = self.batch
-            fades = keep ** (2 * BATCH)
             new = (ms * ms, ms * plain, plain * plain)
-            self.squares = [fades * old + square for old, square in zip(self.squares, new, strict=True)]
+            self.squares = [keep ** (2 * BATCH) * old + one for old, one in zip(self.squares, new, strict=True)]
             self.num, self.seen, self.batch = 1 + self.num * keep**BATCH, self.seen + 1, [0.0, 0.0, 0.0]
 
     def error(self) -> float:
@@ -68,20 +66,15 @@ class Speeds:
     """Running means by domain; changed in place, since every step is shown to them."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._sums: dict[str, _Sums] = {}
 
     def see(
         self, parts: dict[str, DomainShare], step_ms: float, undrafted_ms: float, plain_ms: float, doubt: float
     ) -> None:
-        """Take in one step.
+        """Take in one step, of parts by domain.
 
-        Args:
-            parts: by domain.
-            step_ms: that it took.
-            undrafted_ms: that it would have taken without any draft.
-            plain_ms: that a step of as many sequences takes which reads no prompt and is not drafted.
-            doubt: relative standard error of that.
+        It took `step_ms` and would have taken `undrafted_ms` without any draft; a step of as many sequences that reads
+        no prompt and is not drafted takes `plain_ms`, known with the relative standard error `doubt`.
         """
         for domain, part in parts.items():
             sums = self._sums.setdefault(self._name(domain), _Sums())

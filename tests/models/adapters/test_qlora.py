@@ -10,7 +10,7 @@ from models import adapters
 from models.adapters import qlora
 from models.core.layers import normal_float
 from models.core.layers.linears import linears
-from models.core.layers.normal_float_linear import NormalFloatLinear
+from models.core.layers.normal_float import NormalFloatLinear
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 

@@ -27,8 +27,7 @@ from vllm.renderers.chat_utils import _KNOWN_CONTENT_PART_FIELDS
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from models.chat_templates import content_format
-from models.chats import PART_FIELDS, ChatEncoder
+from models.chats import PART_FIELDS, ChatEncoder, content_format
 from models.engines.vllm.patches import renderer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 

@@ -5,7 +5,7 @@ import torch
 
 from models import adapters, catalog
 from models.adapters import lora
-from models.core.checkpoints.invariants import PreservedStructure, promises
+from models.core.checkpoints.invariants import PreservedStructure, noted
 from models.core.layers.linears import linears
 from models.regimes import early_bird
 from tests.models.regimes.world import TRAINING, batch, load, train
@@ -71,7 +71,7 @@ def test_without_agreement_nothing_is_dropped(model) -> None:
 
 def test_the_tickets_zeroes_are_promised_and_a_low_rank_part_that_is_merged_leaves_them(model) -> None:
     train(model, [early_bird.Params(window=1, epsilon=0.99)])
-    assert {name.rpartition(".")[2] for name in promises(model).patterns} == {
+    assert {name.rpartition(".")[2] for name in noted(model.config).patterns} == {
         "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
     zero, held = {name: layer.weight == 0 for name, layer in linears(model)}, PreservedStructure(model)

@@ -5,7 +5,7 @@ import torch
 
 from models import adapters
 from models.adapters import lora
-from models.core.checkpoints.invariants import PreservedStructure, promises
+from models.core.checkpoints.invariants import PreservedStructure, noted
 from models.core.layers.linears import linears
 from models.regimes import iterative_magnitude
 from tests.models.regimes.world import load, train
@@ -63,7 +63,7 @@ def test_controls_keep_what_they_say(tiny_target) -> None:
 
 def test_the_tickets_zeroes_are_promised_and_stay_when_all_layers_are_finetuned(model) -> None:
     train(model, [iterative_magnitude.Params(num_rounds=1, pruned_share=0.5)], num_epochs=1)
-    assert promises(model).patterns.keys() == zeros(model).keys()
+    assert noted(model.config).patterns.keys() == zeros(model).keys()
     before, held = zeros(model), PreservedStructure(model)
     adapted = adapters.attach(model, lora.CORNERS[0], torch.Generator().manual_seed(0))
     train(model, [], num_epochs=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.core.checkpoints.invariants import promises, require
+from models.core.checkpoints.invariants import noted, require
 from models.core.checkpoints.loading import load_floats, load_model
 from models.core.layers.layout import blocks
 from tasks.measure import chain
@@ -151,6 +151,6 @@ def test_a_chain_of_the_table_of_shapes_is_a_recipe_whose_shape_or_rank_is_there
     recipe(tables, engine="torch" if "low_rank" in name else "vllm")
     model = load_floats(chain.make(one, tables, seed=0))
     require(model)
-    ranks = promises(model).ranks
+    ranks = noted(model.config).ranks
     assert len(blocks(model)) == (1 if "depth" in name else 2) and len(ranks) == (14 if "low_rank" in name else 0)
     assert chain.num_promised(model.config) == len(ranks) or not ranks

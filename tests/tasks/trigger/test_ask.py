@@ -298,7 +298,7 @@ def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: H
 
     home.serve(10)
     fresh = wanted()
-    home.evidence = home.evidence.another().another()  # each is allowed a smaller error
+    home.evidence = Evidence.start(home.recipe.num_draft_tokens, challenger=3)  # each is allowed a smaller error
     assert wanted() == fresh  # nothing ran, so nobody was asked again
     home.refresh(("failed", "refused"))
     third = wanted()

@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from models.core.checkpoints import compressed
-from models.core.checkpoints.checkpoint import read_tensor, read_tensors
+from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, read_tensors
 
 
 def write(directory: Path, method: str) -> None:
@@ -53,3 +54,11 @@ def test_what_the_format_can_say_and_is_not_read_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=fault):
         read_tensors(tmp_path)
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens_in_ascending_order() -> None:
+    assert choose_vocabulary(np.array([1, 9, 0, 9, 3]), 3).tolist() == [1, 3, 4]
+
+
+def test_of_equally_frequent_tokens_the_smaller_id_is_kept() -> None:
+    assert choose_vocabulary(np.array([0, 2, 0, 0]), 3).tolist() == [0, 1, 2]

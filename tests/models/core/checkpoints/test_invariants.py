@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from models import adapters, catalog, quantize
 from models.core.checkpoints.checkpoint import read_tensors
-from models.core.checkpoints.invariants import PreservedStructure, keep_zeroes, promises, require, require_noted
+from models.core.checkpoints.invariants import PreservedStructure, keep_zeroes, noted, require, require_noted
 from models.core.checkpoints.loading import load_model, save_model
 from models.core.checkpoints.sparsity import Pattern
 from models.core.layers.decoder import Cache, Decoder
@@ -89,7 +89,7 @@ def test_a_merged_adapter_is_cut_to_the_rank_again_and_bfloat16_does_not_count(m
     held.put_back(merged)
     require(merged.bfloat16())
     name, layer = next(linears(merged))
-    rank = promises(merged).ranks[name]
+    rank = noted(merged.config).ranks[name]
     assert torch.linalg.svdvals(layer.weight.float())[rank - 1] > 0
 
 
@@ -141,10 +141,10 @@ def test_what_was_zero_before_pruning_stays_so(name: str, model: PreTrainedModel
 
 def test_zeroes_of_another_shape_are_promised_anew_with_their_own_shares(pruned: PreTrainedModel) -> None:
     shrunk = take_layers(pruned, [1])
-    assert not promises(shrunk).patterns
+    assert not noted(shrunk.config).patterns
     keep_zeroes(pruned, shrunk)
     require_noted(pruned.config, shrunk.config)
-    assert promises(shrunk).patterns.keys() == {name for name, _ in linears(shrunk)}
+    assert noted(shrunk.config).patterns.keys() == {name for name, _ in linears(shrunk)}
     require(shrunk)
     shrunk.model.layers[0].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match=r"up_proj was pruned to 0\.5, and is not any more"):
@@ -152,15 +152,15 @@ def test_zeroes_of_another_shape_are_promised_anew_with_their_own_shares(pruned:
 
 
 def test_a_dense_model_promises_nothing_and_neither_does_one_of_another_shape(model: PreTrainedModel) -> None:
-    assert not any(promises(model))
+    assert not any(noted(model.config))
     require(model)
     shrunk = take_layers(model, [1])
     keep_zeroes(model, shrunk)
-    assert not any(promises(shrunk))
+    assert not any(noted(shrunk.config))
 
 
 def test_a_half_that_is_shrunk_by_learnt_masks_keeps_its_zeroes(pruned: PreTrainedModel) -> None:
     params = sheared.Params(num_layers=1, min_mask_steps=1)
     shrunk = sheared.shrink(pruned, DOCUMENTS, params, TRAINING, seed=0)
-    assert promises(shrunk).patterns.keys() == {name for name, _ in linears(shrunk)}
+    assert noted(shrunk.config).patterns.keys() == {name for name, _ in linears(shrunk)}
     require(shrunk)

@@ -98,5 +98,5 @@ def test_what_is_no_value_is_refused() -> None:
     for values, weights in (([1.5], [1.0]), ([float("nan")], [1.0]), ([0.0], [1.5]), ([0.0], [-0.1])):
         with pytest.raises(ValueError, match="wanted a value in ±1 and a weight in"):
             test.after(values, weights)
-    with pytest.raises(ValueError, match="wanted bins from 0"):
+    with pytest.raises(ValueError, match=r"counts.4096"):
         MeanTest.model_validate({"bound": 1, "counts": {"4096": 1.0}})

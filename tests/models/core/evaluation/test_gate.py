@@ -96,11 +96,13 @@ def test_each_challenger_of_a_champion_is_held_to_a_part_of_one_error() -> None:
     spent = sum(allowed_error(number, 0.05) for number in range(1, 20_000))
     assert 0.0499 < spent < 0.05
     first = after([0.1] * 3)
-    second = after([0.1] * 3, first.another())
+    second = after([0.1] * 3, Evidence.start(K, first.challenger + 1))
     assert (second.challenger, second.num_windows) == (2, 3)
     assert second.alpha(PARAMS) == first.alpha(PARAMS) / 4
     assert second.bounds(PARAMS).low < first.bounds(PARAMS).low
     assert second.bounds(PARAMS).value == first.bounds(PARAMS).value
+    with pytest.raises(ValueError, match="challengers count from 1, got 0"):
+        allowed_error(0, 0.05)
 
 
 def test_a_draft_accepts_no_more_than_k_tokens_a_step() -> None:
@@ -196,8 +198,3 @@ def test_a_floor_is_wrongly_kept_no_more_often_than_allowed_by_clusters_too() ->
 def test_a_score_that_is_no_number_of_tokens_is_refused(accepted: float) -> None:
     with pytest.raises(ValueError, match="accepted"):
         Score(id="a", domain="chat", steps=10, accepted=accepted)
-
-
-def test_challengers_count_from_one() -> None:
-    with pytest.raises(ValueError, match="challengers count from 1, got 0"):
-        allowed_error(0, 0.05)

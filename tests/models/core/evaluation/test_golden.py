@@ -69,11 +69,8 @@ def test_the_threshold_of_a_few_prompts_holds_for_thousands() -> None:
     assert threshold < 1  # and what is another text is told
 
 
-def test_golden_outputs_survive_a_file(tmp_path: Path) -> None:
-    save_golden(tmp_path, [REFERENCE], 0.05)
-    assert load_golden(tmp_path) == ([REFERENCE], 0.05)
-
-
-def test_a_target_without_golden_outputs_is_refused(tmp_path: Path) -> None:
+def test_golden_outputs_survive_a_file_and_a_target_without_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no golden.json"):
         load_golden(tmp_path)
+    save_golden(tmp_path, [REFERENCE], 0.05)
+    assert load_golden(tmp_path) == ([REFERENCE], 0.05)

@@ -35,9 +35,6 @@ def test_a_span_that_reaches_into_a_window_counts_and_one_beside_it_does_not() -
     spans = [(0.0, 0.9), (0.9, 1.5), (1.5, 2.5), (2.5, 3.5), (3.5, 4.0)]
     assert touching(spans, (1.0, 3.0)) == pytest.approx([600, 1000, 1000])
     assert touching(spans, (5.0, 6.0)) == []
-
-
-def test_a_stall_over_a_whole_window_is_seen() -> None:
     assert touching([(0.0, 9.0)], (4.0, 5.0)) == [9000.0]
 
 
@@ -61,9 +58,6 @@ def test_a_speed_ratio_is_paired_by_prompt_and_weighs_the_whole_by_seconds() -> 
     assert ratio is not None
     assert ratio.prompts.median == pytest.approx(3.0)
     assert (ratio.overall.low, ratio.overall.value, ratio.overall.high) == pytest.approx((2.0, 3.0, 4.0))
-
-
-def test_sides_without_a_common_prompt_have_no_ratio() -> None:
     assert compare_speed({"a": Decoded(1, 1.0)}, {"b": Decoded(1, 1.0)}) is None
 
 

@@ -200,13 +200,10 @@ def test_rows_that_began_in_a_part_go_on_from_there(
     torch.testing.assert_close(begun_cache.keys[:, :, :14], fresh_cache.keys[:, :, :14], rtol=1e-4, atol=1e-4)
 
 
-def test_states_that_a_row_has_left_behind_can_not_be_tapped(pair: tuple[torch.nn.Module, Decoder]) -> None:
+def test_a_full_cache_and_a_tap_that_rows_have_left_behind_are_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
     _, decoder = pair
     with pytest.raises(ValueError, match="rows that begin after 2 layers have no states of layer 1"):
         decoder.forward(tokens(2), Cache(decoder, 9), taps=(1,), begun=Begun(2, torch.zeros(1, 64)))
-
-
-def test_a_full_cache_is_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
     _, decoder = pair
     with pytest.raises(ValueError, match="0 tokens and 9 more; the cache holds 8"):
         decoder.forward(tokens(9), Cache(decoder, 8))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.linears import Gram, Rows, calibrate, linears, replace
+from models.core.layers.linears import Gram, Rows, calibrate, inverse_factor, linears, replace
 
 DOCUMENTS = [[5, 9, 30, 41], [7, 8, 9]]
 
@@ -69,3 +69,20 @@ def test_inner_products_are_summed_document_by_document_and_shared_by_layers_tha
         assert gram.num_tokens == 7
         torch.testing.assert_close(gram.matrix, rows[name].inputs.T @ rows[name].inputs)
     assert len({id(gram) for gram in grams.values()}) == 8  # of fourteen layers
+
+
+def test_the_factor_squared_is_the_inverse_of_the_dampened_hessian() -> None:
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hessian = inputs.T @ inputs
+    factor = inverse_factor(hessian, 0.01)
+    assert torch.equal(factor, factor.triu())
+    dampened = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    assert torch.allclose(factor.T @ factor @ dampened, torch.eye(6, dtype=torch.float64), atol=1e-10)
+
+
+def test_a_feature_that_was_never_seen_is_left_by_itself() -> None:
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    inputs[:, 2] = 0
+    factor = inverse_factor(inputs.T @ inputs, 0.01)
+    assert torch.isfinite(factor).all()
+    assert not factor[2, 3] and not factor[:2, 2].any()

@@ -26,13 +26,10 @@ def test_stochastic_rounding_gives_one_of_the_two_neighbours_and_leaves_integers
     assert drawn[:, 2].unique().tolist() == [7] and drawn[:, 3].unique().tolist() == [-3]
 
 
-def test_fixed_point_by_hand() -> None:
+def test_fixed_point_and_the_unit_interval_by_hand() -> None:
     # Three bits and scale 6: the multiples of 2 from -6 to 6.
     values = torch.tensor([-9.0, -6.0, -1.2, 0.9, 3.1, 5.5])
     assert fixed_point(values, 3, 6.0).tolist() == [-6, -6, -2, 0, 4, 6]
-
-
-def test_unit_interval_by_hand() -> None:
     # Two bits: 0, 1/3, 2/3, 1. One half is 1.5 steps, a tie that goes to the even 2.
     values = torch.tensor([-1.0, 0.1, 0.2, 0.5, 0.9, 2.0])
     assert torch.equal(unit_interval(values, 2), torch.tensor([0, 0, 1, 2, 3, 3]) / 3)
@@ -64,9 +61,11 @@ def test_mantissas_of_a_block_are_integers_that_fit_and_use_their_bits(mantissa_
         assert largest.min() >= 2 ** (mantissa_bits - 1)
 
 
-def test_a_wide_mantissa_is_nearly_exact() -> None:
+def test_equal_steps_come_of_one_exponent_bit_and_a_wide_mantissa_is_nearly_exact() -> None:
     values = normal(48, 48)
     assert (block_floating_point(values, 23, 24)[0] - values).abs().max() < 2.0**-20
+    values = normal(1000).clamp(-1.5, 1.5)
+    assert torch.equal(minifloat(values, 1, 1, 0), fixed_point(values, 3, 1.5))
 
 
 def magnitudes(exponent_bits: int, mantissa_bits: int, top: int) -> Tensor:
@@ -102,11 +101,6 @@ def test_a_minifloat_rounds_to_the_nearest_number_of_its_format(exponent_bits, m
 def test_a_minifloat_is_the_float8_of_torch(dtype, exponent_bits, mantissa_bits, top, largest) -> None:
     values = (normal(5000) * torch.exp2(normal(5000, seed=1) * 6)).clamp(-largest, largest)
     assert torch.equal(minifloat(values, exponent_bits, mantissa_bits, top), values.to(dtype).float())
-
-
-def test_equal_steps_come_of_one_exponent_bit() -> None:
-    values = normal(1000).clamp(-1.5, 1.5)
-    assert torch.equal(minifloat(values, 1, 1, 0), fixed_point(values, 3, 1.5))
 
 
 SPREAD = torch.tensor([[-0.93, -0.5, -0.31, -0.02], [0.0, 0.07, 0.41, 0.93]])

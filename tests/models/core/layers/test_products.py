@@ -39,12 +39,16 @@ def test_the_very_same_layers_and_parameters_come_back(model: PreTrainedModel) -
     assert dict(linears(model)) == layers and all(type(layer) is nn.Linear for layer in layers.values())
 
 
-def test_a_layer_adds_its_bias() -> None:
+def test_a_layer_adds_its_bias_and_is_plain_in_evaluation_mode() -> None:
     layer, inputs = nn.Linear(3, 2), torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
     changed = ProductLinear(layer, lambda x, w: 2 * functional.linear(x, w))
     assert torch.allclose(changed(inputs), 2 * (layer(inputs) - layer.bias) + layer.bias)
     changed(inputs).sum().backward()
     assert layer.bias.grad.tolist() == [20, 20]
+    layer, inputs = nn.Linear(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    changed = ProductLinear(layer, lambda x, w: 2 * functional.linear(x, w))
+    assert not torch.equal(changed(inputs), layer(inputs))
+    assert torch.equal(changed.eval()(inputs), layer(inputs))
 
 
 def test_a_layer_multiplies_in_float32_also_under_autocast() -> None:
@@ -54,13 +58,6 @@ def test_a_layer_multiplies_in_float32_also_under_autocast() -> None:
         assert layer(inputs).dtype == torch.bfloat16
         output = changed(inputs)
     assert torch.equal(output, changed(inputs)) and torch.allclose(output, layer(inputs))
-
-
-def test_a_layer_is_plain_in_evaluation_mode() -> None:
-    layer, inputs = nn.Linear(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    changed = ProductLinear(layer, lambda x, w: 2 * functional.linear(x, w))
-    assert not torch.equal(changed(inputs), layer(inputs))
-    assert torch.equal(changed.eval()(inputs), layer(inputs))
 
 
 def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedModel) -> None:
@@ -74,14 +71,11 @@ def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedMod
     assert all(type(layer) is nn.Linear for _, layer in linears(model))
 
 
-def test_a_straight_through_change_is_seen_forward_and_not_backward() -> None:
+def test_a_change_of_values_or_of_their_gradient_leaves_the_other_as_it_is() -> None:
     values = torch.tensor([0.4, 1.6], requires_grad=True)
     changed = straight_through(values, torch.round)
     changed.backward(torch.tensor([2.0, 3.0]))
     assert changed.tolist() == [0, 2] and values.grad.tolist() == [2, 3]
-
-
-def test_a_change_of_the_gradient_is_seen_backward_and_not_forward() -> None:
     values = torch.tensor([0.4, 1.6], requires_grad=True)
     same = on_gradient(values, torch.round)
     same.backward(torch.tensor([2.3, 3.9]))

@@ -95,9 +95,11 @@ def test_a_line_says_of_each_step_what_the_table_does(sequences: int) -> None:
             assert line.step_ms(rows, passes) == pytest.approx(TABLE.step_ms(sequences, rows, passes))
 
 
-def test_nothing_measured_tells_nothing() -> None:
+def test_nothing_measured_tells_nothing_and_a_table_needs_a_step_without_passes() -> None:
     assert Cost().step_ms(1, 1, 0) is None
     assert Cost.measured([Time(1, 1, 0, 10.0)]).step_ms(1, 1, 1) is None
+    with pytest.raises(ValueError, match="got none"):
+        Cost.measured([Time(1, 1, 1, 10.0)])
 
 
 def test_a_table_that_was_never_measured_grows_with_the_steps() -> None:
@@ -169,11 +171,6 @@ def test_times_that_can_not_be_are_refused(time: Time) -> None:
         TABLE.after(time)
     with pytest.raises(ValueError, match="wanted a step of"):
         Cost.measured([time])
-
-
-def test_a_table_needs_a_step_without_passes() -> None:
-    with pytest.raises(ValueError, match="got none"):
-        Cost.measured([Time(1, 1, 1, 10.0)])
 
 
 def test_where_noise_hides_what_a_pass_takes_the_other_numbers_of_sequences_tell() -> None:
