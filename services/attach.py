@@ -44,7 +44,8 @@ from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, read_ro
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
-from models.engines.vllm.attached import AttachedEngine, Offer, file_digest
+from models.engines.vllm.attached import AttachedEngine, Offer
+from models.engines.vllm.redraft_vllm import file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
 from services.drafts import DraftSource, DraftState, Loaded, label, recall

@@ -20,6 +20,7 @@ from models.types import Frozen
 
 # How a request is drafted: as the engine finds it fastest, by the draft alone and up to K, or not at all.
 Way = Literal["auto", "head", "off"]
+OnFirstToken = Callable[[], None]
 
 
 class Rules(NamedTuple):
@@ -74,59 +75,43 @@ class LookUp(Frozen):
 
 
 class Sampling(Frozen):
-    """How one request is decoded, and when.
-
-    Attributes:
-        temperature: 0 is greedy.
-        num_logprobs: from 2 on, the gaps of the two best tokens are recorded.
-        stop_ids: tokens that end an answer beside the model's own, and stand at its end.
-        priority: whose turn is first where an engine is full; the lower comes first.
-        piece: tokens of the prompt that are read in one step beside other requests, so that these wait less; 0 leaves
-            it to the engine.
-        drafting: "head" is what acceptance is measured by, "auto" what is served; engines without plans do the same.
-    """
+    """How one request is decoded, and when."""
 
     max_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    num_logprobs: int | None = None
+    num_logprobs: int | None = None  # from 2 on, the gaps of the two best tokens are recorded
     ignore_eos: bool = False
-    stop_ids: tuple[int, ...] = ()
-    priority: int = 0
-    piece: int = 0
-    drafting: Way = "head"
+    stop_ids: tuple[int, ...] = ()  # tokens that end an answer beside the model's own, and stand at its end
+    priority: int = 0  # whose turn is first where an engine is full; the lower comes first
+    piece: int = 0  # tokens of the prompt read in one step beside other requests, which wait less; 0: the engine's own
+    drafting: Way = "head"  # by which acceptance is measured; served is "auto", the same in engines without plans
 
 
 class Completion(Frozen):
     """One finished answer and how it was drafted.
 
-    Attributes:
-        drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
-        drafted_ids: the drafted tokens of each step; of a tree all of them, parents before children.
-        matches: of each step, the tokens of the match that its draft was looked up by; 0 where the draft model drafted,
-            `acceptance.UNDRAFTED` where neither was run.
-        gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
-        finish_reason: None when the client went away.
-        structured: a grammar constrained the answer, so that what was accepted says little of the draft.
+    What is told by step is told of verification steps: the prefill is none. Matches are the tokens that a step's draft
+    was looked up by; 0 where the draft model drafted, `acceptance.UNDRAFTED` where neither was run.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    drafted_ids: tuple[tuple[int, ...], ...]
-    finish_reason: str | None
+    drafted: tuple[int, ...]  # tokens by step, 0 in one without a draft
+    accepted: tuple[int, ...]  # by step
+    drafted_ids: tuple[tuple[int, ...], ...]  # by step; of a tree all of them, parents before children
+    finish_reason: str | None  # None when the client went away
     first_token_ms: float
     per_token_ms: float
     draft_version: str
     speculating: bool
-    gaps: tuple[float, ...] = ()
-    matches: tuple[int, ...] = ()
+    gaps: tuple[float, ...] = ()  # log-probability of the best token minus that of the second, by token, if asked for
+    matches: tuple[int, ...] = ()  # by step
     drafting: Way = "head"
-    structured: bool = False
+    structured: bool = False  # a grammar constrained it, so that what was accepted says little of the draft
 
     def trace(self, domain: str) -> Trace:
         """What acceptance is computed from."""
@@ -152,19 +137,11 @@ class Engine(Protocol):
         """Whether steps are drafted."""
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        request_id: str,
-        on_first_token: Callable[[], None] | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: OnFirstToken | None = None
     ) -> Completion:
-        """Answer one prompt; ValueError if it does not fit the context or a setting is out of range.
+        """Answer one prompt; ValueError if it is empty or does not fit the context, or a setting is out of range.
 
-        Args:
-            prompt_ids: at least one.
-            sampling: how.
-            request_id: of no other request on its way.
-            on_first_token: called when the prompt has been read and the first token is there.
+        `request_id` is that of no other request on its way; `on_first_token` is called when the prompt has been read.
         """
 
     async def swap_draft(self, directory: Path, version: str) -> float:

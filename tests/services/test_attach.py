@@ -20,7 +20,7 @@ from infra.settings import ATTACH_TOKEN, Settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
 from models.core.evaluation.golden import Golden, save_golden
-from models.engines.vllm.attached import file_digest
+from models.engines.vllm.redraft_vllm import file_digest
 from models.targets import describe
 from services import attach as attaching
 from services.attach import AttachConfig, ServerConfig, attach, detect_drift, main, resolved

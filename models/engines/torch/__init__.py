@@ -25,10 +25,8 @@ from models.core.layers.decoder import Decoder
 from models.core.learning import fitted
 from models.core.throughput.cost import Cost, Time
 from models.drafts import Draft
-from models.engines import Completion, EngineParams, LookUp, Rules, Sampling
-from models.engines.torch.joined import Joined
-from models.engines.torch.overlapped import Overlapped
-from models.engines.torch.request import Request, Took
+from models.engines import Completion, EngineParams, LookUp, OnFirstToken, Rules, Sampling
+from models.engines.torch.request import Joined, Overlapped, Request, Took
 from models.lengths import fixed
 from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
@@ -38,9 +36,6 @@ from models.verify import greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
 FACTORS = True  # layers of low rank may be stored as two matrices
-
-OnFinish = Callable[[Completion, Sampling], None]
-OnStep = Callable[[Took], None]
 
 
 class Params(EngineParams):
@@ -89,71 +84,53 @@ class Params(EngineParams):
 
     @model_validator(mode="after")
     def _one_of_them_ends_a_step(self) -> Self:
-        branches = catalog.load("trees", self.trees.name).BRANCHES
-        lengths = catalog.load("lengths", self.lengths.name)
+        lengths, branches = catalog.load("lengths", self.lengths.name), catalog.load("trees", self.trees.name).BRANCHES
         policy, tree = f"length policy {self.lengths.name}", f"tree {self.trees.name}"
-        if branches and hasattr(lengths, "go_on"):
-            raise ValueError(f"{policy} stops a chain where the draft is unsure; {tree} is no chain")
-        if branches and hasattr(lengths, "OVERLAPS"):
-            raise ValueError(f"{policy} drafts a chain while the target reads; {tree} is no chain")
-        at_fault = tree if branches else policy
-        if self.nested_confidence is not None and (branches or hasattr(lengths, "OVERLAPS")):
-            raise ValueError(
-                f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft"
-            )
-        if self.lookup.num_tokens and (branches or not hasattr(lengths, "plan")):
-            raise ValueError(f"look-up is joined to chains that a policy plans; {at_fault} does otherwise")
-        return self
-
-    @model_validator(mode="after")
-    def _rules_judge_the_trees_siblings(self) -> Self:
-        if catalog.load("trees", self.trees.name).BRANCHES:
-            _require_siblings(f"tree {self.trees.name}", self)
+        at_fault, overlaps = tree if branches else policy, hasattr(lengths, "OVERLAPS")
+        whole = self.nested_confidence is not None and (branches or overlaps)
+        otherwise = self.lookup.num_tokens > 0 and (branches or not hasattr(lengths, "plan"))
+        stops = branches and hasattr(lengths, "go_on")
+        faults = {
+            f"{policy} stops a chain where the draft is unsure; {tree} is no chain": stops,
+            f"{policy} drafts a chain while the target reads; {tree} is no chain": branches and overlaps,
+            f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft": whole,
+            f"look-up is joined to chains that a policy plans; {at_fault} does otherwise": otherwise,
+        }
+        _refuse(faults)
+        if branches:
+            _require_siblings(tree, self)
         return self
 
 
 class TorchEngine:
-    """A target and its draft.
-
-    Attributes:
-        draft: directory of the draft that is loaded, or None.
-        draft_version: what it is called in outputs.
-        speculating: whether steps are drafted.
-        on_finish: called once for every request that ended, aborted ones too; must not block.
-        on_step: called after every step but a request's first, which reads its prompt; must not block.
-        target, loaded, params, rules, lengths, trees, stops: what requests are answered with: both models, the keys,
-            rules by whether decoding is greedy, policies with their keys, and the token ids that end an answer.
-        joined: what joins look-up to the draft; None where nothing is looked up.
-        running, cost: requests on their way, and what their steps took.
-    """
+    """A target and its draft."""
 
     def __init__(
         self, target: Decoder, target_dir: Path, draft: Draft | None, directory: Path | None, params: Params
     ) -> None:
         self.target, self._target_dir, self.loaded, self.params = target, target_dir, draft, params
-        self.rules: dict[bool, tuple[ModuleType, BaseParams]] = {}
+        self.rules: dict[bool, tuple[ModuleType, BaseParams]] = {}  # by whether decoding is greedy, with their keys
         self._find_heads(directory)
         self.trees = _method("trees", params.trees)
-        if draft is not None and max(draft.taps, default=0) > target.num_layers:
-            raise ValueError(
-                f"{type(draft).__name__} reads what layer {max(draft.taps)} of the target puts out, which has "
-                f"{target.num_layers} layers"
-            )
         if draft is not None:
+            last, has = max(draft.taps, default=0), f"which has {target.num_layers} layers"
+            if last > target.num_layers:
+                raise ValueError(f"{type(draft).__name__} reads what layer {last} of the target puts out, {has}")
             _require(type(draft), bool(draft.nested), params)
         self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
-        self.joined: Joined | None = None
+        self.joined: Joined | None = None  # None where nothing is looked up
         if params.lookup.num_tokens:
             if draft is None:
                 raise ValueError("look-up is joined to a draft; got none (families suffix and ngram look up alone)")
             self.joined = Joined(params.lookup, self.lengths, params.num_draft_tokens)
-        self.cost = Cost()
+        self.cost = Cost()  # of the steps so far
         self.stops = stop_ids(target_dir)
         self.running: set[Request] = set()
-        self.draft, self.draft_version = directory, ""
+        self.draft, self.draft_version = directory, ""  # where the loaded one lies, and what outputs call it
         self.speculating = draft is not None and params.num_draft_tokens > 0
-        self.on_finish: OnFinish | None = None
-        self.on_step: OnStep | None = None
+        # Called once for every request that ended, aborted ones too; after every step but those that read a prompt.
+        self.on_finish: Callable[[Completion, Sampling], None] | None = None  # must not block
+        self.on_step: Callable[[Took], None] | None = None  # nor this
 
     @classmethod
     async def start(
@@ -165,11 +142,7 @@ class TorchEngine:
         draft_version: str = "",
         costs: Path | None = None,
     ) -> "TorchEngine":
-        """Load both models; no name is served, and with one mode nothing is planned by `costs`.
-
-        Raises:
-            ValueError: a directory can't be loaded.
-        """
+        """Load both models, ValueError if one can't be; no name is served, and nothing is planned by `costs`."""
         dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
         decoder = Decoder.load(target, dtype, params.device)
         opened = None if draft is None else open_for(decoder, draft, target)
@@ -178,17 +151,9 @@ class TorchEngine:
         return engine
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        request_id: str,
-        on_first_token: Callable[[], None] | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: OnFirstToken | None = None
     ) -> Completion:
-        """Answer one prompt; `on_first_token` is called when it has been read.
-
-        Raises:
-            ValueError: the prompt is empty or does not fit the context, or a setting is out of range.
-        """
+        """See `models.engines.Engine`."""
         limit = self.params.max_model_len
         if not 0 < len(prompt_ids) < limit:
             raise ValueError(f"the prompt has {len(prompt_ids)} tokens; wanted 1 to {limit - 1}")
@@ -207,36 +172,29 @@ class TorchEngine:
             self.running.discard(request)
             request.end()
             if self.joined is not None:
-                self.joined.close_all_but(one.request_id for one in self.running)
+                self.joined.library.close_all_but(one.request_id for one in self.running)
             completion = request.completion()
             if self.on_finish is not None and request.token_ids:
                 self.on_finish(completion, sampling)
         return completion
 
     async def swap_draft(self, directory: Path, version: str) -> float:
-        """Replace the draft between two steps; return the milliseconds it took.
-
-        Raises:
-            ValueError: the file doesn't fit; nothing was changed.
-        """
+        """See `models.engines.Engine`."""
         if self.loaded is None or self.draft is None:
             raise ValueError("this engine was started without a draft")
         started = time.monotonic()
-        opened = self._open_like_served(directory)
+        family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
+        opened = open_for(self.target, directory, self._target_dir)
         self.loaded, self.draft, self.draft_version = opened, directory, version
         self._find_heads(directory)
         if self.joined is not None:
-            self.joined.swapped()
+            self.joined.acceptance.start({})  # of another draft
         for request in self.running:
             request.use(opened, version)
         return 1000 * (time.monotonic() - started)
 
     async def check_draft(self, directory: Path) -> float:
-        """Hold the loaded weights against those of `directory`; return the largest relative error.
-
-        Raises:
-            ValueError: a tensor is another than the file's.
-        """
+        """See `models.engines.Engine`."""
         if self.loaded is None:
             raise ValueError("this engine was started without a draft")
         wanted = open_draft(directory, self._target_dir).state_dict()
@@ -246,7 +204,7 @@ class TorchEngine:
         return 0.0
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off; ValueError if the engine has no draft to switch on."""
+        """See `models.engines.Engine`."""
         if on and self.loaded is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
         self.speculating = on
@@ -272,11 +230,6 @@ class TorchEngine:
             self.cost = self.cost.after(Time(1, step.num_rows, step.num_passes, whole_ms))
         if self.on_step is not None:
             self.on_step(step)
-
-    def _open_like_served(self, directory: Path) -> Draft:
-        assert self.draft is not None
-        family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
-        return open_for(self.target, directory, self._target_dir)
 
 
 start = TorchEngine.start
@@ -309,21 +262,24 @@ def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
     name, lengths = draft.__name__, catalog.load("lengths", params.lengths.name)
     if draft.branches:
         _require_siblings(name, params)
-    if catalog.load("trees", params.trees.name).BRANCHES and not draft.expands:
-        raise ValueError(f"{name} can't go on from any node of a tree; wanted trees = chain for it")
-    if params.nested_confidence is not None and not has_nested:
-        raise ValueError(
-            f"{name} has no other drafts nested in it, which nested_confidence chooses between; leave it out"
-        )
-    if hasattr(lengths, "OVERLAPS") and (not draft.expands or issubclass(draft, TargetRunner)):
-        raise ValueError(
-            f"length policy {params.lengths.name} drafts while the target reads; {name} "
-            + ("can't go on from tokens that are not certain" if not draft.expands else "runs layers of the target")
-        )
-    if params.lookup.num_tokens and draft.num_vectors is not Draft.num_vectors:
-        raise ValueError(
-            f"{name} has the target read vectors of its own beside what it proposes; look-up can't be joined to it"
-        )
+    why = "runs layers of the target" if draft.expands else "can't go on from tokens that are not certain"
+    grows = catalog.load("trees", params.trees.name).BRANCHES and not draft.expands
+    lone = params.nested_confidence is not None and not has_nested
+    overlaps = hasattr(lengths, "OVERLAPS") and (not draft.expands or issubclass(draft, TargetRunner))
+    own = params.lookup.num_tokens > 0 and draft.num_vectors is not Draft.num_vectors
+    faults = {
+        f"{name} can't go on from any node of a tree; wanted trees = chain for it": grows,
+        f"{name} has no other drafts nested in it, which nested_confidence chooses between; leave it out": lone,
+        f"length policy {params.lengths.name} drafts while the target reads; {name} {why}": overlaps,
+        f"{name} has the target read vectors of its own beside what it proposes; look-up can't be joined to it": own,
+    }
+    _refuse(faults)
+
+
+def _refuse(faults: dict[str, bool]) -> None:
+    """Raise ValueError with the first fault that there is."""
+    if fault := next((fault for fault, is_there in faults.items() if is_there), ""):
+        raise ValueError(fault)
 
 
 def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
@@ -341,9 +297,5 @@ def _require_siblings(proposer: str, params: Params) -> None:
 
 
 def open_for(decoder: Decoder, directory: Path, target_dir: Path) -> Draft:
-    """Load a draft that drafts for a target's forward pass, where that is and in its number format, and learns no more.
-
-    Raises:
-        ValueError: as the family's `check`.
-    """
+    """Load a draft where a target's forward pass is, in its number format; raises what the family's `check` does."""
     return open_draft(directory, target_dir).to(decoder.device).pack(decoder.dtype)

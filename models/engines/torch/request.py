@@ -1,41 +1,89 @@
-"""One request of the reference engine, step by step: draft, let the target read, verify, keep."""
+"""Requests of the reference engine, step by step: draft, let the target read, verify, keep."""
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.core.drafting.drafters import Expander, Nested, Observer, QueryingDrafter, Remembering, SelfDrafter
+from models.core.drafting.lookup import NgramIndex
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.sampling import draw, probabilities
 from models.core.layers.decoder import Cache
+from models.core.throughput.cost import Cost
+from models.core.throughput.running import Acceptance
 from models.drafts import Draft, Drafter, GoOn
-from models.engines import Completion, Sampling
-from models.engines.torch.joined import NO_TURN
-from models.lengths import View
+from models.engines import Completion, LookUp, Sampling
+from models.lengths import Plan, SequenceState, View
+from models.params import BaseParams
 from models.verify import Verified
 
 if TYPE_CHECKING:
     from models.engines.torch import TorchEngine
 
 
-class Took(NamedTuple):
-    """What one step took.
+# The reference engine knows neither domains nor keys.
+DOMAIN, KEY = "", ""
 
-    Attributes:
-        num_rows: of the target's pass.
-        num_passes: of the draft; a chain's is one for each token.
-        draft_s: until the proposal was there; where the target ran meanwhile, what it had to be waited for.
-        target_s: the rest: the target's pass, verification, and what the drafter is shown.
+
+class StepChoice(NamedTuple):
+    """How a step drafts."""
+
+    token_ids: list[int]  # that were looked up, in place of the draft's
+    match: int  # tokens that had matched; 0 where the draft drafts
+    num_tokens: int  # of the draft, at most; 0 for none
+
+
+NO_TURN = StepChoice([], 0, 0)
+
+
+class Joined:
+    """Look-up joined to a draft, which the requests of an engine share: texts, and what was accepted of either source.
+
+    A step is drafted by whichever of the two is expected to have more accepted for its time. The policy that plans the
+    serving engine's steps plans these, by the same estimates, for one sequence at a time. What is looked up costs no
+    pass of the draft, whose keys are whole all the same: it reads what is certain in any case.
     """
 
-    num_rows: int
-    num_passes: int
-    draft_s: float
-    target_s: float
+    def __init__(self, lookup: LookUp, lengths: tuple[ModuleType, BaseParams], limit: int) -> None:
+        """Know nothing yet; the lengths are the policy and its keys, which can plan, and `limit` is K of the draft."""
+        self._lookup, self._limit = lookup, limit
+        self._policy, self._params = lengths
+        self.library = NgramIndex(lookup.shortest, lookup.longest, lookup.remembered)
+        self.acceptance = Acceptance()
+        self._plan: Plan | None = None
+
+    def turn(self, request_id: str, prompt_ids: list[int], token_ids: list[int], cost: Cost) -> StepChoice:
+        """Choose how the next step of a request drafts, after so much of its answer."""
+        sequence = self.library.sequence(request_id, KEY, len(prompt_ids))
+        sequence.extend([*prompt_ids, *token_ids][len(sequence) :])
+        running = SequenceState(DOMAIN, self.acceptance.lookups(DOMAIN))
+        plan: Plan = self._policy.plan(cost, self.acceptance, [running], self._limit, self._plan, self._params)
+        self._plan = plan
+        if plan.look_up:
+            match = sequence.look_up(self._lookup.num_tokens)
+            self.acceptance.see_lookup(DOMAIN, match.length, len(match.token_ids))
+            if match.length and (kept := plan.num_kept(DOMAIN, "lookup", match.length)):
+                return StepChoice(match.token_ids[:kept], match.length, 0)
+        return StepChoice([], 0, min(plan.num_kept(DOMAIN, "head"), plan.num_passes))
+
+    def see(self, turn: StepChoice, num_drafted: int, num_accepted: int) -> None:
+        """Take in what was accepted of a step."""
+        self.acceptance.see(DOMAIN, "lookup" if turn.match else "head", num_drafted, num_accepted, turn.match)
+
+
+class Took(NamedTuple):
+    """What one step took."""
+
+    num_rows: int  # of the target's pass
+    num_passes: int  # of the draft; a chain's is one for each token
+    draft_s: float  # until the proposal was there; where the target ran meanwhile, what it had to be waited for
+    target_s: float  # the rest: the target's pass, verification, and what the drafter is shown
 
 
 class Request:
@@ -137,20 +185,18 @@ class Request:
 
     def _propose(self) -> tuple[Proposal, int]:
         """Return what is drafted, and in how many passes."""
-        nothing, self._turn = (Proposal.chain([], device=self._target.device), 0), NO_TURN
+        self._turn = NO_TURN
         if self._drafter is None or not self._engine.speculating:
-            return nothing
+            return Proposal.chain([], device=self._target.device), 0
         policy, params = self._engine.lengths
         view = self._view()
-        if self._joined is not None:
-            self._turn = self._joined.turn(self.request_id, self._prompt_ids, self.token_ids, view.cost)
-            if self._turn.match:
-                return Proposal.chain(self._turn.token_ids, device=self._target.device), 0
-            num_tokens = self._turn.num_tokens
-        else:
+        if self._joined is None:
             num_tokens = policy.num_draft_tokens(view, params)
-        if num_tokens == 0:
-            return nothing
+        else:
+            self._turn = self._joined.turn(self.request_id, self._prompt_ids, self.token_ids, view.cost)
+            num_tokens = self._turn.num_tokens
+        if num_tokens == 0:  # as where it was looked up
+            return Proposal.chain(self._turn.token_ids, device=self._target.device), 0
         tree, tree_params = self._engine.trees
         if tree.BRANCHES and isinstance(self._drafter, Expander):
             expand, passes = self._drafter.expand, []
@@ -165,7 +211,6 @@ class Request:
         return proposal, proposal.depth
 
     def _view(self) -> View:
-        """Return what the length policy sees before a step."""
         return View(
             limit=self._params.num_draft_tokens,
             steps=tuple(self._counts),
@@ -185,7 +230,6 @@ class Request:
         return int(self._vocabulary[index]), q
 
     def _go_on(self, view: View) -> GoOn:
-        """Return what a drafter asks after each of its passes in a step."""
         policy, params = self._engine.lengths
         confidences: list[float] = []
 
@@ -207,8 +251,7 @@ class Request:
         """Return the token after the prompt: by the rule where it decodes greedily, as all that follow are."""
         if self._sampling.temperature > 0:
             return draw(logits[0], self._sampling, self._rng)
-        nothing = Proposal.chain([], device=self._target.device)
-        return int(self._verify(nothing, logits, states).tokens[0, 0])
+        return int(self._verify(Proposal.chain([], device=self._target.device), logits, states).tokens[0, 0])
 
     def _verify(self, proposal: Proposal, logits: Tensor, states: Tensor) -> Verified:
         greedy = self._sampling.temperature == 0
@@ -231,13 +274,7 @@ class Request:
             self._drafter.extend(self._ids([*before, *emitted]), tapped)
 
     def _emit(self, emitted: list[int], logits: Tensor, rows: list[int]) -> None:
-        """Take over emitted tokens up to a stop or the limit; those after it were never accepted.
-
-        Args:
-            emitted: at least one.
-            logits: [n, V] of the target's pass.
-            rows: which of its rows said each token.
-        """
+        """Take over emitted tokens up to a stop or the limit; `rows` of the pass's logits [n, V] said them."""
         for number, (token, row) in enumerate(zip(emitted, rows, strict=True)):
             self.token_ids.append(token)
             if (self._sampling.num_logprobs or 0) >= 2:
@@ -276,3 +313,73 @@ class Request:
             matches=tuple(self._matches),
             drafting=self._sampling.drafting,
         )
+
+
+class Overlapped(Request):
+    """A request whose draft runs while its target does, in a thread of its own; see `models.lengths.pearl`.
+
+    torch holds no lock while it multiplies, so that the two share a machine of two cores or more. Both draw from one
+    generator, in turn: the draft's thread has ended when the rule draws.
+    """
+
+    CHUNKS = 2  # one waits while the other is drafted
+
+    def __init__(self, engine: "TorchEngine", prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
+        super().__init__(engine, prompt_ids, sampling, request_id)
+        self._waiting: list[tuple[int, Tensor | None]] = []  # drafted tokens that were not verified, and their q
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        if not self.token_ids or self._drafter is None or not self._engine.speculating:
+            self._waiting = []
+            super().step()
+            return
+        policy, params = self._engine.lengths
+        number = policy.num_draft_tokens(self._view(), params)
+        last, before = self.token_ids[-1], self._cache.length
+        read = [last, *(token for token, _ in self._waiting)]
+        started = time.perf_counter()
+        drafting = self._thread.submit(self._draft_on, number)
+        states, tapped = self._target.forward(self._ids(read), self._cache, self._taps)
+        logits = self._target.logits(states)
+        done = time.perf_counter()
+        drafted = drafting.result()
+        waited_s = time.perf_counter() - done
+        tried = [*self._waiting, *drafted[:1]]
+        tokens = [token for token, _ in tried]
+        # What follows a new token is not known yet, and is not asked: a stand-in, of which nothing is emitted.
+        rows = [*range(len(read)), *[-1] * bool(drafted)]
+        proposal = Proposal.chain(tokens, [q for _, q in tried], self._target.device)
+        verified = self._verify(proposal, logits[rows], states[rows])
+        accepted = int(verified.num_accepted[0])
+        emitted = verified.tokens[0, : accepted + 1].tolist()
+        if whole := accepted == len(tokens) and bool(drafted):
+            emitted = tokens
+        self._waiting = drafted[1:] if whole else []
+        kept = list(range(len(emitted)))
+        self._cache.keep(before, kept)
+        self._drafted_ids.append(tuple(tokens))
+        self._counts.append((len(tokens), len(emitted) - 1))
+        self._observe(read, logits)
+        self._extend([last], emitted, tapped[kept])
+        self._emit(emitted, logits, kept)
+        whole_s = time.perf_counter() - started
+        self._engine.took(Took(len(read), len(drafted), waited_s, whole_s - waited_s))
+
+    def end(self) -> None:
+        self._thread.shutdown()
+        super().end()
+
+    @torch.inference_mode()
+    def _draft_on(self, number: int) -> list[tuple[int, Tensor | None]]:
+        """Draft at most so many tokens after those that wait; fewer where the draft can say no more."""
+        assert isinstance(self._drafter, Expander)
+        chain, drafted = [token for token, _ in self._waiting], []
+        for _ in range(number):
+            said = self._drafter.expand(chain, range(-1, len(chain) - 1), [len(chain) - 1])[0, self._vocabulary]
+            if said.max() == float("-inf"):
+                break
+            drafted.append(self._draw_drafted(said))
+            chain.append(drafted[-1][0])
+        return drafted

@@ -112,13 +112,9 @@ class Params(EngineParams):
         return extra
 
     @model_validator(mode="after")
-    def _plans_by_something(self) -> Self:
+    def _drafts_in_one_way(self) -> Self:
         if self.plan_steps is False:
             require_unsaid(self, PLANNED_BY, "[engine]", "plan_steps is false")
-        return self
-
-    @model_validator(mode="after")
-    def _draft_in_one_way(self) -> Self:
         if self.num_draft_tokens and "speculative_config" in self.extra:
             raise ValueError(
                 f'argument "speculative_config" can\'t be passed to the engine: {_SPECULATION}, or num_draft_tokens '
@@ -127,15 +123,12 @@ class Params(EngineParams):
         return self
 
 
-def child_environment(params: Params | None = None, num_threads: int | None = None) -> dict[str, str]:
-    """Return the variables that a process must be started with to run this engine on a CPU.
-
-    "auto" binding leaves the worker one core of two, so cores are named.
-    """
-    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+def child_environment(params: Params | None = None) -> dict[str, str]:
+    """Return the variables that a process must be started with to run this engine on a CPU."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str((params or Params()).kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        # "auto" binding leaves the worker one core of two.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         SPLIT_KV: "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",

@@ -5,7 +5,6 @@ apart: the draft is not served, and not quarantined either.
 """
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,8 @@ from typing import Any
 import httpx
 
 from models.core.drafting.draft_families import family_of
-from models.engines import Completion, NotSwitchable, Sampling
+from models.engines import Completion, NotSwitchable, OnFirstToken, Sampling
+from models.engines.vllm.redraft_vllm import file_digest
 
 ANSWER_S, SWAP_S = 120.0, 600.0
 REFUSED = 409
@@ -38,13 +38,7 @@ class AttachedEngine:
     speculating = True
 
     def __init__(self, url: str, token: str, offer: Offer = lambda file, _: {"path": str(file.parent)}) -> None:
-        """Say where it is.
-
-        Args:
-            url: of the server, without `/v1`.
-            token: of the plugin's routes.
-            offer: by default the server reads the path by which we know a file.
-        """
+        """Take its URL without `/v1`, and the plugin's token; by default it reads a file at the path that we do."""
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S, trust_env=False)
         self._token, self._offer = {"Authorization": f"Bearer {token}"}, offer
@@ -52,12 +46,7 @@ class AttachedEngine:
         self.draft_version = self.digest = ""
 
     async def look(self) -> dict[str, Any]:
-        """Ask which draft the server has; return what it says.
-
-        Raises:
-            NoPlugin: it answers, and something else than wanted.
-            httpx.HTTPError: it does not answer.
-        """
+        """Return what the server says of its draft; NoPlugin if it says something else, httpx.HTTPError if nothing."""
         answer = await self._http.get("/redraft/draft", headers=self._token)
         if answer.status_code != httpx.codes.OK:
             raise NoPlugin(f"{self.url}/redraft/draft answers {answer.status_code}: {_detail(answer)}; {WANTED}")
@@ -67,11 +56,7 @@ class AttachedEngine:
         return found
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        request_id: str,
-        on_first_token: Callable[[], None] | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: OnFirstToken | None = None
     ) -> Completion:
         """See `models.engines.Engine`; priority and piece are the server's own matter."""
         body = {
@@ -184,12 +169,6 @@ WANTED = (
     "install redraft_vllm in the server's environment, set VLLM_PLUGINS=redraft,redraft_notice and "
     "REDRAFT_ATTACH_TOKEN, and start it with --worker-extension-cls redraft_vllm.worker.DraftExtension"
 )
-
-
-def file_digest(file: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _detail(answer: httpx.Response) -> str:

@@ -28,37 +28,24 @@ log = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
-    """What becomes of a request's states.
+    """What becomes of a request's states."""
 
-    Attributes:
-        name: which its `DraftOptions.capture` gave.
-        file: to write them to; "" drops them.
-        num_tokens: of prompt and answer; the last one was never read.
-        target: sha256 of the target's weights.
-    """
-
-    name: str
-    file: str = ""
-    num_tokens: int = 0
-    target: str = ""
+    name: str  # which its `DraftOptions.capture` gave
+    file: str = ""  # to write them to; "" drops them
+    num_tokens: int = 0  # of prompt and answer; the last one was never read
+    target: str = ""  # sha256 of the target's weights
 
 
 @dataclass
 class RequestBuffer:
-    """Token ids [n] and states [n, W] of one request, piece by piece, from position `first` up to `end`.
-
-    Attributes:
-        touched_s: when a step added to it.
-        lost: it did not fit, and nothing more of it is held.
-        copied: is past once the device has copied all pieces; None where that is so at once.
-    """
+    """Token ids [n] and states [n, W] of one request, piece by piece, from position `first` up to `end`."""
 
     first: int = 0
     end: int = 0
     num_bytes: int = 0
-    touched_s: float = 0.0
-    lost: bool = False
-    copied: torch.cuda.Event | None = None
+    touched_s: float = 0.0  # when a step added to it
+    lost: bool = False  # it did not fit, and nothing more of it is held
+    copied: torch.cuda.Event | None = None  # past once the device has copied all pieces; None where that is so at once
     pieces: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
     def add(self, position: int, token_ids: list[int], states: Tensor) -> None:
@@ -84,19 +71,14 @@ class RequestBuffer:
 
 
 class Ring:
-    """States of the requests that run, and of those that ended and are not claimed yet.
-
-    Attributes:
-        counts: requests whose states were "written", and those whose were not, by why.
-    """
+    """States of the requests that run, and of those that ended and are not claimed yet."""
 
     def __init__(self, layers: Sequence[int], max_bytes: int) -> None:
         """Hold states of some layers, counted as layers done, and `max_bytes` of them at most."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # requests whose states were "written", and those whose were not, by why
         self._layers, self._max_bytes = tuple(layers), max_bytes
-        self._held: OrderedDict[str, RequestBuffer] = (
-            OrderedDict()
-        )  # the one that was not added to for longest comes first
+        # The one that was not added to for longest comes first.
+        self._held: OrderedDict[str, RequestBuffer] = OrderedDict()
         self._num_bytes = 0  # with those that wait to be written
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Claim, RequestBuffer]] = queue.SimpleQueue()
@@ -107,11 +89,8 @@ class Ring:
     ) -> None:
         """Copy what a step computed; off a GPU into pinned memory, while it goes on to compute.
 
-        Args:
-            names: of its B requests; "" is not copied.
-            borders: [B + 1] where each request's tokens begin and end.
-            positions, token_ids: [N].
-            states: [N, W].
+        Requests whose names [B] are "" are not copied. Tokens of each lie between `borders` [B + 1] of positions and
+        token ids [N], and of states [N, W].
         """
         now_s, ids = time.monotonic(), token_ids.tolist()
         copied = torch.cuda.Event() if states.is_cuda else None

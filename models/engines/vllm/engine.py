@@ -1,10 +1,9 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from models.core.drafting.draft_families import family_of, require_family
 from models.drafts import EngineWeights
-from models.engines import Completion, Sampling
+from models.engines import Completion, OnFirstToken, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
 from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, place_of
+from models.engines.vllm.redraft_vllm import file_digest
 from models.engines.vllm.redraft_vllm.swapper import MOST_CHARS, Broken, Order, Refused, Swapper
 from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
@@ -37,19 +37,12 @@ log = logging.getLogger(__name__)
 class VllmEngine:
     """A target and its draft, running.
 
-    Attributes:
-        llm: the AsyncLLM; vLLM's OpenAI handlers are built over it, and whoever serves says there what is to be told.
-        args: what it was made by, and those handlers are configured by.
-        draft: directory of the draft that is loaded, or None.
-        setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
-        unplanned: why that is so; "" where steps are planned or nothing is drafted.
-        vllm_drafts: by itself, in its own worker; switched off, it drafts on, and none of it is verified.
-        mode: whether it was compiled.
-        times: what plain steps took in each mode.
+    Whoever serves says at `llm` what is to be told; vLLM's OpenAI handlers are built over it, and configured by `args`,
+    which it was made by. Without a `setup` vLLM drafts the same number of tokens in each step.
     """
 
-    unplanned: str = ""
-    vllm_drafts: bool = False
+    unplanned: str = ""  # why; "" where steps are planned or nothing is drafted
+    vllm_drafts: bool = False  # by itself, in its own worker; switched off, it drafts on, and none of it is verified
 
     def __init__(
         self,
@@ -139,17 +132,9 @@ class VllmEngine:
         return self.llm.speculating
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        request_id: str,
-        on_first_token: Callable[[], None] | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: OnFirstToken | None = None
     ) -> Completion:
-        """Answer one prompt; `on_first_token` is called when it has been read.
-
-        Raises:
-            ValueError: the prompt does not fit the context, or a setting is out of range.
-        """
+        """See `models.engines.Engine`."""
         wanted = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -172,15 +157,11 @@ class VllmEngine:
         return completion
 
     async def swap_draft(self, directory: Path, version: str) -> float:
-        """Replace the draft between two engine steps; return the milliseconds it took.
+        """See `models.engines.Engine`; RuntimeError if it is not known what the engine drafts with.
 
         It is read and checked before, while the engine runs its steps. The prefix cache is forgotten, because it holds
         the keys of the draft before. The engine takes what it is sent in order: a request that is sent after the swap
         is drafted by the new draft and labelled so, also where the caller no longer waits.
-
-        Raises:
-            ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
-            RuntimeError: it is not known what the engine drafts with.
         """
         started = time.monotonic()
         if self.draft is None:
@@ -207,11 +188,7 @@ class VllmEngine:
         return 1000 * (time.monotonic() - started)
 
     async def check_draft(self, directory: Path) -> float:
-        """Hold the engine's draft modules against the weights of `directory`; return the largest relative error.
-
-        Raises:
-            ValueError: a parameter computes something else than the file says, or the file does not fit.
-        """
+        """See `models.engines.Engine`."""
         if (weights := family_of(directory).vllm_weights(directory)) is None:
             return 0.0
         async with self._swapping():
@@ -225,30 +202,21 @@ class VllmEngine:
     async def capture_states(self, max_bytes: int) -> int:
         """Hold hidden states of accepted tokens for requests whose `DraftOptions` want it, in so much memory at most.
 
-        Returns:
-            How many values a token has.
-
-        Raises:
-            ValueError: those of the target's last layer can't be had, as where the engine was started without
-                `captures`, or nothing is planned.
+        Returns how many values a token has; ValueError if those of the target's last layer can't be had, as where the
+        engine was started without `captures`, or nothing is planned.
         """
         if self.setup is None:
             raise ValueError(f"vLLM's own proposer is handed rejected tokens too, and {self.unplanned}")
-        width: int = await self._call("capture_states", max_bytes)
-        return width
+        return int(await self._call("capture_states", max_bytes))
 
     async def settle_states(self, claims: Sequence[Claim]) -> dict[str, int]:
         """Have the states of requests that have ended written or dropped; return what became of all so far, by why."""
-        counts: dict[str, int] = await self._call("settle_states", list(claims))
-        return counts
+        return dict(await self._call("settle_states", list(claims)))
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
+        """See `models.engines.Engine`; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
         Where vLLM drafts by itself, it does so for requests that begin later, and both costs what it did.
-
-        Raises:
-            ValueError: the engine has no draft to switch on.
         """
         if on and self.draft is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
@@ -299,7 +267,5 @@ class VllmEngine:
 
 def _order(weights: EngineWeights, version: str) -> Order:
     """Return what the swapper is told of a file, which is read for its sum."""
-    with weights.file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    parameters = {name: list(parts) for name, parts in weights.parameters.items()}
+    digest, parameters = file_digest(weights.file), {name: list(parts) for name, parts in weights.parameters.items()}
     return Order(version=version, path=str(weights.file.parent), sha256=digest, parameters=parameters)

@@ -54,47 +54,31 @@ log = logging.getLogger(__name__)
 
 
 class DraftOptions(NamedTuple):
-    """What a request says of its drafting.
+    """What a request says of its drafting."""
 
-    Attributes:
-        drafting: a `models.engines.Way`, or MEASURE.
-        domain: kind of traffic.
-        key: whose recent answers may be looked up, never another's.
-        promised: τ at `K` that the draft was promoted for in this domain; 0 if that is not known.
-        num_swaps: drafts that had been swapped in before it was asked.
-        capture: name under which its hidden states are held for a `capture.Claim`; "" holds none.
-        piece: see `models.engines.Sampling`.
-    """
-
-    drafting: str = "head"
+    drafting: str = "head"  # a `models.engines.Way`, or MEASURE
     domain: str = ""
-    key: str = ""
-    promised: float = 0.0
-    num_swaps: int = 0
-    capture: str = ""
-    piece: int = 0
+    key: str = ""  # whose recent answers may be looked up, never another's
+    promised: float = 0.0  # τ at K that the draft was promoted for in this domain; 0 if that is not known
+    num_swaps: int = 0  # drafts that had been swapped in before it was asked
+    capture: str = ""  # name under which its hidden states are held for a `capture.Claim`; "" holds none
+    piece: int = 0  # see `models.engines.Sampling`
 
     @classmethod
     def of(cls, sampling_params: Any) -> "DraftOptions":
         """Return what a request's sampling parameters carry."""
         extra = getattr(sampling_params, "extra_args", None) or {}
-        if not isinstance(draft_options := extra.get(OPTIONS, cls()), cls):
-            draft_options = extra[OPTIONS] = cls(
-                *draft_options
-            )  # it travelled as a list, and is asked for several times a step
+        draft_options = extra.get(OPTIONS, cls())
+        if not isinstance(draft_options, cls):  # it travelled as a list, and is asked for several times a step
+            draft_options = extra[OPTIONS] = cls(*draft_options)
         return draft_options
 
 
 class Passes(NamedTuple):
-    """Passes of the draft over some of a step's sequences; the first writes the draft's keys.
+    """Passes of the draft over some of a step's sequences; the first writes the draft's keys."""
 
-    Attributes:
-        num: of the passes; 0 makes the first one all the same, and proposes nothing.
-        names: of the sequences; None for all.
-    """
-
-    num: int
-    names: frozenset[str] | None = None
+    num: int  # 0 makes the first one all the same, and proposes nothing
+    names: frozenset[str] | None = None  # of the sequences; None for all
 
     def over(self, name: str) -> bool:
         """Whether they are made over a sequence."""
@@ -104,18 +88,14 @@ class Passes(NamedTuple):
 class StepPlan(NamedTuple):
     """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
 
-    Attributes:
-        plan: for the rows that are drafted as is fastest.
-        passes: of the draft: the plan's, and K over rows that are drafted by the head alone, each over what needs them.
-            A sequence in none of them is left without keys for what the step computes.
-        num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
-        num_filled: sequences that get so many tokens that are as good as any; 0 but while it is measured.
+    Passes are the plan's, and K over rows that are drafted by the head alone, each over what needs them. A sequence in
+    none of them is left without keys for what the step computes.
     """
 
-    plan: Plan
+    plan: Plan  # for the rows that are drafted as is fastest
     passes: tuple[Passes, ...]
-    num_looked_up: int
-    num_filled: int = 0
+    num_looked_up: int  # the most tokens that are looked up for a row
+    num_filled: int = 0  # sequences that get so many tokens that are as good as any; 0 but while it is measured
 
     @property
     def num_passes(self) -> int:
@@ -157,16 +137,11 @@ class Row(NamedTuple):
     """What was drafted for a sequence.
 
     vLLM hands lists of token ids from the worker to the scheduler; the rest travels before them.
-
-    Attributes:
-        match: tokens of the match that look-up found, 0 if none.
-        num_found: tokens that followed it.
-        looked_up: whether `token_ids` are those; else they are the head's.
     """
 
-    match: int
-    num_found: int
-    looked_up: bool
+    match: int  # tokens of the match that look-up found, 0 if none
+    num_found: int  # tokens that followed it
+    looked_up: bool  # whether `token_ids` are those; else they are the head's
     token_ids: list[int]
 
     def packed(self) -> list[int]:
@@ -205,27 +180,16 @@ class WithParent:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the scheduler is to know.
+    """What the scheduler is to know."""
 
-    Attributes:
-        num_draft_tokens: K, the most passes of the draft.
-        lookup: what is looked up.
-        lengths: the policy.
-        costs: where the table of what steps take is kept; None keeps it in memory.
-        measured_for: what its times hold for.
-        captures: whether the target's last residual stream is to be had for a `capture.Ring`; see `patches.last_tap`.
-        one_pass: the draft says all of its tokens in one pass.
-        guard: ends the engine's process with its parent.
-    """
-
-    num_draft_tokens: int
+    num_draft_tokens: int  # K, the most passes of the draft
     lookup: LookUp
-    lengths: BaseParams
-    costs: Path | None = None
-    measured_for: str = ""
-    captures: bool = False
-    one_pass: bool = False
-    guard: WithParent = field(default_factory=WithParent)
+    lengths: BaseParams  # the policy
+    costs: Path | None = None  # where the table of what steps take is kept; None keeps it in memory
+    measured_for: str = ""  # what its times hold for
+    captures: bool = False  # the target's last residual stream is to be had, see `patches.last_tap`
+    one_pass: bool = False  # the draft says all of its tokens in one pass
+    guard: WithParent = field(default_factory=WithParent)  # ends the engine's process with its parent
 
     def compute_hash(self) -> str:
         """Return what vLLM names compiled code by: which streams the target hands out is compiled."""

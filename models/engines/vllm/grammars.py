@@ -45,7 +45,6 @@ class Grammars:
     """
 
     def __init__(self, config: VllmConfig, bounds: Structured) -> None:
-        """`config` is the engine's."""
         self._config, self._bounds = config, bounds
         self._child: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
@@ -54,9 +53,8 @@ class Grammars:
     async def require(self, wanted: StructuredOutputsParams) -> None:
         """Return if the engine can be given this.
 
-        Raises:
-            VLLMValidationError: such answers are not given here, or this is too large, too deep, makes no sense, or
-                takes more than it may.
+        VLLMValidationError if such answers are not given here, or if this is too large, too deep, makes no sense, or
+        takes more than it may.
         """
         bounds = self._bounds
         if not bounds.enabled:
@@ -119,8 +117,7 @@ class Grammars:
 
 def _told(child: "subprocess.Popen[bytes]", value: object) -> str:
     """Send something to the child and return what it says; OSError or EOFError if it ended."""
-    assert child.stdin is not None
-    assert child.stdout is not None
+    assert child.stdin is not None and child.stdout is not None
     data = pickle.dumps(value)
     child.stdin.write(LENGTH.pack(len(data)) + data)
     child.stdin.flush()
@@ -232,10 +229,8 @@ def in_fork(
     signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
     signal.setitimer(signal.ITIMER_REAL, bounds.timeout_s)
     began_s = time.monotonic()
-    verdict = b""
-    while part := os.read(answer, 4096):
-        verdict += part
-    os.close(answer)
+    with os.fdopen(answer, "rb") as said:
+        verdict = said.read()
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.waitpid(pid, 0)
     if not verdict:

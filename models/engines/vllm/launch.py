@@ -37,14 +37,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Speculation(NamedTuple):
-    """How an engine is to draft; most of it as `VllmEngine.start` takes it.
-
-    Attributes:
-        dtype, eager: how it computes.
-        unplanned: why no step is planned; "" plans them where that is possible.
-        place: see `measuring.place_of`.
-        on_gpu: whether vLLM runs on one.
-    """
+    """How an engine is to draft; most of it as `VllmEngine.start` takes it."""
 
     target: Path
     draft: Path | None
@@ -53,9 +46,9 @@ class Speculation(NamedTuple):
     eager: bool
     costs: Path | None
     captures: bool = False
-    unplanned: str = ""
-    place: str = "cpu"
-    on_gpu: bool = False
+    unplanned: str = ""  # why no step is planned; "" plans them where that is possible
+    place: str = "cpu"  # see `measuring.place_of`
+    on_gpu: bool = False  # whether vLLM runs on one
 
     @property
     def vllm_drafts(self) -> bool:
@@ -65,8 +58,7 @@ class Speculation(NamedTuple):
     def arguments(self) -> tuple[dict[str, Any], Setup | None]:
         """Return vLLM's arguments, and what its scheduler plans by; none where nothing is drafted or planned.
 
-        Raises:
-            ValueError: vLLM drafts only another number of tokens with this draft, or a key would do nothing here.
+        ValueError if vLLM drafts only another number of tokens with this draft, or a key would do nothing here.
         """
         params = self.params
         if self.vllm_drafts:
@@ -86,15 +78,13 @@ class Speculation(NamedTuple):
         }
         setup: Setup | None = None
         if not self.why_unplanned():
-            most = max(params.num_draft_tokens, params.lookup.num_tokens)
+            drafting["num_speculative_tokens"] = most = max(params.num_draft_tokens, params.lookup.num_tokens)
             facts = measured_for(
                 self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most, self.place
             )
-            name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-            file = None if self.costs is None else self.costs / name
+            file = self.costs and self.costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             one_pass = own.get("parallel_drafting", False)
             setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
-            drafting["num_speculative_tokens"] = most
         # Metrics of an answer: metrics.speculative_decoding.
         metrics = "detailed" if self.vllm_drafts else "summary"
         return {"speculative_config": drafting, "per_request_spec_decode_metrics": metrics}, setup
@@ -153,8 +143,7 @@ def launch(
 ) -> tuple[InstrumentedLLM, AsyncEngineArgs, Setup | None]:
     """Start the processes; what is to follow plans does not yet. Raises what `VllmEngine.start` does.
 
-    Returns:
-        vLLM's engine, the arguments it was made by, and what its scheduler plans by; None where nothing is planned.
+    Returns vLLM's engine, the arguments it was made by, and what its scheduler plans by, if anything is planned.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not wanted.vllm_drafts and (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:

@@ -50,7 +50,6 @@ class Mode(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        """Return it as the status says it."""
         return f"{'eager' if self.eager else 'compiled'}: {self.why}"
 
 
@@ -121,12 +120,10 @@ async def measure(engine: "VllmEngine") -> None:
         return
     for number in range(NUM_ROUNDS):
         for num, num_cycles in cycles(engine.llm.vllm_config.scheduler_config.max_num_seqs).items():
-            draft_options, num_steps = (
-                DraftOptions(MEASURE, domain=str(num)),
-                num_cycles * len(turns(num, setup.lookup.num_tokens)),
-            )
-            name = f"measure-{number}-{num}"  # the first token is read off the prompt
-            await asyncio.gather(*(_answer(engine, draft_options, num_steps + 1, f"{name}-{at}") for at in range(num)))
+            draft_options, name = DraftOptions(MEASURE, domain=str(num)), f"measure-{number}-{num}"
+            # The first token is read off the prompt.
+            num_tokens = 1 + num_cycles * len(turns(num, setup.lookup.num_tokens))
+            await asyncio.gather(*(_answer(engine, draft_options, num_tokens, f"{name}-{at}") for at in range(num)))
 
 
 async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:

@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
     """Compile a file, unless a library for this processor and torch lies in the folder, and load its operators.
 
-    Raises:
-        OSError: there is no compiler, the folder can't be written, or the library can't be loaded.
-        ValueError: it does not compile.
+    ValueError if it does not compile, OSError if there is no compiler or library, or the folder can't be written.
     """
     library = folder / f"{source.stem}-{_digest(source, flags)}.so"
     if not library.is_file():

@@ -57,15 +57,10 @@ class Handlers:
 
     @classmethod
     async def build(cls, engine: VllmEngine, tool_parser: str = "", structured: Structured | None = None) -> "Handlers":
-        """Build vLLM's handlers over a running engine.
+        """Build vLLM's handlers over a running engine; when it is closed, what is started here ends.
 
-        Args:
-            engine: answers, and ends what is started here when it is closed.
-            tool_parser: vLLM's name of one, "" takes no tools.
-            structured: what clients may want an answer's form to be; None takes all, unchecked.
-
-        Raises:
-            ValueError: vLLM renders chats of this model in a way of its own, which nothing guards.
+        Without a tool parser no tools are taken; without `structured` all forms of answers are, unchecked. ValueError
+        if vLLM renders chats of this model in a way of its own, which nothing guards.
         """
         require_guarded(engine.llm.renderer)
         if structured is not None:
@@ -77,12 +72,7 @@ class Handlers:
         return cls(state, engine.llm.renderer.tokenizer)
 
     async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
-        """Answer /v1/chat/completions.
-
-        Raises:
-            Refused: it is not served.
-            EngineStopped: nothing is served.
-        """
+        """Answer /v1/chat/completions; raises Refused or EngineStopped."""
         request = _parse(ChatCompletionRequest, body)
         if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
             message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
@@ -109,8 +99,7 @@ class Handlers:
         if self._grammars is None:
             return
         try:
-            wanted = request.extract_structured_outputs()
-            if wanted is not None:
+            if (wanted := request.extract_structured_outputs()) is not None:
                 await self._grammars.require(wanted)
         except REFUSABLE as error:
             raise Refused(create_error_response(error).model_dump()) from error

@@ -45,39 +45,26 @@ log = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
-    """A step.
-
-    Attributes:
-        num_rows: of the target: each sequence's last token and what was verified after it.
-        ms: from when it began to be scheduled until the next one did: tokens wait for all of that.
-        parts: what it had of each domain whose requests are drafted as is fastest, and not to measure acceptance.
-        num_read: tokens of prompts that it read, which are no rows.
-        num_reading: sequences whose prompts they are of.
-    """
+    """A step; its `parts` are of domains whose requests are drafted as is fastest, and not to measure acceptance."""
 
     num_sequences: int
-    num_rows: int
-    ms: float
+    num_rows: int  # of the target: each sequence's last token and what was verified after it
+    ms: float  # from when it began to be scheduled until the next one did: tokens wait for all of that
     parts: dict[str, DomainShare]
-    num_read: int = 0
-    num_reading: int = 0
+    num_read: int = 0  # tokens of prompts that it read, which are no rows
+    num_reading: int = 0  # sequences whose prompts they are of
 
 
 @dataclass
 class RequestState:
-    """What the scheduler knows of one request in a step; see `models.lengths.SequenceState` for `whole`.
-
-    Attributes:
-        num_read: tokens of its prompt that the step reads.
-        fits: it has not come to the end of the draft's context; else only look-up drafts for it.
-    """
+    """What the scheduler knows of one request in a step; see `models.lengths.SequenceState` for `whole`."""
 
     draft_options: DraftOptions
     whole: bool
     choice: Choice = "greedy"
     name: str = ""
-    num_read: int = 0
-    fits: bool = True
+    num_read: int = 0  # tokens of its prompt that the step reads
+    fits: bool = True  # it has not come to the end of the draft's context; else only look-up drafts for it
 
 
 class Planner:
@@ -87,27 +74,22 @@ class Planner:
     sequences took 8 to 30 ms of a step instead of 2 (two cores of an AMD EPYC). So steps in which a sequence asks for
     either have tables of their own, which start as copies of what was measured and learn from the steps served.
 
-    Attributes:
-        plan: of the last step; None before the first.
-        drafting: how the last step is drafted.
-        speeds: how fast requests are decoded, by domain.
     """
 
     def __init__(self, setup: Setup) -> None:
         """Start from the table of costs that an earlier engine left, if it holds for this one."""
-        self.plan: Plan | None = None
-        self.speeds = Speeds()
+        self.plan: Plan | None = None  # of the last step
+        self.drafting = StepPlan(Plan(0), (), 0)  # how the last step is drafted
+        self.speeds = Speeds()  # by domain
         self._setup, self._policy = setup, catalog.load("lengths", setup.lengths.name)
         self._acceptance = Acceptance()
-        self.drafting = StepPlan(Plan(0), (), 0)
         self._measured: list[Time] = []
         self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
-        self._turn = 0
+        self._turn = self._num_swaps = self._num_emitted = 0
         self._promised: set[str] = set()
-        self._num_swaps = 0
         self._choice: Choice = "greedy"
         self._overhead = MeasurementOverhead(self._policy, setup.lengths, setup.num_draft_tokens)
-        self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
+        self._read = self._emitted = 0.0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
@@ -120,9 +102,8 @@ class Planner:
     @property
     def throughput(self) -> PlannedThroughput | None:
         """What is expected of how requests are served; None before the first that is served so."""
-        if self.plan is None:
+        if (plan := self.plan) is None:
             return None
-        plan = self.plan
         return PlannedThroughput(
             num_draft_tokens=plan.settled,
             why=plan.why,
@@ -134,11 +115,10 @@ class Planner:
     def next(self, asked: Sequence[RequestState]) -> StepPlan:
         """Return how the sequences of a step are drafted after it."""
         setup, draft_options = self._setup, [one.draft_options for one in asked]
-        self._measuring = (
-            draft_options[0].domain if draft_options and all(wish.drafting == MEASURE for wish in draft_options) else ""
-        )
+        measures = all(wish.drafting == MEASURE for wish in draft_options)
+        self._measuring = draft_options[0].domain if draft_options and measures else ""
         if self._measuring:
-            return self._measured_step(len(draft_options), all(one.fits for one in asked))
+            return self._measured_step(len(asked), all(one.fits for one in asked))
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
         self._promise(draft_options)
@@ -154,11 +134,11 @@ class Planner:
         ]
         plan, num_looked_up = Plan(0, skip=True), 0
         if running:
-            most = setup.num_draft_tokens
             prompt_tokens = self._read / self._emitted if self._emitted else 0.0
             cost = replace(self._cost, prompt_tokens=prompt_tokens, num_read=num_read)
-            plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
-            self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
+            most, before = setup.num_draft_tokens, self.plan
+            self.plan = plan = self._policy.plan(cost, self._acceptance, running, most, before, setup.lengths)
+            num_looked_up = setup.lookup.num_tokens if plan.look_up else 0
             self._overhead.step(cost, self._acceptance, running)
         self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up)
         return self.drafting
@@ -219,8 +199,11 @@ class Planner:
             num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
             # Not while the first come or the last have gone, nor the step after, which verifies what fewer were given.
-            whole = str(step.num_sequences) == self._measuring and not step.num_read
-            if whole and step.num_rows == self._measured_rows:
+            if (
+                str(step.num_sequences) == self._measuring
+                and not step.num_read
+                and step.num_rows == self._measured_rows
+            ):
                 # No token need be kept of them.
                 num_passes = passes_made(self.drafting.num_passes, self._setup.one_pass)
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
@@ -288,14 +271,11 @@ class MeasurementOverhead:
     """Estimates now and then what it costs to measure acceptance by a request that is drafted head-only.
 
     It does so for more requests than run and for fewer, since they come and go faster.
-
-    Attributes:
-        lost: share of the tokens of all that is lost, for each of `NUMS`; empty before the first time.
     """
 
     def __init__(self, policy: ModuleType, params: BaseParams, limit: int) -> None:
         """Say by which policy the others are drafted, with which parameters and up to how many tokens (K)."""
-        self.lost: tuple[float, ...] = ()
+        self.lost: tuple[float, ...] = ()  # share of the tokens of all, for each of NUMS; empty before the first time
         self._policy, self._params, self._limit = policy, params, limit
         self._due_in = 0  # steps
 
@@ -332,17 +312,11 @@ class MeasurementOverhead:
 
 
 class MeasuredStep(NamedTuple):
-    """What a step does that measures: what it drafts is verified, or filled up, in the next one.
+    """What a step does that measures: what it drafts is verified, or filled up, in the next one."""
 
-    Attributes:
-        passes: makes K passes of the draft, of which nothing is verified.
-        num_filled: sequences that the next step verifies tokens of.
-        num_tokens: of each of them.
-    """
-
-    passes: bool = False
-    num_filled: int = 0
-    num_tokens: int = 0
+    passes: bool = False  # makes K passes of the draft, of which nothing is verified
+    num_filled: int = 0  # sequences that the next step verifies tokens of
+    num_tokens: int = 0  # of each of them
 
 
 def turns(num_sequences: int, num_tokens: int) -> list[MeasuredStep]:

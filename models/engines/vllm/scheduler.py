@@ -27,12 +27,7 @@ from models.engines.vllm.planning import Planner, RequestState, Step
 
 
 class TracingScheduler(Scheduler):
-    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `fields.Row` for the match.
-
-    Attributes:
-        draft_keys: which cached blocks the draft can go on from; None if it has no keys.
-        planner: what decides how each step is drafted; None where vLLM's own K is all there is.
-    """
+    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `fields.Row` for the match."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; made in the engine's process, also in one that was forked and unpickled nothing."""
@@ -40,7 +35,7 @@ class TracingScheduler(Scheduler):
         if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
             fields.end_with(parent.pid)  # its workers follow it by themselves
         speculation: Any = self.vllm_config.speculative_config
-        self.draft_keys: DraftKeys | None = None
+        self.draft_keys: DraftKeys | None = None  # None if the draft has no keys
         self._came = False  # whether the runner handed over what it drafted after the last step
         self._beyond: frozenset[str] = frozenset()  # of the last step, those at the end of the draft's context
         self._is_off = False  # speculation is switched off: a draft was planned after the last step, and did not run
@@ -50,7 +45,7 @@ class TracingScheduler(Scheduler):
             self._longest = getattr(speculation.draft_model_config, "max_model_len", None) or self.max_model_len
             self._longest -= speculation.use_dflash()  # whose block begins with a token that is certain
         setup = self.vllm_config.additional_config
-        self.planner = Planner(setup) if isinstance(setup, Setup) else None
+        self.planner = Planner(setup) if isinstance(setup, Setup) else None  # None where vLLM's own K is all there is
         self.scheduler_config = copy(self.scheduler_config)  # its own: the threshold is another in some steps
         self._longest_piece = self.scheduler_config.long_prefill_token_threshold
         self._began_s = 0.0  # when the step at hand began to be scheduled
@@ -71,22 +66,18 @@ class TracingScheduler(Scheduler):
                 self.draft_keys.forget_lacking()  # such a request measures the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
-        pieces = [
-            draft_options.piece for one in unread if (draft_options := DraftOptions.of(one.sampling_params)).piece
-        ]
+        pieces = filter(None, (DraftOptions.of(one.sampling_params).piece for one in unread))
         self.scheduler_config.long_prefill_token_threshold = min(pieces, default=self._longest_piece)
         output: Any = super().schedule(*args, **options)
+        scheduled = output.num_scheduled_tokens
+        self._ran = tuple(self.requests[name] for name in scheduled)
         if self.draft_keys is not None:
-            ends = {name: self.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}
-            self.draft_keys.note(
-                {name: (ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()}
-            )
+            ends = {request.request_id: request.num_computed_tokens for request in self._ran}
+            self.draft_keys.note({name: (end - scheduled[name], end) for name, end in ends.items()})
             self._beyond = frozenset(name for name, end in ends.items() if end + self.num_spec_tokens > self._longest)
-        self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
         if self.planner is not None:
-            output.num_spec_tokens_to_schedule = self.planner.next(
-                [self._asked(request, output.num_scheduled_tokens[request.request_id]) for request in self._ran]
-            )
+            asked = [self._asked(request, scheduled[request.request_id]) for request in self._ran]
+            output.num_spec_tokens_to_schedule = self.planner.next(asked)
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -150,11 +141,11 @@ class TracingScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See the base class."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        seen = {}
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(request_id)
-            if request is not None:
-                seen[request_id] = (request, request.num_output_tokens)
+        seen = {
+            name: (request, request.num_output_tokens)
+            for name in scheduler_output.num_scheduled_tokens
+            if (request := self.requests.get(name)) is not None
+        }
         results = super().update_from_output(scheduler_output, model_runner_output)
         steps: dict[str, list[int]] = {}
         for request_id, (request, before) in seen.items():
@@ -180,10 +171,8 @@ class TracingScheduler(Scheduler):
                 request, before = seen[name]
                 told: dict[str, Any] = {fields.STEP: steps[name]} if name in steps else {}
                 if self.planner is not None and (before == 0 or output.finish_reason is not None):
-                    throughput, speed = (
-                        self.planner.throughput,
-                        self.planner.speeds.of(DraftOptions.of(request.sampling_params).domain),
-                    )
+                    domain = DraftOptions.of(request.sampling_params).domain
+                    throughput, speed = self.planner.throughput, self.planner.speeds.of(domain)
                     told[fields.THROUGHPUT] = throughput and throughput.model_dump()
                     told[fields.SPEED] = speed and speed.model_dump()
                 if told:
@@ -251,7 +240,6 @@ class DraftKeys:
     """
 
     def __init__(self, kv_cache_manager: Any) -> None:
-        """Follow the blocks of vLLM's KVCacheManager."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._pools = list({id(manager.block_pool): manager.block_pool for manager in self._managers}.values())
         self._begun: list[tuple[str, Any]] = []  # with the request that writes it
@@ -274,9 +262,7 @@ class DraftKeys:
     def settle(self, drafted: Callable[[str], bool], goes_on: bool = True) -> None:
         """Say for which requests the draft ran in that step, and so wrote its keys for all that the step computed.
 
-        Args:
-            drafted: whether it did for a request, by its name.
-            goes_on: requests that come next are drafted too, so that they need whole keys.
+        `goes_on` says that requests which come next are drafted too, so that they need whole keys.
         """
         written = [(*one, True) for one in self._begun] + [(*one, False) for one in self._continued]
         for request_id, block, begun in written:
@@ -307,9 +293,8 @@ def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, DomainShare]:
     """Return what a step had of each domain, by its requests and how many tokens each had before."""
     parts: dict[str, DomainShare] = {}
     for request, before in seen:
-        if (
-            draft_options := DraftOptions.of(request.sampling_params)
-        ).drafting == "auto":  # others say nothing of what is fastest
+        draft_options = DraftOptions.of(request.sampling_params)
+        if draft_options.drafting == "auto":  # others say nothing of what is fastest
             num, tokens, spared = parts.get(draft_options.domain, (0, 0, 0))
             emitted = request.num_output_tokens - before
             parts[draft_options.domain] = DomainShare(num + 1, tokens + emitted, spared + max(emitted - 1, 0))

@@ -35,13 +35,9 @@ OptionsOf = Callable[[str, SamplingParams], DraftOptions]
 
 
 class EngineEnded(GracefulHTTPError):
-    """The engine ended before an answer did.
+    """The engine ended before an answer did."""
 
-    Attributes:
-        STATUS: what vLLM tells of it by, in its streams too. Nothing else that it answers has this status.
-    """
-
-    STATUS = HTTPStatus.BAD_GATEWAY
+    STATUS = HTTPStatus.BAD_GATEWAY  # which nothing else that vLLM answers has, in its streams too
 
     def __init__(self) -> None:
         super().__init__("the engine has ended", self.STATUS)
@@ -50,34 +46,23 @@ class EngineEnded(GracefulHTTPError):
 class InstrumentedLLM(AsyncLLM):
     """AsyncLLM that asks how a request is to be drafted, and tells of every answer that has ended, aborted ones too.
 
-    Attributes:
-        on_finish: is told; not of requests for several answers.
-        throughput: what the planner expected when a request ended last, or when one began that ended at a stop string;
-            None without a planner.
-        grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
-        speeds: how fast requests are decoded, by domain, as of then. Structured answers of a domain are a kind of their
-            own, "DOMAIN/structured".
-        merge_streams: requests that run for each further token that an event of a streamed answer waits for; 0 never
-            waits.
-        num_swaps: drafts that were swapped in.
-        undrafted: nothing is verified of what is drafted for requests that begin.
-        options_of: is asked by a request's id and parameters; without it each is drafted as the engine finds fastest.
+    What the planner expects is that of when a request ended last, or when one began that ended at a stop string.
     """
 
-    on_finish: OnFinish | None = None
-    options_of: OptionsOf | None = None
+    on_finish: OnFinish | None = None  # is told; not of requests for several answers
+    options_of: OptionsOf | None = None  # is asked by a request's id and parameters; else it is drafted as is fastest
     draft_version: str = ""
     speculating: bool = False
-    undrafted: bool = False
+    undrafted: bool = False  # nothing is verified of what is drafted for requests that begin
     rules: Rules
-    throughput: PlannedThroughput | None = None
-    grammars: Grammars | None = None
-    num_swaps: int = 0
-    merge_streams: int = 0
+    throughput: PlannedThroughput | None = None  # which the planner expected
+    grammars: Grammars | None = None  # takes or refuses what constrains an answer; without it all is taken
+    num_swaps: int = 0  # drafts that were swapped in
+    merge_streams: int = 0  # requests that run for each further token that a streamed event waits for; 0 never waits
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class."""
-        self.speeds: dict[str, Speed] = {}
+        self.speeds: dict[str, Speed] = {}  # by domain; of structured answers as "DOMAIN/structured"
         self._num_running = 0
         super().__init__(*args, **options)
 
@@ -90,11 +75,7 @@ class InstrumentedLLM(AsyncLLM):
         return EngineEnded()
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        """See the base class.
-
-        Raises:
-            EngineEnded: while the request was on its way; vLLM would call that a failure of the request itself.
-        """
+        """See the base class; raises EngineEnded where vLLM would call the engine's end a failure of the request."""
         try:
             return await super().add_request(*args, **kwargs)
         except Exception as error:
@@ -120,9 +101,8 @@ class InstrumentedLLM(AsyncLLM):
         if self.grammars is not None and sampling_params.structured_outputs is not None:
             await self.grammars.require(sampling_params.structured_outputs)
         if draft_options is None:
-            draft_options = (
-                DraftOptions("auto") if self.options_of is None else self.options_of(request_id, sampling_params)
-            )
+            asks = self.options_of
+            draft_options = DraftOptions("auto") if asks is None else asks(request_id, sampling_params)
         if sampling_params.structured_outputs is not None:  # a grammar takes away what was drafted against it
             draft_options = draft_options._replace(domain=f"{draft_options.domain}/{STRUCTURED}", promised=0.0)
         if self.undrafted:

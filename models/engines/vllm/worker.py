@@ -5,7 +5,7 @@ How a draft is replaced is in `redraft_vllm/`, which stock servers use as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -71,9 +71,9 @@ class DraftWorker(DraftExtension, Worker):
         patches.install("worker")
         super().__init__(*args, **options)
 
+    @cached_property
     def _redraft_draft(self) -> WorkerDraft:
-        draft: WorkerDraft = self.__dict__.setdefault("_redraft_worker", DraftOnGrids(self))
-        return draft
+        return DraftOnGrids(self)
 
     @answering
     def runner(self) -> str:
@@ -109,11 +109,7 @@ class DraftWorker(DraftExtension, Worker):
 
     @answering
     def capture_states(self, max_bytes: int) -> int:
-        """Hold the hidden states of requests that want it; return how many values a token has.
-
-        Raises:
-            ValueError: those of the target's last layer are not at hand.
-        """
+        """Hold the hidden states of requests that want it; return how many values a token has."""
         layers = last_tap.tapped_layers(self.get_model())
         last = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         if last not in layers:
@@ -130,9 +126,5 @@ class DraftWorker(DraftExtension, Worker):
 
     @answering
     def set_speculation(self, on: bool) -> None:
-        """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
-
-        Positions passed meanwhile have no draft keys: requests in flight accept less for a while after switching on,
-        their output is the same. Cached blocks: see `scheduler.DraftKeys`.
-        """
+        """Draft or don't. Off, a step is plain, and its positions get no draft keys; see `scheduler.DraftKeys`."""
         switch.turn(self.model_runner, on)

@@ -1,15 +1,18 @@
-"""Answers of an engine, and what they are held to: those without a draft, and scores."""
+"""Answers of an engine, and what they are held to: those without a draft, scores, and states of the target."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from models.core.evaluation import scoring
 from models.core.evaluation.golden import Golden, equal_output
-from models.core.learning.hidden import Sample
+from models.core.learning.captured import read
+from models.core.learning.hidden import HiddenStates, Sample
 from models.drafts import Draft
 from models.engines import Completion, Engine, Sampling
+from models.engines.vllm.capture import Claim
 
 
 async def answer_all(
@@ -23,6 +26,13 @@ async def answer_all(
             return await engine.generate(prompt, sampling, f"{tag}-{number}")
 
     return list(await asyncio.gather(*(answer(number, prompt) for number, prompt in enumerate(asked))))
+
+
+async def last_of(engine: Any, prompt: list[int], sampling: Any, name: str, *options: Any) -> Any:
+    """Return the last output of a vLLM engine for a prompt."""
+    async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, *options):
+        last = output
+    return last
 
 
 def golden_of(answers: Sequence[Completion]) -> list[Golden]:
@@ -46,3 +56,26 @@ def num_scored_alike(draft: Draft, target: Path, answers: Sequence[Completion], 
     scores = scoring.score(draft, target, samples_of(answers), 3, folder)
     counts = [(len(one.drafted), sum(one.accepted)) for one in answers]
     return sum((one.steps, one.accepted) == count for one, count in zip(scores, counts, strict=True))
+
+
+async def written(engine: Any, answers: Sequence[Completion], folder: Path, num: int) -> dict[str, int]:
+    """Claim the states of answers as files of a folder; return what became of all once so many are written."""
+    lengths = {one.request_id: len(one.prompt_ids + one.token_ids) for one in answers}
+    await engine.settle_states([Claim(name, str(folder / name), length, "t") for name, length in lengths.items()])
+    while (counts := await engine.settle_states([])).get("written", 0) < num:
+        await asyncio.sleep(0.01)
+    return dict(counts)
+
+
+def require_the_targets(
+    answers: Sequence[Completion], target: Path, folder: Path, layers: Sequence[int], width: int
+) -> set[int]:
+    """Fail where written states are not what the target computes; return the positions that they begin at."""
+    states, firsts = HiddenStates(folder / "hidden", samples_of(answers), layers, width), set()
+    states.extract(target)
+    for sample in samples_of(answers):
+        found = read(folder / sample.id, "t", layers, sample.token_ids)
+        wanted = states.read(sample)[0][found.first : -1].float()
+        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
+        firsts.add(found.first)
+    return firsts

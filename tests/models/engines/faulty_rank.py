@@ -18,6 +18,6 @@ class Faulty(DraftExtension):
         """See the base class."""
         answer = super().redraft_commit(version)
         if self.rank == 1 and version.startswith("stale"):
-            before = self.__dict__["_redraft_before"]
-            self._redraft_draft().load(before.weights, before.parameters)
+            before: Any = self._redraft_before
+            self._redraft_draft.load(before.weights, before.parameters)
         return answer

@@ -187,25 +187,13 @@ def test_a_row_attends_to_the_same_bits_alone_as_beside_those_verified_with_it(n
     def attend(first: int, end: int) -> Tensor:
         """Return the outputs [rows, heads, width] of a sequence's last rows."""
         borders, length = torch.tensor([0, end - first], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
-        split, outputs = envs.VLLM_CPU_ATTN_SPLIT_KV, torch.empty_like(query[first:end])
+        split, rows = envs.VLLM_CPU_ATTN_SPLIT_KV, query[first:end]
+        outputs = torch.empty_like(rows)
         plan = ops.cpu_attn_get_scheduler_metadata(
             1, HEADS, KV_HEADS, WIDTH, length, torch.bfloat16, borders, True, -1, isa, split
         )
         ops.cpu_attention_with_kv_cache(
-            query[first:end],
-            keys,
-            values,
-            outputs,
-            borders,
-            length,
-            WIDTH**-0.5,
-            True,
-            None,
-            -1,
-            blocks,
-            0.0,
-            plan,
-            None,
+            rows, keys, values, outputs, borders, length, WIDTH**-0.5, True, None, -1, blocks, 0.0, plan, None
         )
         return outputs
 

@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.processes import free_port
-from models.engines.vllm.redraft_vllm.download import download
-from models.engines.vllm.redraft_vllm.swapper import NotFetched, Order, Refused, Swapper
+from models.engines.vllm.redraft_vllm.swapper import NotFetched, Order, Refused, Swapper, download
 from tests.services.played import PlayedServer, Request, chunk, head
 
 CONTENT = bytes(range(256)) * 5000

@@ -11,7 +11,7 @@ from models.core.layers.decoder import Decoder
 from models.core.throughput.cost import Cost, Time
 from models.engines import Completion, LookUp
 from models.engines.torch import Params, TorchEngine
-from models.engines.torch.joined import Joined
+from models.engines.torch.request import Joined
 from models.lengths import goodput
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, repeated, require_equal
 from tests.models.drafts.tiny import make_tiny
@@ -105,5 +105,5 @@ def test_what_has_more_accepted_drafts(head: list[int], lookup: list[int], draft
 def test_after_a_swap_the_draft_is_tried_anew() -> None:
     joined = Joined(LOOKUP, (goodput, goodput.Params(explore=0.0)), K)
     assert decode(joined, [0], [0])[-1] == 0
-    joined.swapped()
+    joined.acceptance.start({})
     assert set(decode(joined, [3], [0])[-100:]) == {K}

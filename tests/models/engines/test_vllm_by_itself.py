@@ -4,19 +4,18 @@ A CPU's platform schedules synchronously; the asynchronous scheduler is tested i
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from models.core.evaluation.golden import Golden, equal_output
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.launch import RUNNER, VLLM_DRAFTS, Speculation
 from models.engines.vllm.measuring import Mode, Times
 from tests.conftest import make_draft
+from tests.models.engines.answers import answer_all, golden_of, require_none_different
 from tests.models.engines.test_vllm_drafting import NUM_TOKENS, THRESHOLD, prompts
 
 pytestmark = pytest.mark.engine
@@ -38,9 +37,9 @@ def engine(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[VllmEngi
 
 
 async def answers(engine: VllmEngine, tag: str) -> list[Completion]:
-    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2)
-    asked = (engine.generate(prompt, sampling, f"{tag}-{number}") for number, prompt in enumerate(prompts(8)))
-    return list(await asyncio.gather(*asked))
+    return await answer_all(
+        engine, prompts(8), Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2), 8, tag
+    )
 
 
 async def test_drafts_are_swapped_checked_and_left_unused_and_the_output_stays_the_targets(
@@ -64,10 +63,8 @@ async def test_drafts_are_swapped_checked_and_left_unused_and_the_output_stays_t
     assert not any(sum(one.drafted) for one in plain)
     assert [one.accepted for one in swapped] != [one.accepted for one in drafted]
     assert {one.draft_version for one in drafted} == {"1"} and {one.draft_version for one in again} == {"2"}
-    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in plain]
     for outputs in (drafted, swapped, again):
-        verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, outputs, strict=True))
-        assert verdicts["different"] == 0, verdicts
+        require_none_different(golden_of(plain), outputs, THRESHOLD)
 
 
 async def test_what_its_worker_does_not_have_is_told_or_not_asked_for(engine: VllmEngine) -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from models.engines.vllm.fields import DRAFTED, GAPS, OPTIONS, DraftOptions
 from models.engines.vllm.scheduler import DraftKeys, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
+from tests.models.engines.answers import last_of
 
 pytestmark = pytest.mark.engine
 
@@ -227,8 +227,7 @@ async def answer_all(engine: VllmEngine, asked: list[list[int]], tag: str) -> tu
     answers, hits = [], []
     sampling = SamplingParams(max_tokens=GREEDY.max_tokens, temperature=0, ignore_eos=True)
     for number, prompt in enumerate(asked):
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, f"{tag}-{number}", ALONE):
-            last: Any = output
+        last = await last_of(engine, prompt, sampling, f"{tag}-{number}", ALONE)
         answers.append(last.completion)
         hits.append(last.num_cached_tokens)
     return answers, hits

@@ -10,26 +10,25 @@ import pytest
 from vllm import SamplingParams
 
 from infra.manifest import write_manifest
-from models.core.learning.captured import read
-from models.core.learning.hidden import HiddenStates, Sample
 from models.drafts import eagle3
 from models.engines import Completion
 from models.engines.vllm import Params
-from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.worker import DraftWorker
 from tests.conftest import shake
+from tests.models.engines.answers import require_the_targets, written
 from tests.models.engines.test_vllm_drafting import HIDDEN, prompts
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
 TAPS, LAST = (0, 1), 2  # of the tiny target's two layers
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_target: Path, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+def engine(
+    tiny_target: Path, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmEngine]:
     directory, counts = tmp_path_factory.mktemp("draft"), np.zeros(259)
     counts[3:67] = 1
     head = eagle3.create(eagle3.Params(vocab_size=64, aux_layers=TAPS), tiny_target, counts)
@@ -42,44 +41,29 @@ def engine(tiny_target: Path, loop: Loop, tmp_path_factory: pytest.TempPathFacto
     loop.run_until_complete(engine.close())
 
 
-def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
-    engine: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
+async def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_computes(
+    engine: VllmEngine, tiny_target: Path, tmp_path: Path
 ) -> None:
     done: list[Completion] = []
-
-    async def run() -> dict[str, int]:
-        assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * HIDDEN
-        engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
-        engine.llm.on_finish = lambda completion, _: done.append(completion)
-        await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
-        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
-        await engine.settle_states(claims)
-        while (counts := await engine.settle_states([])).get("written", 0) < len(done):
-            await asyncio.sleep(0.01)
-        return counts
 
     async def one(number: int, prompt: list[int]) -> None:
         sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
         async for _ in engine.llm.generate({"prompt_token_ids": prompt}, sampled, f"last-{number}"):
             pass
 
-    assert loop.run_until_complete(run()) == {"written": 4}
+    assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * HIDDEN
+    engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
+    engine.llm.on_finish = lambda completion, _: done.append(completion)
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
+    assert await written(engine, done, tmp_path, len(done)) == {"written": 4}
     assert all(sum(one.drafted) for one in done)
-    samples = [Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids)) for one in done]
-    layers = (*TAPS, LAST)
-    states = HiddenStates(tmp_path / "hidden", samples, layers, HIDDEN)
-    states.extract(tiny_target)
-    for sample in samples:
-        found = read(tmp_path / sample.id, "t", layers, sample.token_ids)
-        assert found.first == 0
-        wanted = states.read(sample)[0][:-1].float()
-        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
+    assert require_the_targets(done, tiny_target, tmp_path, (*TAPS, LAST), HIDDEN) == {0}
 
 
-def test_the_head_gets_its_own_layers_alone_and_can_be_swapped(engine: VllmEngine, loop: Loop) -> None:
+async def test_the_head_gets_its_own_layers_alone_and_can_be_swapped(engine: VllmEngine) -> None:
     assert engine.draft is not None
-    assert loop.run_until_complete(engine.check_draft(engine.draft)) < 0.05
-    assert loop.run_until_complete(engine.swap_draft(engine.draft, "again")) > 0
+    assert await engine.check_draft(engine.draft) < 0.05
+    assert await engine.swap_draft(engine.draft, "again") > 0
 
 
 def test_without_the_last_layer_nothing_is_captured_and_the_layers_are_named() -> None:

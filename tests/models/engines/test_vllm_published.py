@@ -4,7 +4,6 @@ vLLM by itself reads a key too many in each pass after the first: on a CPU two l
 up twice. Drafts of redraft's proposer don't, so that beyond their first tokens they are held to the reference engine's.
 """
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from models.core.evaluation import scoring
-from models.core.learning.hidden import Sample
 from models.drafts import eagle3
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
@@ -22,11 +19,11 @@ from models.engines.vllm import Params, patches
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import InstrumentedLLM
+from tests.models.engines.answers import num_scored_alike
 from tests.models.published import published
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
 GREEDY = Sampling(max_tokens=32, ignore_eos=True)
 PARAMS = Params(max_model_len=256, max_num_seqs=16)
 
@@ -79,34 +76,24 @@ def num_same(answers: Sequence[Completion], others: Sequence[Completion]) -> int
     return sum(one.drafted_ids == other.drafted_ids for one, other in zip(answers, others, strict=True))
 
 
-def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
-    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path: Path
+async def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
+    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     def norm_before(config: dict[str, object], tensors: dict[str, object]) -> None:
         del config["norm_before_residual"]  # which is to say that it does
 
     head = published(tiny_draft, tiny_target, tmp_path / "published", "speculators", norm_before)
-    adopted = eagle3.adopt(head, tiny_target)
-    (tmp_path / "adopted").mkdir()
-    eagle3.save(adopted, tmp_path / "adopted")
-
-    async def run() -> list[list[Completion]]:
-        as_published = await answer_and_close(start_as_it_is(tiny_target, head))
-        params = PARAMS.model_copy(update={"dtype": "float32"})
-        imported = await answer_and_close(await VllmEngine.start(tiny_target, tmp_path / "adopted", params))
-        alone = await reference.TorchEngine.start(
-            tiny_target, tmp_path / "adopted", reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
-        )
-        return [as_published, imported, await answer(alone), await answer(engine)]
-
-    as_published, imported, of_reference, other = loop.run_until_complete(run())
+    adopted, folder = eagle3.adopt(head, tiny_target), tmp_path / "adopted"
+    folder.mkdir()
+    eagle3.save(adopted, folder)
+    as_published = await answer_and_close(start_as_it_is(tiny_target, head))
+    params = PARAMS.model_copy(update={"dtype": "float32"})
+    imported = await answer_and_close(await VllmEngine.start(tiny_target, folder, params))
+    alone = reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
+    of_reference = await answer(await reference.TorchEngine.start(tiny_target, folder, alone))
+    other = await answer(engine)
     assert first_drafted(imported) == first_drafted(as_published)
     assert first_drafted(imported) != first_drafted(other)  # norming before or after makes a difference that is seen
     assert num_same(imported, of_reference) >= len(imported) - 1
     assert num_same(as_published, of_reference) < len(imported)  # if it fails, the proposer need not mend this any more
-    samples = [Sample(a.request_id, "tiny", list(a.prompt_ids), list(a.token_ids)) for a in imported]
-    scores = scoring.score(adopted, tiny_target, samples, 3, tmp_path / "states")
-    exact = sum(
-        (s.steps, s.accepted) == (len(a.drafted), sum(a.accepted)) for s, a in zip(scores, imported, strict=True)
-    )
-    assert exact >= len(imported) - 1
+    assert num_scored_alike(adopted, tiny_target, imported, tmp_path / "states") >= len(imported) - 1

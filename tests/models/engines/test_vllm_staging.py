@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from models.engines.vllm.redraft_vllm import worker
-from models.engines.vllm.redraft_vllm.swap import WorkerDraft, derived_errors
+from models.engines.vllm.redraft_vllm.swap import WorkerDraft
 from models.engines.vllm.redraft_vllm.worker import WEIGHTS, DraftExtension
 
 PARAMETERS = {"fc.weight": ["fc.weight"]}
@@ -29,7 +29,7 @@ class Rank(DraftExtension):
         self.model_runner = SimpleNamespace(speculator=SimpleNamespace(model=nn.Linear(2, 2)))  # as in the V2 runner
         self.modules = nn.ModuleDict({"fc": nn.Linear(3, 2, bias=False)})
         self.device = torch.device("cpu")
-        self.__dict__["_redraft_worker"] = Copying(self)
+        self.__dict__["_redraft_draft"] = Copying(self)
 
     def get_model(self) -> nn.Module:
         return nn.Linear(1, 1)
@@ -89,10 +89,3 @@ def test_a_loaded_draft_is_held_against_what_is_staged_without_being_replaced(tm
     assert rank.redraft_verify("fc.weight", "check")["worst"] > 0.4
     assert rank.redraft_verify("fc.weight", "other")["error"] == "ValueError: draft other is not staged"
     assert torch.equal(rank.modules["fc"].weight, of_start)
-
-
-def test_what_vllms_v2_runner_drafts_by_is_found(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    found = rank._redraft_draft()._drafter()
-    assert found is rank.model_runner.speculator
-    assert derived_errors(found, {}) == rank._redraft_draft().derived_errors({}) == {}

@@ -3,18 +3,17 @@
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models.core.evaluation.golden import Golden, equal_output
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params, fields
 from models.engines.vllm.engine import VllmEngine
 from tests.conftest import make_draft
+from tests.models.engines.answers import answer_all, golden_of, require_none_different
 from tests.models.engines.test_vllm_drafting import NUM_TOKENS, THRESHOLD, prompts
 
 pytestmark = pytest.mark.engine
@@ -52,18 +51,14 @@ def started(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[tuple[V
     loop.run_until_complete(engine.close())
 
 
-def answers(loop: Loop, engine: VllmEngine, tag: str) -> list[Completion]:
-    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2)
-
-    async def run() -> list[Completion]:
-        asked = (engine.generate(prompt, sampling, f"{tag}-{number}") for number, prompt in enumerate(prompts(8)))
-        return list(await asyncio.gather(*asked))
-
-    return loop.run_until_complete(run())
+async def answers(engine: VllmEngine, tag: str) -> list[Completion]:
+    return await answer_all(
+        engine, prompts(8), Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2), 8, tag
+    )
 
 
-def test_it_is_told_in_one_line_and_each_step_drafts_the_same_number(
-    started: tuple[VllmEngine, list[str]], loop: Loop
+async def test_it_is_told_in_one_line_and_each_step_drafts_the_same_number(
+    started: tuple[VllmEngine, list[str]],
 ) -> None:
     engine, told = started
     why = "vLLM's CPUModelRunner has no sequences; another release is installed than wanted"
@@ -72,33 +67,31 @@ def test_it_is_told_in_one_line_and_each_step_drafts_the_same_number(
     ]
     assert engine.unplanned == why
     assert engine.llm.throughput is None
-    for one in answers(loop, engine, "fixed"):
+    for one in await answers(engine, "fixed"):
         assert set(one.drafted[:-2]) == {K}  # at an answer's end fewer may fit
         assert not any(one.matches)
 
 
-def test_the_output_stays_the_targets_and_the_draft_can_be_swapped_checked_and_switched_off(
-    started: tuple[VllmEngine, list[str]], tiny_target: Path, loop: Loop, tmp_path: Path
+async def test_the_output_stays_the_targets_and_the_draft_can_be_swapped_checked_and_switched_off(
+    started: tuple[VllmEngine, list[str]], tiny_target: Path, tmp_path: Path
 ) -> None:
     engine, _ = started
-    drafted = answers(loop, engine, "drafted")
+    drafted = await answers(engine, "drafted")
     other = make_draft(tiny_target, tmp_path, seed=7)
-    loop.run_until_complete(engine.swap_draft(other, "2"))
-    assert loop.run_until_complete(engine.check_draft(other)) < 0.05
-    swapped = answers(loop, engine, "swapped")
-    loop.run_until_complete(engine.set_speculation(False))
-    plain = answers(loop, engine, "plain")
-    loop.run_until_complete(engine.set_speculation(True))
+    await engine.swap_draft(other, "2")
+    assert await engine.check_draft(other) < 0.05
+    swapped = await answers(engine, "swapped")
+    await engine.set_speculation(False)
+    plain = await answers(engine, "plain")
+    await engine.set_speculation(True)
     assert not any(sum(one.drafted) for one in plain)
     assert [one.accepted for one in swapped] != [one.accepted for one in drafted]
-    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in plain]
     for outputs in (drafted, swapped):
-        verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, outputs, strict=True))
-        assert verdicts["different"] == 0, verdicts
+        require_none_different(golden_of(plain), outputs, THRESHOLD)
 
 
-def test_what_needs_plans_is_refused_with_the_reason(started: tuple[VllmEngine, list[str]], loop: Loop) -> None:
+async def test_what_needs_plans_is_refused_with_the_reason(started: tuple[VllmEngine, list[str]]) -> None:
     engine, _ = started
     with pytest.raises(ValueError, match=r"is handed rejected tokens too, and vLLM's CPUModelRunner has no sequences"):
-        loop.run_until_complete(engine.capture_states(1 << 20))
-    assert loop.run_until_complete(engine.forget_answers()) == 0
+        await engine.capture_states(1 << 20)
+    assert await engine.forget_answers() == 0

@@ -17,8 +17,7 @@ from models.core.layers.decoder import Cache, Decoder
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, early_exit, ngram
 from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
-from models.engines.torch.overlapped import Overlapped
-from models.engines.torch.request import Request
+from models.engines.torch.request import Overlapped, Request
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

@@ -32,24 +32,17 @@ from models.engines.vllm.patches import replace
 
 
 class _Layers:
-    """The layers of this process that attend in one call, and the caches that they were told of.
-
-    Attributes:
-        all: in the order they were made; a layer's place is its number.
-        numbers: by the layers' names.
-        caches: of the layers, as far as told.
-    """
+    """The layers of this process that attend in one call, and the caches that they were told of."""
 
     def __init__(self) -> None:
-        self.all: list[Any] = []
-        self.numbers: dict[str, int] = {}
-        self.caches: dict[int, Tensor] = {}
+        self.all: list[Any] = []  # in the order they were made; a layer's place is its number
+        self.numbers: dict[str, int] = {}  # by the layers' names
+        self.caches: dict[int, Tensor] = {}  # as far as told
 
     def add(self, layer: Any) -> int:
         """Return the number of a layer."""
-        number = len(self.all)
+        number = self.numbers[layer.layer_name] = len(self.all)
         self.all.append(layer)
-        self.numbers[layer.layer_name] = number
         return number
 
     def begin(self, context: ForwardContext) -> None:

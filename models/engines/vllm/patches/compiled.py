@@ -19,8 +19,7 @@ Without it: each start compiles anew, which takes minutes, and so does a start w
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ from vllm.config import ModelConfig
 
 from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace
-
-NAME = "finalize_loading"
-# What of a model's configuration tells where it lies.
-CONFIGS = ("hf_config", "hf_text_config")
 
 
 def install() -> None:
@@ -46,8 +41,8 @@ def install() -> None:
 def _load_finalizable(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
     loaded = own(*args, **options)
     function = loaded._artifacts.compiled_fn
-    if not hasattr(function, NAME):
-        setattr(function, NAME, lambda config: None)
+    if not hasattr(function, "finalize_loading"):
+        function.finalize_loading = lambda config: None
     return loaded
 
 
@@ -58,23 +53,16 @@ def _hash_placeless(own: Callable[[Any], str], config: Any) -> str:
     placeless = copy.copy(config)
     operators = f"{native_build.kernel_for(file.parent)} {native_build.version(native_build.ATTENTION)}"
     placeless.model = hashlib.sha256(file.read_bytes() + operators.encode()).hexdigest()
-    for name in CONFIGS:
+    for name in ("hf_config", "hf_text_config"):  # which tell where it lies
         setattr(placeless, name, _Placeless(getattr(config, name), config.model))
     return own(placeless)
 
 
 def _compile_on_any_core(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with on_any_core():
-        return own(*args, **options)
-
-
-@contextmanager
-def on_any_core() -> Iterator[None]:
-    """Let this thread run on each core that a thread of this process may use, for as long as the block lasts."""
     pinned = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set().union(*map(_cores_of, os.listdir("/proc/self/task"))))
     try:
-        yield
+        return own(*args, **options)
     finally:
         os.sched_setaffinity(0, pinned)
 

@@ -29,15 +29,7 @@ def install() -> None:
 
 
 def norm_by_layer(model: Any, keys: Tensor) -> Tensor:
-    """Norm injected keys; in place of DFlash's own method.
-
-    Args:
-        model: DFlash's module, whose `_k_norm_weights` are [L, width].
-        keys: [L, T, kv heads, width].
-
-    Returns:
-        as `keys`, normed over the last axis, each layer with its gains.
-    """
+    """Norm injected keys [L, T, kv heads, width] over the last axis, each layer with its gains [width]."""
     normed = torch.empty_like(keys)
     for place, one, gains in zip(normed, keys, model._k_norm_weights, strict=True):
         ops.rms_norm(place, one, gains, model._rms_norm_eps)
@@ -45,13 +37,7 @@ def norm_by_layer(model: Any, keys: Tensor) -> Tensor:
 
 
 def build_by_layer(model: Any, layers: Sequence[Any], has_bias: bool) -> None:
-    """Set what DFlash injects keys and values by, without a copy of the matrices; in place of its own method.
-
-    Args:
-        model: DFlash's module.
-        layers: the attention of each.
-        has_bias: whether their products have a bias, which they add themselves.
-    """
+    """Set what DFlash injects keys and values by, without a copy of the matrices; products add their own bias."""
     model._hidden_norm_weight = model.hidden_norm.weight.data
     model._context_qkv_projs = [attention.qkv_proj for attention in layers]
     model._context_q_sizes = [attention.q_size for attention in layers]

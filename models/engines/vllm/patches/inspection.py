@@ -8,14 +8,12 @@ Without it: the first start of an engine in an empty cache takes 15 s longer for
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from models.engines.vllm.patches import replace
-
-T = TypeVar("T")
 
 
 def install() -> None:
@@ -24,6 +22,6 @@ def install() -> None:
         replace(registry, "_run_in_subprocess", call)
 
 
-def call(_: Callable[[Callable[[], T]], T], look: Callable[[], T]) -> T:
+def call(_: Callable[..., Any], look: Callable[[], Any]) -> Any:
     """Return what looking gives."""
     return look()

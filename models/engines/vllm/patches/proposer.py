@@ -40,12 +40,7 @@ DRAFTER_READS = (
 
 
 class Planned:
-    """Stands before a runner's proposer, which is of the one base class of most of vLLM's.
-
-    Attributes:
-        library: what is looked up.
-        ring: holds states of requests that want it; None captures nothing.
-    """
+    """Stands before a runner's proposer, which is of the one base class of most of vLLM's."""
 
     def __init__(self, runner: Any, library: NgramIndex) -> None:
         """Put this in place; ValueError if vLLM's proposer has another layout than the one this was written for."""
@@ -54,9 +49,8 @@ class Planned:
             raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
         require(runner, *READS)
         require(drafter, *DRAFTER_READS)
-        self.library = library
-        self.ring: Ring | None = None
-        self._runner, self._drafter = runner, drafter
+        self.ring: Ring | None = None  # holds states of requests that want it
+        self.library, self._runner, self._drafter = library, runner, drafter
         # Residual streams that the draft reads, where the target hands out its last one too.
         self._num_read: int | None = getattr(runner, NUM_READ, None)
         self._of_runner, self._propose = runner.propose_draft_token_ids, drafter.propose
@@ -74,24 +68,19 @@ class Planned:
         return [row.packed() for row in self._look_up(step)] if step.num_looked_up else []
 
     def propose(self, num_speculative_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draft by the plan of the step; see vLLM's proposer.
+        """Return a packed `Row` for each sequence, by the step's `StepPlan`; what vLLM's returns for a number.
 
-        Args:
-            num_speculative_tokens: the step's `StepPlan`, or a number as vLLM's own warm-up says it.
-            args, kwargs: of vLLM's. `next_token_ids` are the tokens after the accepted ones.
-
-        Returns:
-            a packed `Row` for each sequence; for a number, what vLLM's returns.
+        A number is what vLLM's own warm-up says. `next_token_ids` are the tokens after the accepted ones.
         """
-        if self.ring is not None and isinstance(num_speculative_tokens, StepPlan):
+        step = num_speculative_tokens if isinstance(num_speculative_tokens, StepPlan) else None
+        if self.ring is not None and step is not None:
             self._capture(self.ring, kwargs)
         if self._num_read is not None:  # the last one is there to be captured
             states = kwargs["target_hidden_states"].unflatten(-1, (self._num_read + 1, -1))
             kwargs["target_hidden_states"] = states[:, :-1].flatten(1)
-        if not isinstance(num_speculative_tokens, StepPlan):
+        if step is None:
             return self._propose(num_speculative_tokens, *args, **kwargs)
-        step, requests, rows = num_speculative_tokens, self._runner.requests, self._look_up(num_speculative_tokens)
-        names = self._runner.input_batch.req_ids
+        requests, names, rows = self._runner.requests, self._runner.input_batch.req_ids, self._look_up(step)
         wanted = [
             0 if row.looked_up else self._wanted(requests[name], step) for name, row in zip(names, rows, strict=True)
         ]
@@ -161,8 +150,7 @@ class Planned:
             best: Tensor = self._greedy_sample(hidden_states)
             return best
         best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
-        mapped: Tensor = best + offsets[best]
-        return mapped
+        return best + offsets[best]
 
     def _wanted(self, request: Any, step: StepPlan) -> int:
         """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""
@@ -173,14 +161,14 @@ class Planned:
 
     def _looked_up(self, place: int, step: StepPlan) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
+        if step.num_looked_up == 0:
+            return NOTHING
         batch = self._runner.input_batch
         name = batch.req_ids[place]
         request = self._runner.requests[name]
         draft_options = DraftOptions.of(request.sampling_params)
         num_tokens = int(batch.num_tokens_no_spec[place])
         most = min(step.num_looked_up, self._drafter.max_model_len - num_tokens - 1)
-        if step.num_looked_up == 0:
-            return NOTHING
         if draft_options.drafting == MEASURE:  # no key's, so nothing of it is remembered
             filled = [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most
             return Row(0, 0, True, filled) if place < step.num_filled else NOTHING
@@ -194,12 +182,7 @@ class Planned:
 
 
 def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return what the base's `propose` gets for some sequences of a step; all if they are all that it has.
-
-    Args:
-        step: keyword arguments of `propose`, their tensors by token or by sequence.
-        places: of the sequences, ascending.
-    """
+    """Return what vLLM's `propose` gets for some sequences of a step, whose places ascend; all if they are all."""
     metadata = step["common_attn_metadata"]
     if len(places) == metadata.num_reqs:
         return dict(step)
@@ -237,14 +220,10 @@ def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
 
 
 def _over_all_rows(probs: Sequence[tuple[Sequence[int], Tensor | None]], num_rows: int) -> Tensor | None:
-    """Return what the draft's tokens were drawn from, 0 where it drew none; None where no draft drew any.
+    """Return what the draft's tokens were drawn from [B, K, V], 0 where it drew none; None where no draft drew any.
 
-    Args:
-        probs: of each of a step's passes the rows that they were made over, R of them, and [R, K, V] or None.
-        num_rows: B.
-
-    Returns:
-        [B, K, V], K the largest of them.
+    `probs` are, of each of a step's passes, the rows that they were made over, R of them, and [R, K, V] or None; the
+    largest K is taken.
     """
     drawn = [(places, q) for places, q in probs if q is not None]
     if not drawn or len(drawn[0][0]) == num_rows:
@@ -257,19 +236,10 @@ def _over_all_rows(probs: Sequence[tuple[Sequence[int], Tensor | None]], num_row
 
 
 def _with_certain_rows(q: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return q with 1 at the looked-up tokens.
-
-    Args:
-        q: [B, K, V] what the draft's tokens were drawn from.
-        rows: B of them; those of the head have at most K tokens.
-
-    Returns:
-        [B, L, V], L the length of the longest row; what is beyond a row is 0.
-    """
-    longest = max(len(row.token_ids) for row in rows)
+    """Return q [B, K, V] with 1 at the looked-up tokens: [B, L, V], L the longest row's; what is beyond a row is 0."""
     if not any(row.looked_up for row in rows):
         return q
-    certain = q.new_zeros((len(rows), max(longest, q.shape[1]), q.shape[2]))
+    certain = q.new_zeros((len(rows), max(q.shape[1], *(len(row.token_ids) for row in rows)), q.shape[2]))
     certain[:, : q.shape[1]] = q
     for place, row in enumerate(rows):
         if row.looked_up:

@@ -58,14 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class Form:
-    """A layer's weights in both forms.
+    """A layer's weights in both forms: integers and what scales them as the source wants them, and oneDNN's product.
 
-    Attributes:
-        packed: the integers, and `scales` what they are multiplied with, as the source wants them.
-        product: oneDNN's; its `handler_tensor` is a tensor, so that compiled code does not hold the handle's value.
-        num_inputs: I.
-        dtype: of inputs and outputs.
-        in_step: whether inputs are the rows of a step of the target, not those that are sampled, nor a draft's.
+    That one's `handler_tensor` is a tensor, so that compiled code does not hold the handle's value. `in_step` says that
+    inputs are the rows of a step of the target, not those that are sampled, nor a draft's.
     """
 
     def __init__(self, grid: Grid, product: Any, dtype: torch.dtype, in_step: bool = False) -> None:
@@ -106,19 +102,12 @@ def _pairs(values: Tensor) -> Tensor:
 
 
 class _Target:
-    """The layers of the target that is loaded in this process.
-
-    Attributes:
-        limit: rows of generated tokens up to which the grid is read.
-        faster: rows up to which that is faster.
-        forms: of the layers, in the order they were loaded.
-        loads_draft: what is loaded now is not its own but its draft.
-    """
+    """The layers of the target that is loaded in this process."""
 
     def __init__(self) -> None:
-        self.limit = self.faster = 0
-        self.forms: list[Form] = []
-        self.loads_draft = False
+        self.limit = self.faster = 0  # rows of generated tokens up to which the grid is read, and that is faster
+        self.forms: list[Form] = []  # in the order they were loaded
+        self.loads_draft = False  # what is loaded now is not its own but its draft
 
     def measure(self, least: int) -> None:
         """Find the most rows up to which reading the grids is faster, over all layers in turn as a step reads them.
@@ -135,9 +124,7 @@ class _Target:
         log.info(
             "up to %d rows of generated tokens read the grid of the target's weights; up to %d that is faster, and up "
             "to %d it is so at each start",
-            self.limit,
-            self.faster,
-            least,
+            *(self.limit, self.faster, least),
         )
 
     def _seconds(self, rows: int, limit: int) -> float:
@@ -258,6 +245,4 @@ def _grid_of(layer: Any) -> Grid | None:
     return grid if grid.holds(layer.weight) else None
 
 
-@cache
-def _load(directory: Path) -> dict[str, Grid]:
-    return quantized_weights.load(directory)
+_load = cache(quantized_weights.load)

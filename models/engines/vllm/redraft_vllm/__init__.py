@@ -5,7 +5,7 @@
 
 - `swap`: how a worker's draft is replaced and what its modules compute, for the embedded engine as well;
 - `worker`: the extension of vLLM's worker: stage, commit, verify, each on every rank;
-- `swapper`: what the ranks are told one after the other, for the embedded engine as well; `download` fetches a file;
+- `swapper`: what the ranks are told one after the other, for the embedded engine as well, and the fetching of a file;
 - `routes`: `POST` and `GET /redraft/draft`;
 - `sampling`: the kernel that vLLM's CPU build lacks.
 
@@ -13,9 +13,11 @@ It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tr
 `OLDEST` have all that it uses. The distribution requires no vLLM, because vLLM's has another name for each device.
 """
 
+import hashlib
 import logging
 import os
 from importlib.metadata import entry_points
+from pathlib import Path
 
 ROUTES, EXTENSION, WEIGHTS = "redraft", "redraft_vllm.worker.DraftExtension", "model.safetensors"
 OLDEST = (0, 31)
@@ -30,6 +32,15 @@ def too_old() -> str:
 
     oldest = ".".join(map(str, OLDEST))
     return f"vLLM {__version__} is older than {oldest}" if (0, 0) < __version_tuple__[:2] < OLDEST else ""
+
+
+def file_digest(file: Path) -> str:
+    """Return the sha256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()  # Python 3.10 has no `hashlib.file_digest`
+    with file.open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def announce() -> None:

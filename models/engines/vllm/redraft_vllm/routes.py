@@ -4,7 +4,6 @@ A token of their own guards them (`REDRAFT_ATTACH_TOKEN`); vLLM's own keys do no
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import os
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 
-from . import EXTENSION, ROUTES, too_old
+from . import EXTENSION, ROUTES, file_digest, too_old
 from .swapper import Broken, NotFetched, Order, Refused, Swapper
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
@@ -65,16 +64,11 @@ class DraftRoutes:
 
 
 def unsupported(config: Any, args: Any) -> list[str]:
-    """Return why the draft of a server can't be replaced, empty if it can.
-
-    Args:
-        config: vLLM's of the engine.
-        args: the server's.
-    """
-    parallel, speculative = config.parallel_config, config.speculative_config
+    """Return why the draft of a server can't be replaced, by vLLM's configuration and the server's arguments."""
+    parallel, speculative, old = config.parallel_config, config.speculative_config, too_old()
     extension = parallel.worker_extension_cls
     found = {
-        too_old(): bool(too_old()),
+        old: bool(old),
         f"{TOKEN} is not set": not os.environ.get(TOKEN),
         f"start it with --worker-extension-cls {EXTENSION}, not {extension or 'without one'}": extension != EXTENSION,
         "it has no draft: start it with --speculative-config": speculative is None,
@@ -96,13 +90,7 @@ def unsupported(config: Any, args: Any) -> list[str]:
 def _start_digest(config: Any) -> str:
     """Return the sha256 of the weights that the server starts with, "" if they are in several files."""
     files = sorted(Path(config.speculative_config.draft_model_config.model).glob("*.safetensors"))
-    if len(files) != 1:
-        return ""
-    digest = hashlib.sha256()
-    with files[0].open("rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_digest(files[0]) if len(files) == 1 else ""
 
 
 def _swapper(request: Request, authorization: str) -> Swapper:

@@ -33,15 +33,9 @@ def install() -> bool:
 def expand(
     output: Tensor, values: Tensor, ends: Tensor, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int | None = None
 ) -> None:
-    """Repeat each request's value over its drafted tokens, in place.
+    """Write each request's value [B] over its drafted tokens, of which `ends` [B] is the cumulative number.
 
-    Args:
-        output: [num_tokens] written.
-        values: [B] one a request.
-        ends: [B] cumulative number of drafted tokens.
-        replace_from: a value that is written as `replace_to`.
-        replace_to: see there.
-        MAX_NUM_TOKENS: a bound that the compiled kernel needs; the name is the caller's.
+    `output` is [num_tokens]. The compiled kernel needs the bound MAX_NUM_TOKENS; its name is the caller's.
     """
     counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
     replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)

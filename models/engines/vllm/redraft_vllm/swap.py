@@ -28,11 +28,7 @@ FUSED = (GAINS, "_fused_kv_weight", "_fused_kv_bias")
 
 
 class WorkerDraft:
-    """The draft of one worker, which holds a shard of it where the engine is tensor-parallel.
-
-    Args:
-        worker: vLLM's, with its models loaded.
-    """
+    """The draft of one worker, which holds a shard of it where the engine is tensor-parallel."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -47,10 +43,6 @@ class WorkerDraft:
 
     def require_fit(self, weights: Mapping[str, Tensor], parameters: Parameters) -> None:
         """Check what can be checked without touching a module.
-
-        Args:
-            weights: of the file, by its names.
-            parameters: the draft's parameters in the engine, by what they are made of.
 
         Raises:
             ValueError: names, shapes or dtypes differ from the draft that the engine started with, a value is not
@@ -100,16 +92,11 @@ class WorkerDraft:
         are.
 
         Args:
-            weights: of the file, those of `parts` at least.
-            name: of the engine's parameter.
-            parts: the file's tensors that it is stacked of.
+            weights: of the file, those of `parts` at least, which the engine's parameter `name` is stacked of.
             row_counts: how many inputs a layer answers at a time; kernels are chosen by it.
 
         Returns:
             max |got − wanted| / max |wanted|; infinite where it computes what is not finite, 0 for a target's module.
-
-        Raises:
-            ValueError: the engine's draft has no such parameter.
         """
         module, leaf = self._place(name)
         if id(module) in self._targets():
@@ -167,9 +154,6 @@ def derive(drafter: Any) -> None:
     A swap replaces the modules' weights; what was computed from the ones before would stay, and nobody would notice but
     by acceptance. Tried with vLLM 0.32: P-EAGLE's state of the masked places (v1/spec_decode/llm_base_proposer.py,
     load_model), and DFlash's stacked gains of keys (model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers).
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
     """
     if (state := getattr(drafter, STATE, None)) is not None:
         state.copy_(_state(drafter.model))
@@ -182,15 +166,7 @@ def derive(drafter: Any) -> None:
 
 
 def derived_errors(drafter: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """Compare what `derive` computes with a file's weights.
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
-        weights: of the file, by its names.
-
-    Returns:
-        max |got − wanted| / max |wanted| by a name; empty where nothing is kept.
-    """
+    """Compare what `derive` computes with a file's weights: max |got − wanted| / max |wanted|, by a name."""
     found = {}
     if (state := getattr(drafter, STATE, None)) is not None:
         wanted = weights["fc.weight"].float() @ weights[MASK].float().flatten()

@@ -5,42 +5,38 @@ before it is loaded again.
 """
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
+import requests
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from . import WEIGHTS
-from .download import download
 
 RESET_RUNNING = "REDRAFT_RESET_RUNNING_REQUESTS"  # "1": preempt running requests, so that no old key remains
 STAGE_S, CALL_S, POLL_S, RESET_S = 300.0, 60.0, 0.02, 0.5
+ANSWER_S, FETCH_S, BLOCK = 30.0, 240.0, 1 << 20  # of a download
 MOST_CHARS = 128
 TOLERANCE = 0.02  # of bfloat16 products, relative to the largest value
 
 
 class Order(BaseModel):
-    """A draft that is to be served.
-
-    Attributes:
-        version: what it is called.
-        path: a folder that every rank can read, with `model.safetensors` in it.
-        url, size: of that file, where it is to be fetched from instead, and its bytes.
-        sha256: of that file, in hexadecimal.
-        parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
-    """
+    """A draft that is to be served."""
 
     model_config = ConfigDict(extra="forbid")
 
     version: str = Field(min_length=1, max_length=MOST_CHARS)
-    path: str = ""
-    url: str = Field(default="", pattern="^(https?://.+)?$")
-    size: int = Field(default=0, ge=0)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    path: str = ""  # a folder that every rank can read, with `model.safetensors` in it
+    url: str = Field(default="", pattern="^(https?://.+)?$")  # of that file, where it is to be fetched from instead
+    size: int = Field(default=0, ge=0)  # in bytes
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")  # of that file
+    # Of the draft in the engine, by the file's tensors that they are stacked of.
     parameters: dict[str, list[str]] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -65,19 +61,16 @@ class Broken(Exception):
 class Swapper:
     """Replaces the draft of one engine, one at a time.
 
-    Attributes:
-        lock: held by whoever stages, commits or verifies.
-        version, digest: of the draft that serves.
-        worst: by how much a parameter was off from its file at most when the draft was loaded; 0 for the first one.
-        state: "serving"; "old keys remain" while the prefix cache holds keys of the draft before; "unknown" if a rank
-            could not be brought back.
+    Its state is "serving"; "old keys remain" while the prefix cache holds keys of the draft before; "unknown" if a rank
+    could not be brought back.
     """
 
     def __init__(self, engine: Any, digest: str = "", tolerance: float = TOLERANCE) -> None:
         self._engine, self._tolerance = engine, tolerance
-        self.lock = asyncio.Lock()
+        self.lock = asyncio.Lock()  # held by whoever stages, commits or verifies
         self._cleaning: asyncio.Task[None] | None = None
-        self.version, self.digest, self.state, self.worst = "start-up", digest, "serving", 0.0
+        self.version, self.digest, self.state = "start-up", digest, "serving"
+        self.worst = 0.0  # by how much a parameter was off from its file at most when the draft was loaded
         self._since = _counters()
 
     def status(self) -> dict[str, Any]:
@@ -90,13 +83,7 @@ class Swapper:
         return told | {"since": since | {"mean_accepted_length": tau}}
 
     async def swap(self, order: Order) -> dict[str, Any]:
-        """Serve another draft.
-
-        Raises:
-            Refused: with what every rank that refused says.
-            NotFetched: its file could not be fetched, or not as it was announced.
-            Broken: a rank failed while it loaded, and again while the draft before was put back.
-        """
+        """Serve another draft; raises Refused, NotFetched or Broken."""
         async with self.lock:
             began = time.monotonic()
             if await self._engine.is_sleeping():
@@ -121,12 +108,7 @@ class Swapper:
             }
 
     async def stage(self, order: Order) -> None:
-        """Have every rank read and check a draft while it serves.
-
-        Raises:
-            Refused: one of them refuses it.
-            NotFetched: its file could not be fetched, or not as it was announced.
-        """
+        """Have every rank read and check a draft while it serves; raises Refused or NotFetched."""
         try:
             await self._read(order, order.path)
         except Refused:
@@ -161,8 +143,7 @@ class Swapper:
     async def commit(self, order: Order) -> bool:
         """Load what was staged, and empty the prefix cache; return whether that was done, as well.
 
-        Raises:
-            Refused, Broken: as `swap`; all ranks load the draft before then.
+        Where it raises what `swap` does, all ranks have loaded the draft before.
         """
         commit = self._call("redraft_commit", order.version)
         # The engine takes what it is sent in order: no request is read between the two.
@@ -172,13 +153,12 @@ class Swapper:
         except Refused as refused:
             await self._revert(str(refused))
             raise
-        return bool(emptied)
+        return emptied
 
     async def verify(self, order: Order, staged: bool = False) -> float:
         """Return by how much a parameter of the loaded draft is off at most from its file, or from what is staged.
 
-        Raises:
-            Refused: it is more than rounding explains.
+        Refused if it is more than rounding explains.
         """
         worst = 0.0
         for parameter in ("", *order.parameters):  # one at a time, because every stream waits meanwhile
@@ -239,9 +219,36 @@ def _counters() -> dict[str, float]:
         "vllm:spec_decode_num_draft_tokens": "drafted",
         "vllm:spec_decode_num_accepted_tokens": "accepted",
     }
-    found: dict[str, float] = {}
-    for metric in REGISTRY.collect():
-        if metric.name in names:
-            name = names[metric.name]
-            found[name] = sum(one.value for one in metric.samples if one.name.endswith("_total"))
-    return found
+    return {
+        names[metric.name]: sum(one.value for one in metric.samples if one.name.endswith("_total"))
+        for metric in REGISTRY.collect()
+        if metric.name in names
+    }
+
+
+def download(url: str, file: Path, size: int, sha256: str) -> None:
+    """Write what a URL answers into a new file; redirects are not followed.
+
+    Raises:
+        ValueError: the answer has another status, length or sum, or the transfer failed; does not tell the URL's query.
+        OSError: the file can't be written.
+    """
+    digest, num_bytes, until_s = hashlib.sha256(), 0, time.monotonic() + FETCH_S
+    try:
+        answer = requests.get(
+            url, stream=True, allow_redirects=False, timeout=ANSWER_S, headers={"Accept-Encoding": "identity"}
+        )
+        with answer, file.open("wb") as out:
+            told = answer.headers.get("Content-Length")
+            if answer.status_code != requests.codes.ok or told != str(size):
+                raise ValueError(f"the answer is {answer.status_code} with {told} bytes, wanted 200 with {size}")
+            for block in answer.iter_content(BLOCK):
+                digest.update(block)
+                out.write(block)
+                num_bytes += len(block)
+                if num_bytes > size or time.monotonic() > until_s:
+                    raise ValueError(f"{num_bytes} bytes came, wanted {size} in {FETCH_S:g} s")
+    except requests.RequestException as error:
+        raise ValueError(f"{type(error).__name__}: {str(error).replace(urlsplit(url).query, '…')}") from None
+    if digest.hexdigest() != sha256:
+        raise ValueError(f"{num_bytes} bytes came with sha256 {digest.hexdigest()}, wanted {size} with {sha256}")

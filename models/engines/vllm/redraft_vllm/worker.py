@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,19 +37,13 @@ class Files(NamedTuple):
 
 
 class Staging:
-    """Reads and checks a draft in a thread.
-
-    Attributes:
-        files: once they are read and fit.
-        before: what a commit replaces.
-        error: why they are not, "" as long as nothing is known against them.
-    """
+    """Reads and checks a draft in a thread."""
 
     def __init__(self, draft: WorkerDraft, loaded: Files | None, files: Files, path: str) -> None:
         """Begin to check files; without weights they are read from a folder before."""
-        self.version, self.error = files.version, ""
-        self.files: Files | None = None
-        self.before = loaded
+        self.version, self.error = files.version, ""  # nothing is known against them
+        self.files: Files | None = None  # once they are read and fit
+        self.before = loaded  # what a commit replaces
         self._thread = threading.Thread(target=self._read, args=(draft, files, path), name="redraft-stage", daemon=True)
         self._thread.start()
 
@@ -77,8 +71,8 @@ def answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dic
     """Add rank and outcome to what a method answers."""
 
     @wraps(method)
-    def answer(self: Any, *args: Any) -> dict[str, Any]:
-        loaded = self.__dict__.get("_redraft_loaded")
+    def answer(self: "DraftExtension", *args: Any) -> dict[str, Any]:
+        loaded = self._redraft_loaded
         told = {"rank": self.rank, "ok": True, "error": "", "digest": "" if loaded is None else loaded.digest}
         try:
             return told | (method(self, *args) or {})
@@ -95,26 +89,24 @@ class DraftExtension:
     """
 
     rank: int
+    _redraft_loaded: Files | None = None
+    _redraft_before: Files | None = None
+    _redraft_staging: Staging | None = None
 
     @answering
     def redraft_stage(self, version: str, path: str, sha256: str, parameters: Parameters) -> None:
-        """Begin to read a draft from a folder; `redraft_staged` tells when that is done.
+        """Begin to read a draft from a folder, see `Order`; `redraft_staged` tells when that is done.
 
-        Args:
-            version: what it is called.
-            path: of the folder, with `model.safetensors` in it; "" for the draft that serves, or the one before.
-            sha256: of that file, in hexadecimal.
-            parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
+        The path is "" for the draft that serves, or the one before.
         """
-        loaded: Files | None = self.__dict__.get("_redraft_loaded")
         weights: dict[str, Tensor] = {}
         if not path:
-            kept = [loaded, self.__dict__.get("_redraft_before")]
+            kept = [self._redraft_loaded, self._redraft_before]
             weights = next((one.weights for one in kept if one is not None and one.digest == sha256), {})
             if not weights:
                 raise ValueError(f"no draft with sha256 {sha256} is in memory")
         files = Files(version, sha256, weights, parameters)
-        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), loaded, files, path)
+        self._redraft_staging = Staging(self._redraft_draft, self._redraft_loaded, files, path)
 
     @answering
     def redraft_staged(self, version: str) -> dict[str, Any]:
@@ -133,21 +125,20 @@ class DraftExtension:
         if staging.reading or staging.files is None:
             raise ValueError(f"draft {version} is not staged")
         files = staging.files
-        self.__dict__ |= {"_redraft_before": staging.before, "_redraft_staging": None}
-        self._redraft_draft().load(files.weights, files.parameters)
-        self.__dict__["_redraft_loaded"] = files
+        self._redraft_before, self._redraft_staging = staging.before, None
+        self._redraft_draft.load(files.weights, files.parameters)
+        self._redraft_loaded = files
         return {"digest": files.digest}
 
     @answering
     def redraft_revert(self) -> dict[str, Any]:
         """Load the draft again that the last commit replaced; a rank that did not begin it has nothing to do."""
-        if self.__dict__.get("_redraft_staging") is not None:
+        if self._redraft_staging is not None:
             return self.redraft_discard()
-        before: Files | None = self.__dict__.get("_redraft_before")
-        if before is None:
+        if (before := self._redraft_before) is None:
             raise ValueError("no draft was replaced")
-        self._redraft_draft().load(before.weights, before.parameters)
-        self.__dict__["_redraft_loaded"] = before
+        self._redraft_draft.load(before.weights, before.parameters)
+        self._redraft_loaded = before
         return {"version": before.version, "digest": before.digest}
 
     @answering
@@ -156,10 +147,10 @@ class DraftExtension:
 
         Where a version is named, from what is staged by that name.
         """
-        files: Files | None = self._redraft_find(staged).files if staged else self.__dict__.get("_redraft_loaded")
+        files = self._redraft_find(staged).files if staged else self._redraft_loaded
         if files is None:
             raise ValueError("no draft was committed")
-        draft = self._redraft_draft()
+        draft = self._redraft_draft
         if not parameter:
             return {"worst": max(draft.derived_errors(files.weights).values(), default=0.0)}
         return {"worst": draft.parameter_error(files.weights, parameter, files.parameters[parameter])}
@@ -167,14 +158,14 @@ class DraftExtension:
     @answering
     def redraft_discard(self) -> None:
         """Forget what is staged."""
-        self.__dict__["_redraft_staging"] = None
+        self._redraft_staging = None
 
+    @cached_property
     def _redraft_draft(self) -> WorkerDraft:
-        draft: WorkerDraft = self.__dict__.setdefault("_redraft_worker", WorkerDraft(self))
-        return draft
+        return WorkerDraft(self)
 
     def _redraft_find(self, version: str) -> Staging:
-        staging: Staging | None = self.__dict__.get("_redraft_staging")
+        staging = self._redraft_staging
         if staging is None or staging.version != version:
             raise ValueError(f"draft {version} is not staged")
         return staging
