@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.drafting.borrowing import NormedDraft
-from models.core.drafting.features import Scale, decoder_layer
-from models.core.drafting.path_drafters import Node, NodeDrafter, stacked
+from models.core.drafting.features import Node, NodeDrafter, Scale, decoder_layer, stacked
 from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width
 from models.drafts.dream import images, watched
 from models.drafts.dream.memory import DreamCache, Pair, Pairs, joined
