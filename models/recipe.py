@@ -267,13 +267,13 @@ class Recipe(Frozen):
     def _require_lessons(self) -> None:
         """Raise ValueError if the draft can't learn of such answers or teachers, or of prompts answered again."""
         from models.answers import require_source  # torch
-        from models.core.drafting.draft_families import family_named, procedure_of
+        from models.core.drafting.draft_families import class_of, family_named
         from models.core.learning.teacher import require_reader
 
         family = family_named(self.draft.name)
         learning: tuple[Any, ...] = (self.distill, self.refresh_distill())
         for params, of_log in zip(learning, (False, True), strict=True):
-            loss = params.over(procedure_of(family)).loss
+            loss = params.over(class_of(family).procedure).loss
             require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains)
             if params.teachers and not family.TRAINED:
                 raise ValueError("teachers are for drafts that are trained, and this one has no weights")

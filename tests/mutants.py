@@ -58,7 +58,7 @@ OTHERS = {
     f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
         f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "turns", "judging", "tap")
     ),
-    "models/core/learning/hidden models/core/learning/loop models/core/learning/resume": (
+    "models/core/learning/hidden models/core/learning/loop": (
         "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"
     ),
     "models/core/throughput/curves": "models/core/throughput/test_cost models/core/throughput/test_expected",

@@ -27,9 +27,8 @@ from torch.nn import functional
 from models.core.checkpoints.checkpoint import output_embedding
 from models.core.drafting.borrowing import BorrowingDraft, Format
 from models.core.drafting.draft_format import LAYER_SIZES
-from models.core.drafting.features import decoder_layer, linear, start_as
+from models.core.drafting.features import FeatureDrafter, decoder_layer, linear, start_as
 from models.core.drafting.heads import Block
-from models.core.drafting.path_drafters import FeatureDrafter
 from models.core.layers.packed_product import Borrowed
 from models.drafts import Procedure, Rows
 from models.losses import feature_l2

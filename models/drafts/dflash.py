@@ -27,8 +27,7 @@ from torch.nn import functional
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
-from models.core.drafting.features import Scale, decoder_layer, start_as
-from models.core.drafting.path_drafters import PathDrafter
+from models.core.drafting.features import PathDrafter, Scale, decoder_layer, start_as
 from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
 from models.losses import cross_entropy
 

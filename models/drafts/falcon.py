@@ -31,8 +31,7 @@ from torch.nn import functional
 
 from models.core.drafting.borrowing import Format, NoisyDraft
 from models.core.drafting.draft_format import LAYER_SIZES
-from models.core.drafting.features import decoder_layer, start_as
-from models.core.drafting.path_drafters import Node, NodeDrafter, stacked
+from models.core.drafting.features import Node, NodeDrafter, decoder_layer, stacked, start_as
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import feature_regression
 from models.params import BaseParams

@@ -21,7 +21,7 @@ from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout
 from models.core.drafting.draft_format import HEAD_SIZES
 from models.core.drafting.features import LayeredDraft, layer_config, linear
-from models.core.drafting.self_draft import Drafter, TargetPart, after_exit
+from models.core.drafting.self_draft import Drafter, TargetRunner, after_exit
 from models.core.layers.decoder import Begun, Cache, Decoder
 from models.drafts import KeepRows, Rows, Unrolled, require_width, step_by_step
 from models.params import BaseParams
@@ -45,7 +45,7 @@ class Params(BaseParams):
     exit_layer: int | None = Field(None, ge=1)
 
 
-class Kangaroo(TargetPart, LayeredDraft):
+class Kangaroo(TargetRunner, LayeredDraft):
     """The adapter; the target's output matrix is borrowed, never trained and never saved."""
 
     max_unroll = 1

@@ -8,7 +8,7 @@ the target, so a drafted token that was right is no different from one that was 
 Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
 trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
 a cheaper draft too, or another target of the same vocabulary; and in decoding each token may be said by the smallest
-that is sure of it (`models.core.drafting.nested`).
+that is sure of it (`models.core.drafting.reading`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,7 @@ from models.core.drafting.draft_files import (
     require_tensors,
     write_config,
 )
-from models.core.drafting.nested import NestedReader
-from models.core.drafting.reading import Reader
+from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
 from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step

@@ -31,7 +31,7 @@ from models.core.drafting.eagle3_heads import (
     require_mask,
     start_from_last_layer,
 )
-from models.core.drafting.path_drafters import FeatureDrafter
+from models.core.drafting.features import FeatureDrafter
 from models.core.drafting.proposal import Proposal
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
 

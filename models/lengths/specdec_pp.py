@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models.core.learning import binary_head
-from models.core.learning.batches import hidden_states, pack
-from models.core.learning.hidden import Sample, length_buckets
+from models.core.learning.hidden import Sample, hidden_states, length_buckets, pack
 from models.drafts import Draft, Rows, confidence
 from models.lengths import View, all_tokens
 from models.params import BaseParams

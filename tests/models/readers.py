@@ -71,8 +71,8 @@ _KEYS: dict[str, dict[str, str]] = {
     },
     "models/core/learning/distill.py": {
         "learning.distill": (
-            "validation patience learning_rate warmup schedule average num_epochs "
-            "min_steps batch_tokens max_minutes num_threads loss answers "
+            "lengths verify validation patience learning_rate warmup schedule average num_epochs "
+            "min_steps step_decay follow batch_tokens max_minutes num_threads loss answers "
             "teachers"
         )
     },
@@ -84,7 +84,6 @@ _KEYS: dict[str, dict[str, str]] = {
         "stages.Quantize": "weight_decay max_grad_norm checkpoint_s",
         "stages.Finetune": "weight_decay max_grad_norm checkpoint_s",
     },
-    "models/core/learning/fitted.py": {"learning.distill": "lengths verify"},
     "models/core/learning/teacher.py": {"learning.teacher.TeacherParams": "weight"},
     "models/core/learning/training.py": {
         "stages.Select": "learning_rate warmup num_epochs batch_tokens",
@@ -93,7 +92,6 @@ _KEYS: dict[str, dict[str, str]] = {
         "stages.Quantize": ("learning_rate warmup num_epochs batch_tokens max_length"),
         "stages.Finetune": ("learning_rate warmup num_epochs batch_tokens max_length"),
     },
-    "models/core/learning/unrolled_loss.py": {"learning.distill": "step_decay follow"},
     "models/core/learning/rollouts.py": {
         "answers.mixed_requests": "rounds temperature",
         "answers.mixed_tokens": "rounds temperature",

@@ -31,7 +31,6 @@ class BorrowingDraft(FeatureDraft):
     token_map: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Make what is borrowed, without values; see `borrow`."""
         super().__init__(config)
         size = config["draft_vocab_size"]
         self.num_target_layers = 0
@@ -40,7 +39,6 @@ class BorrowingDraft(FeatureDraft):
         self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
 
     def borrow(self, target_dir: Path) -> Self:
-        """See the base; for the vocabulary as it is."""
         self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
         self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
         self.output = Borrowed(output_embedding(target_dir)[self.token_map])
@@ -48,21 +46,17 @@ class BorrowingDraft(FeatureDraft):
 
     @property
     def vocabulary(self) -> Tensor:
-        """[D] target ids, ascending."""
         return self.token_map
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's last residual stream."""
         return (self.num_target_layers,)
 
     def combine(self, hidden: Tensor) -> Tensor:
-        """The feature; ValueError if the states are of another width."""
         require_width(self, hidden, len(self.target_norm))
         return functional.rms_norm(hidden, self.target_norm.shape, self.target_norm, self.eps)
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """The target's output matrix, of the draft's tokens."""
         return state, self.output(state)
 
 
@@ -83,23 +77,16 @@ class Format(draft_format.Format[Kind]):
     """See the base; with the functions that make such a draft, and let it follow the traffic."""
 
     def start(self, vocab_size: int, own: Mapping[str, Any], target_dir: Path, token_counts: np.ndarray) -> Kind:
-        """Make a draft with what it borrows, its own weights without values.
+        """Make a draft of D = `vocab_size` tokens, 0 for the target's, with what it borrows and no weights of its own.
 
-        Args:
-            vocab_size: D; 0 is the target's.
-            own: what else its config.json says.
-            target_dir: the target's directory (Llama layout).
-            token_counts: [V] how often each target token occurs in the traffic.
-
-        Raises:
-            ValueError: the target is of another layout, or has fewer tokens than the draft.
+        `own` is what else its config.json says; the rest, and ValueError, as in `models.drafts.Family.create`.
         """
         source = AutoConfig.from_pretrained(target_dir)
         require_llama_layout(source.model_type, self._family)
         size = vocab_size or source.vocab_size
         require_vocab_size(size, source.vocab_size)
-        draft = self.new({**layer_config(source), "draft_vocab_size": size, **own}, target_dir)
-        return Format.renew(self, draft, target_dir, token_counts)
+        config = {**layer_config(source), "draft_vocab_size": size, **own}
+        return Format.renew(self, self.new(config, target_dir), target_dir, token_counts)
 
     def renew(self, draft: Kind, target_dir: Path, token_counts: np.ndarray) -> Kind:
         """Let the draft vocabulary follow the traffic within its size."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from models import catalog
 from models.core.drafting.draft_files import own, read_json
-from models.drafts import Adopter, Draft, Family, Procedure
+from models.drafts import Adopter, Draft, Family
 from models.params import did_you_mean
 from models.targets import TargetCard
 
@@ -32,11 +32,6 @@ def class_of(family: Family) -> type[Draft]:
     """Return the class of a family's drafts."""
     kinds = [one for one in vars(family).values() if isinstance(one, type) and issubclass(one, Draft)]
     return max(kinds, key=lambda kind: len(kind.__mro__))  # the family's own stands on the others
-
-
-def procedure_of(family: Family) -> Procedure:
-    """Return how a family's drafts are trained; see `Draft.procedure`."""
-    return class_of(family).procedure
 
 
 def family_of(directory: Path) -> Family:
@@ -73,8 +68,7 @@ def adopter_of(directory: Path) -> Adopter:
         ValueError: it has no config.json that can be read, or no family or several read its layout.
     """
     config = read_json(directory / "config.json")
-    families = map(family_named, catalog.names("drafts"))
-    adopters = [cast("Adopter", family) for family in families if hasattr(family, "adopt")]
+    adopters = [cast("Adopter", one) for one in map(family_named, catalog.names("drafts")) if hasattr(one, "adopt")]
     found = [family for family in adopters if family.publishes(config)]
     if len(found) == 1:
         return found[0]

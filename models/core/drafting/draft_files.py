@@ -76,11 +76,10 @@ def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] |
             f"draft {directory.name} has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}"
         )
     if like is not None:
-        changed = sorted(key for key in config.keys() | like.keys() if config.get(key) != like.get(key))
-        fixed = [key for key in changed if key != "redraft"]
-        if fixed:
+        keys = (config.keys() | like.keys()) - {"redraft"}
+        if changed := sorted(key for key in keys if config.get(key) != like.get(key)):
             raise ValueError(
-                f"draft {directory.name} differs from the served draft in {', '.join(fixed)}; a swap can't change it"
+                f"draft {directory.name} differs from the served draft in {', '.join(changed)}; a swap can't change it"
             )
 
 
@@ -156,15 +155,14 @@ def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
     `names` are those that parameters would have in vLLM if nothing were stacked, with the checkpoint's tensor.
     """
+    whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
     parameters = {}
     for name, tensor in names.items():
-        layer, _, linear = name.rpartition(".")[0].rpartition(".")
-        leaf = name.rpartition(".")[2]
-        for whole, parts in FUSED.items():
-            if linear in parts:
-                stacked = (names.get(f"{layer}.{part}.{leaf}") for part in parts)
-                parameters[f"{layer}.{whole}.{leaf}"] = tuple(part for part in stacked if part is not None)
-                break
+        place, _, leaf = name.rpartition(".")
+        layer, _, linear = place.rpartition(".")
+        if whole := whole_of.get(linear):
+            stacked = (names.get(f"{layer}.{part}.{leaf}") for part in FUSED[whole])
+            parameters[f"{layer}.{whole}.{leaf}"] = tuple(part for part in stacked if part is not None)
         else:
             parameters[name] = (tensor,)
     return parameters

@@ -47,8 +47,7 @@ class Format(Generic[Kind]):
 
     def config(self, own: Mapping[str, Any], target_dir: Path) -> dict[str, Any]:
         """Return the config.json of a draft for a target, with what is its own."""
-        made = {"architectures": list(self._architectures), "redraft": made_for(describe(target_dir))}
-        return {**made, **own}
+        return {"architectures": list(self._architectures), "redraft": made_for(describe(target_dir)), **own}
 
     def read(self, directory: Path) -> dict[str, Any]:
         """Return a draft's config.json; ValueError if it is not such a draft's."""
@@ -63,19 +62,21 @@ class Format(Generic[Kind]):
         return draft
 
     def save(self, draft: Kind, directory: Path) -> None:
-        """Write config.json and bfloat16 safetensors into `directory`."""
+        """Write config.json and, of a draft with weights, bfloat16 safetensors into `directory`."""
         tensors = {
             name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
             for name, tensor in draft.state_dict().items()
         }
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        if tensors:
+            save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         write_config(draft.config, self._family, directory)
 
     def load(self, directory: Path, target_dir: Path) -> Kind:
         """Read a draft back, in float32; ValueError as `check`."""
         self.check(directory, like=None, target=describe(target_dir))
         draft = self._draft(self.read(directory))
-        draft.load_state_dict(load_file(directory / WEIGHTS))
+        if draft.state_dict():
+            draft.load_state_dict(load_file(directory / WEIGHTS))
         return draft.float().borrow(target_dir)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:

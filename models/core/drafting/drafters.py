@@ -49,12 +49,10 @@ class SelfDrafter(Protocol):
     """A drafter that runs layers of the target itself; see `models.core.drafting.self_draft`."""
 
     def share(self, target: Decoder, cache: Cache) -> None:
-        """Draft with an engine's own target.
+        """Draft with an engine's own target, whose weights no swap changes.
 
-        Args:
-            target: the weights; a swap does not change them.
-            cache: of the sequence. Where it is asked to propose, it holds all certain tokens but the last; what is
-                written behind them is lost, `length` is as before afterwards.
+        Where it is asked to propose, the sequence's `cache` holds all certain tokens but the last; what is written
+        behind them is lost, `length` is as before afterwards.
         """
 
     def begun(self) -> Begun | None:
@@ -71,21 +69,15 @@ class Nested(Protocol):
     def take_from(self, sure: float) -> None:
         """Let the smallest draft say each token, and larger ones go on from it as long as one is not sure enough.
 
-        Args:
-            sure: `models.drafts.confidence` from which a draft's word is taken; from 0 to 1. The whole draft's always.
+        A draft's word is taken from `models.drafts.confidence` `sure` on, 0 to 1; the whole draft's always.
         """
 
 
 class Beside(NamedTuple):
-    """What the target reads in a pass beside the tokens.
+    """What the target reads in a pass beside the tokens."""
 
-    Attributes:
-        vectors: [m, H] in place of embeddings.
-        parents: of each, the row that it follows; rows count on behind the last token's.
-    """
-
-    vectors: Tensor
-    parents: tuple[int, ...]
+    vectors: Tensor  # [m, H] in place of embeddings
+    parents: tuple[int, ...]  # of each, the row that it follows; rows count on behind the last token's
 
 
 @runtime_checkable

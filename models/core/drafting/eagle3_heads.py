@@ -88,27 +88,22 @@ class TappedDraft(LayeredDraft):
 
     @property
     def vocabulary(self) -> Tensor:
-        """[D] target ids of the draft's tokens, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Which residual streams are read."""
         return tuple(self.config["eagle_aux_hidden_state_layer_ids"])
 
     @property
     def unrounded(self) -> Sequence[nn.Module]:
-        """What reads the tapped states."""
         return (self.fc,)
 
     def combine(self, hidden: Tensor) -> Tensor:
-        """One product of all tapped states; ValueError if they are of another width."""
         require_width(self, hidden, self.fc.in_features)
         combined: Tensor = self.fc(hidden)
         return combined
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """A norm and an output matrix of its own, of the draft's tokens."""
         hidden = self.normed(state, self.norm)
         return hidden, self.lm_head(hidden)
 
@@ -120,24 +115,19 @@ class Eagle3(TappedDraft, FeatureDraft):
     """The head; parameters carry the names of the checkpoint."""
 
     def make_layers(self) -> None:
-        """Set the layer, which reads the embedding and the state side by side."""
         self.norm_before_residual = self.config.get("norm_before_residual", False)
         self.midlayer = decoder_layer(self.config, 2 * self.config["hidden_size"], ("input_layernorm", "hidden_norm"))
 
     @property
     def layer(self) -> Any:
-        """See the base, as are the next two."""
         return self.midlayer
 
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """The embedding, then the state, each normed; J = 2 H."""
         embedded = functional.embedding(token_ids, self.embedding).to(state.dtype)
-        return torch.cat(
-            [self.normed(embedded, self.layer["input_layernorm"]), self.normed(state, self.layer["hidden_norm"])], -1
-        )
+        both = (embedded, self.layer["input_layernorm"]), (state, self.layer["hidden_norm"])
+        return torch.cat([self.normed(x, norm) for x, norm in both], dim=-1)
 
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
-        """The state."""
         return self.normed(state, self.layer["hidden_norm"]) if self.norm_before_residual else state
 
 
@@ -183,36 +173,31 @@ class Format(draft_format.Format[Tapped]):
         self._start = start
 
     def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
-        """Make a draft whose `fc` passes the deepest tapped layer through, and which says what the target says of it.
-
-        See `models.drafts.Family`.
-        """
+        """Make a draft that says what the target says of the deepest tapped layer; see `models.drafts.Family`."""
         source = AutoConfig.from_pretrained(target_dir)
         require_llama_layout(source.model_type, self._family)
         require_vocab_size(params.vocab_size, source.vocab_size)
-        layers = params.aux_layers or _default_layers(source.num_hidden_layers)
-        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= source.num_hidden_layers:
-            raise ValueError(f"aux_layers must ascend within 0 to {source.num_hidden_layers}; got {list(layers)}")
+        last = source.num_hidden_layers
+        layers = params.aux_layers or tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
+        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
+            raise ValueError(f"aux_layers must ascend within 0 to {last}; got {list(layers)}")
         config = {**layer_config(source), "draft_vocab_size": params.vocab_size, **tapping(layers)}
         head = self.new(config | params.more(source.vocab_size), target_dir)
         with torch.no_grad():
             head.fc.weight.zero_()
             head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
             head.norm.weight.copy_(read_tensor(target_dir, "model.norm.weight"))
-            self._start(head, target_dir, source.num_hidden_layers - 1)
+            self._start(head, target_dir, last - 1)
         _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
         return head
 
     def renew(self, draft: Tapped, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Let the draft vocabulary follow the traffic within its size; new tokens' rows start from the target's."""
-        wanted = choose_vocabulary(token_counts, len(draft.d2t))
-        known = {int(token): row for row, token in enumerate(draft.vocabulary)}
-        before = draft.lm_head.weight.detach().clone()
-        _set_vocabulary(draft, target_dir, wanted)
+        known, before = draft.vocabulary, draft.lm_head.weight.detach().clone()
+        _set_vocabulary(draft, target_dir, choose_vocabulary(token_counts, len(draft.d2t)))
+        kept = torch.isin(draft.vocabulary, known)
         with torch.no_grad():
-            for row, token in enumerate(wanted.tolist()):
-                if token in known:
-                    draft.lm_head.weight[row] = before[known[token]]
+            draft.lm_head.weight[kept] = before[torch.searchsorted(known, draft.vocabulary[kept])]
         return draft
 
 
@@ -222,10 +207,6 @@ def tapping(layers: tuple[int, ...]) -> dict[str, Any]:
     return named if len(layers) == 3 else {**named, "num_aux_hidden_states": len(layers), "eagle_config": named}
 
 
-def _default_layers(num_layers: int) -> tuple[int, ...]:
-    return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
-
-
 def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
     """Start a head from the target's last layer, so that it drafts better than chance before it is trained.
 
@@ -233,15 +214,12 @@ def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
     """
     hidden = head.config["hidden_size"]
     for name, parameter in head.midlayer.named_parameters():
-        if name == "hidden_norm.weight":
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
-        elif name == "input_layernorm.weight":
+        if name == "input_layernorm.weight":
             parameter.fill_(1.0)
-        elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
-            parameter.zero_()
-            parameter[:, hidden:] = read_tensor(target_dir, f"model.layers.{last}.{name}")
-        else:
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.{name}"))
+            continue
+        reads_both = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        stored = read_tensor(target_dir, f"model.layers.{last}.{name.replace('hidden_norm', 'input_layernorm')}")
+        (parameter.zero_()[:, hidden:] if reads_both else parameter).copy_(stored)
 
 
 def _set_vocabulary(head: Tapped, target_dir: Path, vocabulary: Tensor) -> None:

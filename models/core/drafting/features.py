@@ -11,10 +11,11 @@ on the rows that have a loss.
 Letters beyond those of `models.drafts`: n rows of a pass, J width of what queries, keys and values are products of.
 """
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from models.core.checkpoints.checkpoint import read_tensor
-from models.core.drafting.path_drafters import FeatureDrafter
+from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import rope_frequencies
 from models.core.layers.kernels import rms_norm, rotated
-from models.drafts import Draft, KeepRows, Rows, Unrolled
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain
+from models.trees import path_to
 
 
 class LayeredDraft(Draft):
@@ -39,7 +41,6 @@ class LayeredDraft(Draft):
     frequencies: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Take what all of them need of a config.json."""
         super().__init__()
         self.config = config
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -53,10 +54,7 @@ class LayeredDraft(Draft):
         return self
 
     def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
-        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width].
-
-        What is projected may be written to.
-        """
+        """[..., heads·width], may be written to, at `positions` [...] (or over leading axes) → [..., heads, width]."""
         heads = projected.unflatten(-1, (num_heads, self.head_dim))
         angles = positions[..., None].float() * self.frequencies
         rotation = (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.rope_scale).to(heads.dtype)
@@ -71,7 +69,7 @@ class LayeredDraft(Draft):
         text: tuple[Tensor, Tensor],
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Attention of packed rows to their text and to what is their own.
+        """Attention of packed rows to their text and to what is their own: [n, S, heads·width].
 
         Args:
             queries: [n, S, heads, width] of each row; rows of one sequence are contiguous.
@@ -79,9 +77,6 @@ class LayeredDraft(Draft):
             sequence, index: [n] as in `Rows`.
             text: keys and values [B, T, kv heads, width].
             seen: [n, T] which of these a row sees; None for all up to its index.
-
-        Returns:
-            [n, S, heads·width].
         """
         if len(queries) == 1:
             rows = slice(int(index[0]) + 1) if seen is None else seen[0]
@@ -155,7 +150,7 @@ class FeatureDraft(LayeredDraft):
         """[n, H] the layer's output of a step → what is to be like the target's feature [n, H], and logits [n, D]."""
 
     def begin(self, rows: Rows, combined: Tensor) -> Tensor:
-        """Return what each row starts from, [n, H] of the combined hidden states [B, T, H] in most families."""
+        """Return what each row starts from [n, H], of the combined hidden states [B, T, H] in most families."""
         return combined[rows.sequence, rows.index]
 
     def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
@@ -165,10 +160,10 @@ class FeatureDraft(LayeredDraft):
     def context(
         self, hidden: Tensor, token_ids: Tensor, start: int = 0, rng: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """First unroll's inputs for every token.
+        """Return the first unroll's combined states [B, T, H], keys and values [B, T, kv heads, width] of every token.
 
-        Returns combined hidden states [B, T, H], keys and values [B, T, kv heads, width], of tapped states [B, T,
-        A·H] and the token [B, T] after each; `start` is the first one's position, `rng` of training's noise.
+        `hidden` [B, T, A·H] are tapped states, `token_ids` [B, T] the token after each; `start` is the first one's
+        position, `rng` of training's noise.
         """
         combined = self.combine(hidden)
         if rng is not None:
@@ -179,8 +174,9 @@ class FeatureDraft(LayeredDraft):
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         num_steps = min(num_steps, self.max_depth or num_steps)
-        following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
-        combined, keys, values = self.context(rows.hidden, following, rng=rows.rng)
+        combined, keys, values = self.context(
+            rows.hidden, rows.token_ids[:, 1 : rows.hidden.shape[1] + 1], rng=rows.rng
+        )
         running = torch.arange(len(rows.index), device=rows.index.device)
         state = self.begin(rows, combined)
         own: list[tuple[Tensor, Tensor]] = []
@@ -197,7 +193,7 @@ class FeatureDraft(LayeredDraft):
                 own = [(k[going], v[going]) for k, v in own]
         return drafted
 
-    def drafter(self, max_len: int) -> FeatureDrafter:
+    def drafter(self, max_len: int) -> "FeatureDrafter":
         return FeatureDrafter(self, max_len)
 
     def advance(
@@ -220,9 +216,6 @@ class FeatureDraft(LayeredDraft):
             sequence, index: [n] as in `Rows`.
             keys, values: [B, T, kv heads, width] of the first unroll.
             own: keys and values of the rows' further unrolls; this one's are added.
-
-        Returns:
-            the next state [n, H].
         """
         joined = self.join(state, token_ids)
         if step > 0:
@@ -278,22 +271,17 @@ def start_as(layer: nn.Module, target_dir: Path, number: int) -> None:
 
 def layer_config(source: Any) -> dict[str, Any]:
     """Return what config.json says of a layer that is shaped like those of `source`, a transformers configuration."""
-    width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    same = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+        *("max_position_embeddings", "vocab_size", "bos_token_id", "eos_token_id"),
+    )
     return {
         "model_type": "llama",
-        "hidden_size": source.hidden_size,
-        "intermediate_size": source.intermediate_size,
-        "num_attention_heads": source.num_attention_heads,
-        "num_key_value_heads": source.num_key_value_heads,
-        "head_dim": width,
+        **{key: getattr(source, key) for key in same},
+        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
-        "rms_norm_eps": source.rms_norm_eps,
         "rope_parameters": dict(source.rope_parameters),
-        "max_position_embeddings": source.max_position_embeddings,
-        "vocab_size": source.vocab_size,
-        "bos_token_id": source.bos_token_id,
-        "eos_token_id": source.eos_token_id,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
@@ -303,3 +291,106 @@ def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     """Return a layer without a bias, whose values are not set."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, bias=False)
     return layer
+
+
+class Node(NamedTuple):
+    """What a draft came to after some tokens."""
+
+    state: Tensor  # [H] or [S, H], what the next pass reads
+    logits: Tensor  # [S, D] of what follows, S levels of nodes, one in most families
+    own: Any  # keys and values of the tokens but the certain ones, as the family keeps them
+    memory: Any = None  # what else goes from pass to pass
+
+
+class PathDrafter(ABC):
+    """See `models.drafts.Drafter`. What follows a node hangs on the tokens on its path, on its depth at least."""
+
+    draft: Draft
+
+    @abstractmethod
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the logits [n, D] after some tokens, which follow the last certain one."""
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        num_tokens = min(num_tokens, self.draft.max_depth or num_tokens)
+        device = self.draft.vocabulary.device
+        return draft_chain(lambda path: self._after([tuple(path)])[0], num_tokens, draw, go_on, device)
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.core.drafting.drafters.Expander`; nothing follows a node that is as deep as the draft can go."""
+        paths, deepest = [path_to(node, token_ids, parents) for node in nodes], self.draft.max_depth
+        rows = [row for row, path in enumerate(paths) if deepest is None or len(path) < deepest]
+        vocabulary, shape = self.draft.vocabulary, (len(nodes), self.draft.config["vocab_size"])
+        found = torch.full(shape, float("-inf"), device=vocabulary.device)
+        if rows:
+            places = torch.tensor(rows, device=found.device)[:, None], vocabulary
+            found[places] = self._after([paths[row] for row in rows]).log_softmax(-1)
+        return found
+
+
+class NodeDrafter(PathDrafter):
+    """See the base; a pass is made once for all that goes on from the same tokens.
+
+    Attributes:
+        per_pass: S, levels of nodes that a pass makes.
+    """
+
+    per_pass = 1
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = self._run_by = draft
+        self._nodes: dict[tuple[int, ...], Node] = {}  # by the tokens after the last certain one
+
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """See the base; passes that were not yet made are, level by level."""
+        if self._run_by is not self.draft:
+            self._nodes, self._run_by = {}, self.draft
+        size = self.per_pass
+        beginnings = {path[:length] for path in paths for length in range(0, len(path) + 1, size)}
+        for _, level in groupby(sorted(beginnings - self._nodes.keys(), key=len), key=len):
+            self._run(list(level))
+        return torch.stack([self._nodes[path[: len(path) // size * size]].logits[len(path) % size] for path in paths])
+
+    @abstractmethod
+    def _run(self, level: Sequence[tuple[int, ...]]) -> None:
+        """Make the passes after beginnings of one length, whose own beginnings have been."""
+
+
+class FeatureDrafter(NodeDrafter):
+    """See the base; only the first unroll's keys and values outlive a step."""
+
+    draft: FeatureDraft
+
+    def __init__(self, draft: FeatureDraft, max_len: int) -> None:
+        super().__init__(draft)
+        shape = (1, max_len, draft.num_kv_heads, draft.head_dim)
+        self._keys, self._values = (torch.empty(shape, device=draft.embedding.device) for _ in range(2))
+        self._length = 0
+        self._state = self._last = torch.empty(0)
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        start, stop = self._length, self._length + len(hidden)
+        combined, keys, values = self.draft.context(hidden[None].float(), token_ids[None, 1:], start)
+        self._keys[:, start:stop], self._values[:, start:stop] = keys, values
+        self._state, self._last, self._length = combined[0, -1:], token_ids[-1:], stop
+        self._nodes = {}
+
+    def _run(self, level: Sequence[tuple[int, ...]]) -> None:
+        state, last, own, depth = self._state, self._last, [], len(level[0])
+        if depth:
+            above = [self._nodes[path[:-1]] for path in level]
+            state = torch.stack([node.state for node in above])
+            last = torch.tensor([path[-1] for path in level], device=state.device)
+            own = [stacked(pairs) for pairs in zip(*(node.own for node in above), strict=True)]
+        index = torch.full_like(last, self._length - 1)
+        keys, values = self._keys[:, : self._length], self._values[:, : self._length]
+        state = self.draft.advance(depth, state, last, torch.zeros_like(last), index, keys, values, own)
+        logits = self.draft.say(state, depth)[1]
+        for row, path in enumerate(level):
+            self._nodes[path] = Node(state[row], logits[row, None], [(k[row], v[row]) for k, v in own])
+
+
+def stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Put keys and values of several rows above each other, along a new axis 0."""
+    keys, values = zip(*pairs, strict=True)
+    return torch.stack(keys), torch.stack(values)

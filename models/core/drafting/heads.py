@@ -12,7 +12,6 @@ Letters beyond those of `models.drafts`: n rows of a pass.
 """
 
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -27,10 +26,9 @@ from transformers import AutoConfig
 from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
-from models.core.drafting.proposal import Proposal
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, require_width, step_by_step
+from models.core.drafting.features import PathDrafter
+from models.drafts import Draft, KeepRows, Rows, Unrolled, require_width, step_by_step
 from models.params import BaseParams
-from models.trees import path_to
 
 SIZES = ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers")
 
@@ -57,7 +55,6 @@ class Heads(Draft):
     norm: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Make the modules, without weights; see `borrow`."""
         super().__init__()
         self.config, self.num_target_layers, self.eps = config, 0, 0.0
         hidden, size = config["hidden_size"], config["truncated_vocab_size"]
@@ -89,17 +86,14 @@ class Heads(Draft):
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
-        """One token for each head."""
         return len(self.blocks)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's last residual stream."""
         return (self.num_target_layers,)
 
     @property
     def vocabulary(self) -> Tensor:
-        """[D] target ids, ascending."""
         return self.token_map
 
     def num_unrolled(self, num_draft_tokens: int) -> int:
@@ -139,7 +133,6 @@ class Block(nn.Module):
         self.residual = nn.Linear(num_inputs, width, bias=False) if num_inputs > width else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, num_inputs] → [n, width]."""
         for number, layer in enumerate(self.layers):
             x = (x if number else self.residual(x)) + functional.silu(layer(x))
         return x
@@ -154,47 +147,29 @@ class Block(nn.Module):
             self.residual.weight[:, :width] = torch.eye(width)
 
 
-class _Drafter:
-    """See `models.drafts.Drafter`."""
+class _Drafter(PathDrafter):
+    """See the base; each head is a pass."""
+
+    draft: Heads
 
     def __init__(self, draft: Heads) -> None:
         self.draft = draft
-        self._hidden = self._last = torch.empty(0)
+        self._state = self._last = torch.empty(0)
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        self._hidden, self._last = hidden[-1:], token_ids[-1:]
+        self._state, self._last = self.draft.normed(hidden[-1:]), token_ids[-1:]
 
-    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base; each head is a pass."""
-        draft, last, state = self.draft, int(self._last), self.draft.normed(self._hidden)
-
-        def after(proposed: list[int]) -> Tensor:
-            return draft.say(len(proposed), state, torch.tensor([[last, *proposed]], device=state.device))[1][0]
-
-        return draft_chain(after, min(num_tokens, draft.max_depth), draw, go_on, state.device)
-
-    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.core.drafting.drafters.Expander`; nothing follows a node that is as deep as there are heads."""
-        draft = self.draft
-        state, last = draft.normed(self._hidden), int(self._last)
-        places: dict[int, list[int]] = defaultdict(list)
-        paths = [(last, *path_to(node, token_ids, parents)) for node in nodes]
-        for place, path in enumerate(paths):
-            places[len(path) - 1].append(place)
-        found = state.new_full((len(nodes), draft.config["vocab_size"]), float("-inf"))
-        for head, of_head in places.items():
-            if head < draft.max_depth:
-                read = torch.tensor([paths[place] for place in of_head], device=state.device)
-                log_probs = draft.say(head, state.expand(len(read), -1), read)[1].log_softmax(-1)
-                found[torch.tensor(of_head, device=state.device)[:, None], draft.vocabulary] = log_probs
-        return found
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        logits = self._state.new_empty(len(paths), len(self.draft.token_map))
+        for head in {len(path) for path in paths}:
+            places = [place for place, path in enumerate(paths) if len(path) == head]
+            read = torch.tensor([[int(self._last), *paths[place]] for place in places], device=logits.device)
+            logits[places] = self.draft.say(head, self._state.expand(len(read), -1), read)[1]
+        return logits
 
 
 class Format(draft_format.Format[Heads]):
-    """See the base; with the function that makes heads.
-
-    The names in config.json and of the tensors are those of vLLM's Medusa.
-    """
+    """See the base; the names in config.json and of the tensors are those of vLLM's Medusa."""
 
     def create(self, params: HeadsParams, target_dir: Path, token_counts: np.ndarray) -> Heads:
         """Make heads that say what the target's last state says; see `models.drafts.Family`."""
@@ -215,10 +190,9 @@ class Format(draft_format.Format[Heads]):
             },
             target_dir,
         )
-        vocabulary = choose_vocabulary(token_counts, size)
-        rows = output_embedding(target_dir)[vocabulary]
         with torch.no_grad():
-            draft.token_map.copy_(vocabulary)
+            draft.token_map.copy_(choose_vocabulary(token_counts, size))
+            rows = output_embedding(target_dir)[draft.token_map]
             for block, matrix in zip(draft.blocks, draft.lm_heads, strict=True):
                 block.pass_through()  # type: ignore[operator]  # of a list of modules no more is known
                 matrix.weight.copy_(rows)  # type: ignore[operator]  # nor of its tensor

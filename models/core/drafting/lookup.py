@@ -11,7 +11,9 @@ remembers the places of its n-grams, so that a step costs what was added since t
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import itemgetter
+from typing import NamedTuple
 
 PAPER = "arXiv:2304.04487, prompt look-up; arXiv:2411.04975, suffixes of recent answers"
 
@@ -20,8 +22,7 @@ MAX_PLACES = 16
 MAX_STORED_PLACES = 5000  # of a store, whose continuations are counted; as REST's own
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """What is drafted from a place, and how many tokens before it equal the sequence's last ones."""
 
     length: int
@@ -47,8 +48,7 @@ class _Text:
 
     def places(self, end: list[int], longest: int, limit: int = MAX_PLACES) -> Iterator[tuple[int, int]]:
         """Yield (matched tokens, place) for at most `limit` places that follow the end of `end`, the latest first."""
-        found = self._places.get(tuple(end[-self._shortest :]), ())
-        for place in islice(reversed(found), limit):
+        for place in islice(reversed(self._places.get(tuple(end[-self._shortest :]), ())), limit):
             size, most = self._shortest, min(longest, place, len(end))
             while size < most and self.token_ids[place - size - 1] == end[-size - 1]:
                 size += 1
@@ -56,16 +56,12 @@ class _Text:
 
 
 class Store:
-    """Texts that are looked up and don't change; neither a match nor what follows it reaches from one into the next.
-
-    Attributes:
-        texts: the token ids of each.
-    """
+    """Texts that are looked up and don't change; neither a match nor what follows it reaches from one into the next."""
 
     _BORDER = -1  # no token id
 
     def __init__(self, texts: Iterable[list[int]], shortest: int) -> None:
-        """Hold texts; matches have at least `shortest` tokens."""
+        """Hold the token ids of texts; matches have at least `shortest` tokens."""
         self.texts = list(texts)
         self._text = _Text(shortest)
         for text in self.texts:
@@ -74,12 +70,9 @@ class Store:
     def continuations(self, end: list[int], longest: int, num_tokens: int) -> list[list[int]]:
         """Return what followed the longest match, up to `longest` tokens, of a text's end, the latest places first."""
         found = list(self._text.places(end, longest, MAX_STORED_PLACES))
-        most, continuations = max(found, default=(0, 0))[0], []
-        for place in (place for size, place in found if size == most):
-            after = self._text.token_ids[place : place + num_tokens]
-            border = after.index(self._BORDER) if self._BORDER in after else len(after)
-            continuations.append(after[:border])
-        return continuations
+        most = max(found, default=(0, 0))[0]
+        after = (self._text.token_ids[place : place + num_tokens] for size, place in found if size == most)
+        return [list(takewhile(self._BORDER.__ne__, one)) for one in after]
 
 
 class Answers:
@@ -101,44 +94,29 @@ class Answers:
         return reversed(self._texts)
 
 
-class Sequence:
-    """One request's tokens, prompt and answer, as far as they are known.
-
-    Attributes:
-        answers: what else may be looked up.
-    """
+class Sequence(_Text):
+    """One request's tokens, prompt and answer, as far as they are known; `answers` may be looked up too."""
 
     def __init__(self, shortest: int, longest: int, answers: Answers | None = None) -> None:
         """Look up the last `shortest` to `longest` tokens; ValueError unless 1 ≤ shortest ≤ longest."""
         if not 1 <= shortest <= longest:
             raise ValueError(f"wanted 1 ≤ shortest ≤ longest; got {shortest} and {longest}")
-        self.answers = answers
-        self._text, self._longest = _Text(shortest), longest
+        super().__init__(shortest)
+        self.answers, self._longest = answers, longest
 
     def __len__(self) -> int:
-        """Return how many tokens are known."""
-        return len(self._text.token_ids)
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Add what came since."""
-        self._text.extend(token_ids)
-
-    def since(self, start: int) -> list[int]:
-        """Return the tokens from position `start` on."""
-        return self._text.token_ids[start:]
+        return len(self.token_ids)
 
     def look_up(self, num_tokens: int) -> Match:
         """Return the longest match with at most `num_tokens` tokens that followed it; NOTHING where there is none."""
-        end, best = self._text.token_ids, (0, 0, self._text)
-        for text in (self._text, *(self.answers.texts() if self.answers is not None else ())):
-            for size, place in text.places(end, self._longest):
-                if size > best[0]:
-                    best = (size, place, text)
-        size, place, text = best
+        end = self.token_ids
+        texts = [self, *(self.answers.texts() if self.answers is not None else ())]
+        places = ((size, place, text) for text in texts for size, place in text.places(end, self._longest))
+        size, place, text = max(places, key=itemgetter(0), default=(0, 0, self))
         if not size or num_tokens < 1:
             return NOTHING
         found = text.token_ids[place : place + num_tokens]
-        if text is self._text:
+        if text is self:
             period = len(end) - place
             while len(found) < num_tokens:
                 found.append(found[len(found) - period])
@@ -176,7 +154,7 @@ class NgramIndex:
         for request_id in self._running.keys() - set(request_ids):
             sequence, key, num_prompt_tokens = self._running.pop(request_id)
             if self.capacity and key is not None:
-                self._of(key).add(sequence.since(max(0, num_prompt_tokens - self.shortest)))
+                self._of(key).add(sequence.token_ids[max(0, num_prompt_tokens - self.shortest) :])
 
     def forget(self) -> int:
         """Forget all recent answers, and what runs when it ends; return how many tokens of answers were held.

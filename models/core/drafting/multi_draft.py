@@ -140,19 +140,13 @@ def _likeliest_first(q: Tensor) -> Tensor:
 
 
 def _all_inside(q: Tensor, num_siblings: int) -> Tensor:
-    """Return for each beginning H of a vocabulary the chance that k tokens drawn without replacement are all in it.
+    """Return [V] the chance that k tokens drawn without replacement are all in each beginning H of a vocabulary.
 
+    `q` [V] is float64, in order.
     Drawing is a race in which token i arrives after a time Exp(qᵢ). All of the first k are in H unless a token outside
     comes when fewer than k of H have: Pr = 1 − q(not H) ∫ e^−t Σⱼ‹ₖ eⱼ(exp(qᵢt) − 1, i in H) dt, with eⱼ the elementary
     symmetric polynomials. They are sums of sums from the left, in logarithms, because they grow beyond any number; the
     integral over log t is a sum at equal steps.
-
-    Args:
-        q: [V] float64, in order.
-        num_siblings: k.
-
-    Returns:
-        [V].
     """
     # e₀ and e₁ have integrals that are known.
     total = 1 + (q / (1 - q)).cumsum(dim=-1) if num_siblings > 1 else torch.ones_like(q)

@@ -31,9 +31,11 @@ class TargetRunner(Draft):
 
     Attributes:
         target_dir: of the target.
+        skipped: what it leaves out of the target where it is a part of it; neither nothing nor everything.
     """
 
     target_dir: Path
+    skipped: Sublayers
     _decoder: Decoder | None = None
 
     def borrow(self, target_dir: Path) -> Self:
@@ -48,17 +50,7 @@ class TargetRunner(Draft):
         return self._decoder
 
 
-class TargetPart(TargetRunner):
-    """A draft that runs a part of the target.
-
-    Attributes:
-        skipped: what it leaves out of the target; neither nothing nor everything.
-    """
-
-    skipped: Sublayers
-
-
-class SelfDraft(TargetPart, Weightless):
+class SelfDraft(TargetRunner, Weightless):
     """A part of the target, and nothing else."""
 
     expands = True
@@ -133,9 +125,7 @@ class SharedTarget:
 class Drafter(SharedTarget):
     """See `models.drafts.Drafter` and `SelfDrafter`."""
 
-    draft: TargetPart
-
-    def __init__(self, draft: TargetPart, max_len: int) -> None:
+    def __init__(self, draft: TargetRunner, max_len: int) -> None:
         super().__init__(draft, max_len)
         self._begun: list[Begun] = []
 
@@ -150,13 +140,12 @@ class Drafter(SharedTarget):
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         target, cache = self.target_and_cache()
-        start = cache.length
-        self._begun = []
+        start, self._begun = cache.length, []
 
         def after(proposed: list[int]) -> Tensor:
             last = torch.tensor([*self.known[-1:], *proposed][-1:], device=target.device)
             states, begun = target.partial(last, cache, self.draft.skipped)
-            logits = self._logits(target, states, begun)[0]
+            logits = self._logits(target, states, begun)[0]  # which asks how many have begun
             self._begun.append(begun)
             return logits
 
@@ -187,11 +176,7 @@ class SelfFormat(Format[Kind]):
     """The directory of such a family: as of one without weights, but a draft knows its target."""
 
     def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Kind:
-        """Make a draft for a target; `token_counts` are not read.
-
-        Raises:
-            ValueError: the target's layers are not of Llama's layout, or `params` don't fit them.
-        """
+        """See the base; ValueError if the target's layers are not of Llama's layout, or `params` don't fit them."""
         require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, params.name)
         return super().create(params, target_dir, token_counts)
 
@@ -210,8 +195,7 @@ class SelfFormat(Format[Kind]):
 def read_aside(target: Decoder, token_ids: Tensor, cache: Cache, start: int, skipped: Sublayers) -> Tensor:
     """Read tokens [n] through a part of the target behind the first `start` of a cache, which stays as it was.
 
-    Returns:
-        [n, H] last hidden states, normed.
+    Returns [n, H] last hidden states, normed.
     """
     length, places = cache.length, slice(start, start + len(token_ids))
     kept = cache.keys[:, :, places].clone(), cache.values[:, :, places].clone()
@@ -227,10 +211,8 @@ def read_ahead(
 ) -> Tensor:
     """Read what follows several places of a text [T] through a part of the target, each after the target's own keys.
 
-    The cache holds the text up to the last start at least, with room for what is read; it stays so long.
-
-    Returns:
-        [starts, num_tokens, H] last hidden states, normed.
+    The cache holds the text up to the last start at least, with room for what is read; it stays so long. Returns
+    [starts, num_tokens, H] last hidden states, normed.
     """
     length = cache.length
     parents = [

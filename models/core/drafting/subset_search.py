@@ -19,18 +19,10 @@ Subset = frozenset[int]
 
 
 class SubsetSearch:
-    """What was tried, and what to try next.
-
-    Attributes:
-        tried: subsets and their values, higher is better, in order.
-    """
+    """What was tried, subsets and their values, of which higher ones are better, in order; and what to try next."""
 
     def __init__(self, num_items: int, rng: torch.Generator, size: int | None = None) -> None:
-        """Start with nothing tried, of subsets of `num_items` items, all of a size unless that is None.
-
-        Raises:
-            ValueError: there are no items, or fewer than a subset is to have.
-        """
+        """Search subsets of `num_items` items, all of a size unless that is None; ValueError if there are none such."""
         if num_items < 1 or (size is not None and not 1 <= size <= num_items):
             raise ValueError(f"wanted items, and subsets of 1 to {num_items} of them; got size {size}")
         self.num_items, self.size, self._rng = num_items, size, rng
@@ -57,9 +49,7 @@ class SubsetSearch:
         known = {subset for subset, _ in self.tried}
         drawn = [self.random() for _ in range(POOL)] + [self._changed(self.best[0]) for _ in range(POOL)]
         pool = [subset for subset in dict.fromkeys(drawn) if subset and subset not in known]
-        if not pool:
-            return self.random()
-        return pool[int(self._bounds(pool).argmax())]
+        return pool[int(self._bounds(pool).argmax())] if pool else self.random()
 
     def _changed(self, subset: Subset) -> Subset:
         """Exchange an item, or where the size is free put one in or take it out."""
@@ -88,11 +78,8 @@ class SubsetSearch:
 
     def _rows(self, subsets: Iterable[Subset]) -> Tensor:
         """[n, items], 1 where an item is in."""
-        members = list(subsets)
-        rows = torch.zeros(len(members), self.num_items, dtype=torch.float64)
-        places = [(row, item) for row, subset in enumerate(members) for item in subset]
-        rows[tuple(torch.tensor(places).T)] = 1
-        return rows
+        rows = [[item in subset for item in range(self.num_items)] for subset in subsets]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def _below(self, stop: int) -> int:
         return int(torch.randint(stop, (1,), generator=self._rng))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import check_config, read_params, write_config
+from models.core.drafting.draft_files import check_config, read_params
 from models.core.drafting.proposal import Proposal
 from models.drafts import Draft, Drafter, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams
@@ -23,12 +23,7 @@ from models.targets import TargetCard, describe
 
 
 class Weightless(Draft):
-    """A draft without parameters.
-
-    Attributes:
-        params: of its family.
-        config: as in config.json.
-    """
+    """A draft without parameters; `params` are of its family, `config` as in config.json."""
 
     def __init__(self, params: Any, config: dict[str, Any]) -> None:
         super().__init__()
@@ -37,7 +32,6 @@ class Weightless(Draft):
 
     @property
     def vocabulary(self) -> Tensor:
-        """All of the target's."""
         return self.get_buffer("_vocabulary")
 
 
@@ -75,12 +69,7 @@ class TextDraft(Weightless):
 
 
 class TextDrafter:
-    """See `models.drafts.Drafter`.
-
-    Attributes:
-        known: all tokens that are certain.
-        device: where they came from.
-    """
+    """See `models.drafts.Drafter`; `known` are all tokens that are certain, `device` is where they came from."""
 
     def __init__(self, draft: TextDraft) -> None:
         self.draft = draft
@@ -128,15 +117,6 @@ class Format(draft_format.Format[Kind]):
         """Make a draft for a target; `token_counts` are not read."""
         own = {self._family: params.model_dump(mode="json"), "vocab_size": describe(target_dir).vocab_size}
         return self.new(own, target_dir)
-
-    def save(self, draft: Kind, directory: Path) -> None:
-        """Write config.json into `directory`."""
-        write_config(draft.config, self._family, directory)
-
-    def load(self, directory: Path, target_dir: Path) -> Kind:
-        """Read a draft back; ValueError as `check`."""
-        self.check(directory, like=None, target=describe(target_dir))
-        return self._draft(self.read(directory)).borrow(target_dir)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""

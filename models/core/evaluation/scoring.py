@@ -18,9 +18,8 @@ from models import catalog
 from models.core.checkpoints.checkpoint import output_embedding, read_tensor
 from models.core.evaluation.acceptance import Trace
 from models.core.evaluation.paired import Score
-from models.core.learning.batches import hidden_states, pack
 from models.core.learning.captured import Captures
-from models.core.learning.hidden import HiddenStates, Sample, length_buckets
+from models.core.learning.hidden import HiddenStates, Sample, hidden_states, length_buckets, pack
 from models.drafts import Draft, Rows
 from models.engines import Rules
 from models.params import BaseParams

@@ -9,23 +9,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 NO_STOPS: frozenset[int] = frozenset()  # an answer goes on past its end
 
 
 class Ask(NamedTuple):
-    """A text that waits for more.
+    """A text that waits for more."""
 
-    Attributes:
-        token_ids: prompt, and what was answered so far, at least one token.
-        num_tokens: the most that are wanted, from 1.
-        temperature: at which they are drawn; 0 takes the likeliest.
-    """
-
-    token_ids: Sequence[int]
-    num_tokens: int
-    temperature: float = 0.0
+    token_ids: Sequence[int]  # prompt, and what was answered so far, at least one token
+    num_tokens: int  # the most that are wanted, from 1
+    temperature: float = 0.0  # at which they are drawn; 0 takes the likeliest
 
 
 @torch.inference_mode()
@@ -36,14 +31,9 @@ def go_on(
     rng: torch.Generator,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """Return how a model goes on with each text, up to and with a token that ends an answer.
+    """Return how a causal model goes on with each text of a batch, up to and with a token that ends an answer.
 
-    Args:
-        model: any causal one.
-        asks: of one batch.
-        stops: tokens that end an answer.
-        rng: on the model's device.
-        is_late: asked before each token; if so, what was said so far is returned.
+    `is_late` is asked before each token; if so, what was said so far is returned. `rng` is on the model's device.
 
     Raises:
         ValueError: there is nothing to go on from, or nothing wanted.
@@ -51,13 +41,11 @@ def go_on(
     for ask in asks:
         if not ask.token_ids or ask.num_tokens < 1:
             raise ValueError(f"wanted tokens to go on from and at least one more; got {len(ask.token_ids)} and {ask}")
-    longest, device = max(len(ask.token_ids) for ask in asks), model.device
-    padded = [[0] * (longest - len(ask.token_ids)) + [*ask.token_ids] for ask in asks]
-    read = torch.tensor(padded, device=device)
-    lengths = torch.tensor([len(ask.token_ids) for ask in asks], device=device)
-    mask = (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+    texts = [torch.tensor(ask.token_ids) for ask in asks]
+    read = pad_sequence(texts, True, padding_side="left").to(model.device)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, padding_side="left").to(model.device)
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    temperatures = torch.tensor([ask.temperature for ask in asks], device=device)
+    temperatures = torch.tensor([ask.temperature for ask in asks], device=model.device)
     said: list[list[int]] = [[] for _ in asks]
     going, cache = set(range(len(asks))), None
     while going and not is_late():

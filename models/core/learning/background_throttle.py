@@ -16,32 +16,27 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHARE = 0.1  # of a core
-MOST_OWED_S = 1.0
+MOST_OWED_S = 1.0  # of the processor; then it is paid
 LOOK_S, POLL_S = 0.001, 0.003  # between two looks while it works, and while it waits
 
 
 class Due:
     """What work that gives way is owed: it has to get a share of a core, whether others are busy or not."""
 
-    def __init__(self, share: float, most_s: float) -> None:
-        """Take the share, in (0, 1), and how many seconds are owed when they have to be paid."""
-        self._share, self._most_s = share, most_s
+    def __init__(self) -> None:
         self._owed_s, self._paying = 0.0, False
 
     def waited(self, seconds: float) -> None:
         """Note that the work stood still."""
-        self._owed_s += self._share * seconds
+        self._owed_s += SHARE * seconds
 
     def worked(self, seconds: float, got_s: float) -> None:
-        """Note that the work went on for so many seconds, in which it got so many of the processor.
-
-        It can't work ahead.
-        """
-        self._owed_s = max(0.0, self._owed_s + self._share * seconds - got_s)
+        """Note that the work went on, and for how many seconds it got the processor; it can't work ahead."""
+        self._owed_s = max(0.0, self._owed_s + SHARE * seconds - got_s)
 
     def must_go_on(self) -> bool:
         """Return whether the work is to go on now, whoever is busy."""
-        self._paying = self._owed_s >= self._most_s or (self._paying and self._owed_s > 0)
+        self._paying = self._owed_s >= MOST_OWED_S or (self._paying and self._owed_s > 0)
         return self._paying
 
 
@@ -55,24 +50,18 @@ class BackgroundThrottle(TorchDispatchMode):
     def __init__(
         self,
         busy: Callable[[], bool],
-        share: float = SHARE,
-        most_owed_s: float = MOST_OWED_S,
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.process_time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Take what says whether others are busy; it is asked before each operation.
+        """Take what says whether others are busy, asked before each operation, and what tells time and waits.
 
-        Args:
-            busy: see above.
-            share: of a core, which the work gets in any case.
-            most_owed_s: seconds of the processor in which that is paid.
-            clock, processor, sleep: what time is told by, what the process has computed for, and what waits.
+        `processor` says for how many seconds the process has computed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.waited_s = 0.0
         self._busy, self._clock, self._processor, self._sleep = busy, clock, processor, sleep
-        self._due, self._at_s, self._got_s = Due(share, most_owed_s), clock(), processor()
+        self._due, self._at_s, self._got_s = Due(), clock(), processor()
         self._looked_s = -LOOK_S
 
     def __torch_dispatch__(

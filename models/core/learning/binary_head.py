@@ -36,7 +36,6 @@ class BinaryHead(nn.Module):
         self.last = nn.Linear(num_features, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """See the class."""
         x = (features.float() - self.mean) * self.scale
         for layer in self.layers:
             x = x + functional.silu(layer(x))

@@ -53,9 +53,9 @@ class Captured(NamedTuple):
 
 
 def write(file: Path, target: str, layers: Sequence[int], first: int, token_ids: Sequence[int], states: Tensor) -> None:
-    """Write a file that only its owner may read, whole or not at all.
+    """Write a file that only its owner may read, whole or not at all; its folder is there.
 
-    `file` lies in a folder that there is; `token_ids` [N] are those whose states [N, W] bfloat16 follow `first`.
+    `token_ids` [N] are those whose states [N, W] bfloat16 follow `first`.
     """
     rows = states.contiguous().view(torch.int16).numpy().data
     header = Header(
@@ -121,18 +121,17 @@ class Captures:
 
     def find(self, id: str, token_ids: Sequence[int], layers: Sequence[int]) -> Captured | None:
         """Return what can be used of an answer, None if the target must be run."""
+        found, what = None, "captured"
         try:
             found = read(self._path_of(id), self._target, layers, token_ids)
         except FileNotFoundError:
-            self.counts["missing"] += 1
+            what = "missing"
         except OSError:
-            self.counts["unreadable"] += 1
+            what = "unreadable"
         except ValueError as error:
-            self.counts[str(error)] += 1
-        else:
-            self.counts["captured"] += 1
-            return found
-        return None
+            what = str(error)
+        self.counts[what] += 1
+        return found
 
 
 def _crc_of(token_ids: Sequence[int]) -> int:

@@ -47,17 +47,14 @@ class Cost(TorchDispatchMode):
 
     Attributes:
         flops: floating-point operations.
+        peak_activation_bytes: most that was held for the backward pass at one time.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without types
-        self.flops = 0
-        self._held = _Held(model)
-
-    @property
-    def peak_activation_bytes(self) -> int:
-        """Most that was held for the backward pass at one time."""
-        return self._held.peak
+        self.flops = self.peak_activation_bytes = self._held_bytes = 0
+        self._own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        self._holders: Counter[int] = Counter()  # of each storage
 
     def __torch_dispatch__(
         self, operation: Any, types: object, args: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
@@ -68,16 +65,29 @@ class Cost(TorchDispatchMode):
             self.flops += formula(*args, **(settings or {}), out_val=output)
         return output
 
+    def pack(self, tensor: Tensor) -> "_Saved":
+        """Count what autograd saves until it lets it go."""
+        storage = tensor.untyped_storage()
+        saved, key, size = _Saved(tensor), storage._cdata, storage.nbytes()
+        if key not in self._own:
+            self._held_bytes += 0 if self._holders[key] else size
+            self._holders[key] += 1
+            self.peak_activation_bytes = max(self.peak_activation_bytes, self._held_bytes)
+            weakref.finalize(saved, self._release, key, size).atexit = False
+        return saved
+
+    def _release(self, key: int, size: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self._held_bytes -= size
+
 
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Cost]:
-    """Count what is done inside, by any number of steps.
-
-    Args:
-        model: whose parameters and buffers don't count as held; those that are made inside do.
-    """
+    """Count what is done inside; parameters and buffers of `model` don't count as held, but those made inside do."""
     cost = Cost(model)
-    with cost, torch.autograd.graph.saved_tensors_hooks(cost._held.pack, _unpack):
+    with cost, torch.autograd.graph.saved_tensors_hooks(cost.pack, lambda saved: saved.tensor):
         yield cost
 
 
@@ -95,30 +105,3 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
-
-
-class _Held:
-    def __init__(self, model: nn.Module) -> None:
-        self.own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-        self.holders: Counter[int] = Counter()
-        self.now = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> _Saved:
-        storage = tensor.untyped_storage()
-        saved, key, size = _Saved(tensor), storage._cdata, storage.nbytes()
-        if key not in self.own:
-            self.now += 0 if self.holders[key] else size
-            self.holders[key] += 1
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(saved, self._release, key, size).atexit = False
-        return saved
-
-    def _release(self, key: int, size: int) -> None:
-        self.holders[key] -= 1
-        if not self.holders[key]:
-            del self.holders[key]
-            self.now -= size
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    return saved.tensor

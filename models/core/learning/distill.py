@@ -13,30 +13,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from models import catalog
 from models.answers import RolloutSource, require_labels, target, token_counts
-from models.core.learning.averaged import Averaged
-from models.core.learning.batches import hidden_states
+from models.core.learning import fitted
 from models.core.learning.captured import Captures
-from models.core.learning.hidden import HiddenStates, Sample, length_buckets
-from models.core.learning.loop import Loop
-from models.core.learning.resume import load_state, save_state
+from models.core.learning.hidden import HiddenStates, Sample, hidden_states, length_buckets, pack
+from models.core.learning.loop import Averaged, Loop
 from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
-from models.core.learning.unrolled_loss import UnrolledLoss
-from models.core.learning.validation import Validated, Validation, split
-from models.drafts import Draft, Procedure
+from models.core.learning.validation import Validation, split
+from models.drafts import Draft, Procedure, Unrolled
 from models.params import BaseParams
 from models.precision import require_device
 from models.types import MIN_COMPLETION
 
 
-class Params(Validated):
-    """Settings of the loop.
+class Params(BaseParams):
+    """Settings of the loop, and which heads are fit behind it.
 
     Attributes:
+        lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
+            and that the reference engine finds beside the draft, where [engine] names it too.
+        verify: a rule with a head, such as `judge`, the same.
+        validation: share of each domain's answers, whole clusters of them, that is kept from the draft to tell after
+            each pass how good it is; the best pass's weights stay. With 0, or where each cluster is larger than the
+            share, all passes are made and the last weights stay. In a refresh only the window's own answers are kept.
+        patience: passes in a row without a better draft after which training ends.
         learning_rate: of AdamW, at its highest.
         warmup: share of the steps in which the learning rate rises; none where a run goes on from another's state.
         schedule: how the learning rate goes on after that: "cosine" falls to 2% at the end of the run; "constant"
@@ -62,6 +67,10 @@ class Params(Validated):
     """
 
     name: Literal["distill"] = "distill"
+    lengths: Annotated[BaseParams | None, catalog.Method("lengths")] = None
+    verify: Annotated[BaseParams | None, catalog.Method("verify")] = None
+    validation: float = Field(0.0, ge=0, le=0.5)
+    patience: int = Field(2, ge=1)
     learning_rate: float = Field(1.5e-3, gt=0)
     warmup: float = Field(0.05, ge=0, lt=1)
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -80,6 +89,19 @@ class Params(Validated):
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
     answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
     teachers: tuple[TeacherParams, ...] = ()
+
+    @field_validator("lengths", "verify")
+    @classmethod
+    def _has_a_head(cls, method: BaseParams | None, info: ValidationInfo) -> BaseParams | None:
+        if method is not None:
+            fitted.require(str(info.field_name), method)
+        return method
+
+    @property
+    def heads(self) -> list[tuple[str, BaseParams]]:
+        """Family and settings of each head that is fit."""
+        both = ("lengths", self.lengths), ("verify", self.verify)
+        return [(family, params) for family, params in both if params is not None]
 
     def over(self, procedure: Procedure) -> Procedure:
         """Return how a family is trained, with what is said here in its place."""
@@ -114,8 +136,8 @@ class Report(NamedTuple):
     num_steps: int
     losses: list[tuple[int, float]]
     peak_memory_mib: float
-    num_validated: int = 0
-    taus: Sequence[tuple[int, float]] = ()
+    num_validated: int
+    taus: Sequence[tuple[int, float]]
 
 
 def train(
@@ -134,13 +156,10 @@ def train(
     teacher_dirs: Sequence[Path] = (),
     unseen: Collection[str] | None = None,
 ) -> Report:
-    """Train `draft` in place.
+    """Train `draft`, in float32, in place; parameters that need no gradient stay as they are.
 
     Args:
-        draft: in float32; parameters that need no gradient stay as they are.
-        target_dir: the target that the answers came from.
         samples: prompts with the target's answers of two tokens and more.
-        params: the loop's settings.
         num_draft_tokens: K as served; for how many tokens a row is unrolled then is for the draft to say.
         work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
         seed: of the order of batches.
@@ -185,9 +204,7 @@ def train(
         learnt.samples = samples
     draft.to(device)
     loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept, report)
-    if state is not None:
-        loop.go_on_from(state)
-    return loop.run(state_out)
+    return loop.run(state, state_out)
 
 
 class _Loop(Loop[list[Sample]]):
@@ -202,43 +219,46 @@ class _Loop(Loop[list[Sample]]):
         num_draft_tokens: int,
         work_dir: Path,
         seed: int,
-        teacher_dirs: Sequence[Path] = (),
-        kept: Sequence[Sample] = (),
-        show: Callable[[Progress], None] = lambda progress: None,
+        teacher_dirs: Sequence[Path],
+        kept: Sequence[Sample],
+        show: Callable[[Progress], None],
     ) -> None:
         super().__init__({name: p for name, p in draft.named_parameters() if p.requires_grad}, params, seed, work_dir)
         self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
-        counts = token_counts(learnt.samples, params.answers)
+        self.counts = token_counts(learnt.samples, params.answers)
         require_reader(params.teachers, self.procedure.loss)
         self.teachers = Teachers(draft, target_dir, self.procedure.loss, params.teachers, teacher_dirs)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
-        self.loss = UnrolledLoss(draft, self.procedure, self.teachers, counts, self.num_unroll, seed)
+        self.losses_of = catalog.load("losses", self.procedure.loss.name).loss
         self.batches = length_buckets(learnt.samples, params.batch_tokens)
         self.total = max(params.num_epochs * len(self.batches), params.min_steps)
         self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.batches)
-        self.key, self.round = self._key(), -1
-        self.warmup = params.warmup
+        settings = params.model_copy(update=self.procedure._asdict()).model_dump(
+            exclude={"num_threads", "checkpoint_s", "device"}
+        )
+        ids = [[s.id for s in bucket] for bucket in self.batches]
+        self.key = json.dumps([settings, self.num_unroll, seed, ids], sort_keys=True)
+        self.round, self.warmup = -1, params.warmup
         self.averaged = Averaged(self.trained, params.average > 0)
         steps = len(self.batches)
         self.validation = Validation(draft, target_dir, kept, num_draft_tokens, params.patience, steps, work_dir)
 
-    def go_on_from(self, state: Path) -> None:
-        """Take weights and moments over; with moments there is nothing to warm up."""
-        load_state(state, self.trained, self.optimizer)
-        self.warmup = 0.0
-
-    def run(self, state_out: Path | None = None) -> Report:
+    def run(self, state: Path | None, state_out: Path | None) -> Report:
+        if state is not None:
+            self.load_state(state)
+            self.warmup = 0.0  # there are moments
         self.resume()
         if isinstance(self.learnt, HiddenStates):
             self._read(self.learnt)
         self.run_steps()
         if not isinstance(self.learnt, HiddenStates):
             self.learnt.end()
-        self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
+        if (best := self.validation.put_back(self)) is not None:
+            self.averaged.number = best["number"]
         if state_out is not None:
-            save_state(state_out, self.trained, self.optimizer)
+            self.save_state(state_out)
         self.averaged.put()
         self.draft.eval()
         return Report(
@@ -271,7 +291,7 @@ class _Loop(Loop[list[Sample]]):
             number, self.key, lambda stage, done, of, speed: self.show(Progress(stage, done, of, loss, speed))
         )
         self._read(states)
-        self.batches, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
+        self.batches, self.round = length_buckets(states.samples, self.params.batch_tokens), number
 
     def _read(self, states: HiddenStates) -> None:
         """Learn from these samples, once all teachers have read them."""
@@ -289,11 +309,55 @@ class _Loop(Loop[list[Sample]]):
         if self.params.schedule == "cosine":
             after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
         self.begin_step(self.params.learning_rate * warm * after)
-        loss, first = self.loss(batch, self.states, self.step, done)
+        loss, first = self._loss(batch, done)
         self.require_finite(loss)
         loss.backward()
         self.descend()
         return first
+
+    def _loss(self, batch: Sequence[Sample], done: float) -> tuple[Tensor, float]:
+        """Return the loss to minimise, the mean over the draft and those nested in it, and its first unroll's mean.
+
+        More rows go on as the draft gets better, so only the latter falls. Random choices are made by the optimizer's
+        step: a resumed run draws what the unbroken one would.
+        """
+        rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
+        rng = torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step)
+        rows = rows._replace(rng=rng, done=done)
+        last = lengths[rows.sequence] - 1
+
+        def came(step: int, running: Tensor) -> Tensor:
+            return rows.token_ids[rows.sequence[running], rows.index[running] + 2 + step]
+
+        def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
+            going = rows.index[running] + 3 + step <= last[running]
+            if self.procedure.follow == "accepted":
+                going &= self.draft.vocabulary[logits.argmax(-1)] == came(step, running)
+            return going
+
+        word = self.teachers.say(batch, (final, log_sums))
+        counts = pad_sequence([self.counts[one.id] for one in batch], True).to(final.device) if self.counts else None
+
+        def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, float]:
+            total, first = torch.zeros((), device=final.device), 0.0
+            for step, unrolled in enumerate(unrolls):
+                running = unrolled.running
+                if len(running) == 0:
+                    break
+                sequence, position = rows.sequence[running], rows.index[running] + 1 + step
+                drafted = self.teachers.drafted(unrolled, came(step, running), word, (sequence, position))
+                values = self.losses_of(drafted, self.procedure.loss)
+                if unrolled.added is not None:
+                    values = values + unrolled.added
+                if step == 0:
+                    first = float(values.detach().mean())
+                if counts is not None:
+                    values = values * counts[sequence, position + 1]
+                total = total + self.procedure.step_decay**step * values.sum()
+            return total / len(rows.index), first
+
+        parts = [of(unrolls) for unrolls in self.draft.unroll_all(rows, self.num_unroll, keep)]
+        return torch.stack([loss for loss, _ in parts]).mean(), parts[0][1]
 
     def after_step(self, batch: list[Sample]) -> None:
         """Take the step into the mean, if it is one of the last: of the run, or of a validated pass."""
@@ -314,7 +378,7 @@ class _Loop(Loop[list[Sample]]):
         with self.averaged.in_place():
             is_best = self.validation.look(self.step)
         if is_best:
-            self.validation.keep(self.trained, self.optimizer, self.key, self.averaged)
+            self.validation.keep(self, {"number": self.averaged.number})
         self.seconds += time.perf_counter() - started
         self.save()
         self.validation.forget_others()
@@ -329,11 +393,3 @@ class _Loop(Loop[list[Sample]]):
 
     def extra(self) -> Mapping[str, Tensor]:
         return self.averaged.tensors
-
-    def _key(self) -> str:
-        """What must be equal for a checkpoint to be this run's."""
-        settings = self.params.model_copy(update=self.procedure._asdict()).model_dump(
-            exclude={"num_threads", "checkpoint_s", "device"}
-        )
-        ids = [[s.id for s in bucket] for bucket in self.batches]
-        return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)

@@ -13,9 +13,6 @@ They lie in a folder of their own, since engines read all weights that stand bes
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import ValidationInfo, field_validator
 
 from models import catalog
 from models.core.learning.hidden import Sample
@@ -26,38 +23,8 @@ FOLDER = "heads"
 EVERY = 8  # one answer in so many is kept from the draft, for the heads
 
 
-class WithHeads(BaseParams):
-    """Which heads are fit behind a draft's training.
-
-    Attributes:
-        lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
-            and that the reference engine finds beside the draft, where [engine] names it too.
-        verify: a rule with a head, such as `judge`, the same.
-    """
-
-    lengths: Annotated[BaseParams | None, catalog.Method("lengths")] = None
-    verify: Annotated[BaseParams | None, catalog.Method("verify")] = None
-
-    @field_validator("lengths", "verify")
-    @classmethod
-    def _has_a_head(cls, method: BaseParams | None, info: ValidationInfo) -> BaseParams | None:
-        return require(str(info.field_name), method)
-
-    @property
-    def heads(self) -> list[tuple[str, BaseParams]]:
-        """Family and settings of each."""
-        both = {"lengths": self.lengths, "verify": self.verify}
-        return [(family, params) for family, params in both.items() if params is not None]
-
-
-def require(family: str, params: BaseParams | None) -> BaseParams | None:
-    """Return settings that a head can be fit with, or None.
-
-    Raises:
-        ValueError: the method has no head, or its settings are not enough to fit one.
-    """
-    if params is None:
-        return None
+def require(family: str, params: BaseParams) -> None:
+    """Raise ValueError if a method has no head, or its settings are not enough to fit one."""
     module = catalog.load(family, params.name)
     if not hasattr(module, "fit"):
         raise ValueError(f"{family} {params.name} has no head that could be fit to a draft")
@@ -65,13 +32,13 @@ def require(family: str, params: BaseParams | None) -> BaseParams | None:
     require_unsaid(params, keys, params.name, "fitting its head reads others; set it in [engine]")
     if hasattr(module, "require_fit"):
         module.require_fit(params)
-    return params
 
 
 def share(samples: Sequence[Sample], methods: Sequence[tuple[str, BaseParams]]) -> tuple[list[Sample], list[Sample]]:
     """Return answers to train a draft on, and others to fit heads on; without heads the draft gets all.
 
-    Too few answers to keep one for the heads are a ValueError.
+    Raises:
+        ValueError: there are too few answers to keep one for the heads.
     """
     if not methods:
         return list(samples), []
@@ -91,20 +58,9 @@ def fit(
     work_dir: Path,
     seed: int,
 ) -> None:
-    """Fit heads to a draft that is trained, and keep them in its directory.
+    """Fit heads to a trained draft, on the processor, and keep them in its directory; ValueError where one can't be.
 
-    Args:
-        methods: family and settings of each.
-        draft: on the processor; it stays as it is.
-        target_dir: its target.
-        samples: greedy answers that the draft was not trained on.
-        num_draft_tokens: K as served.
-        directory: the draft's.
-        work_dir: for what is needed on the way.
-        seed: of the heads' first weights.
-
-    Raises:
-        ValueError: a method can't be fit to that.
+    `methods` are family and settings of each, `samples` greedy answers that the draft was not trained on.
     """
     for family, params in methods:
         module, work = catalog.load(family, params.name), work_dir / FOLDER / params.name

@@ -1,9 +1,10 @@
-"""The target's hidden states, computed once per sequence and kept on disk.
+"""What a draft is trained and scored on: answers in batches, with the target's hidden states.
 
-Training reads each sequence many times and a forward pass of the target costs more than one of the draft. States are
-kept in bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's
-size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on
-after the last such line. A quantized target's states are those of its quantized layers, as transformers simulates them.
+States are computed once per sequence: training reads each many times, and a forward pass of the target costs more than
+one of the draft. They are bfloat16 in one flat file that is read through the page cache, so memory stays bounded
+whatever the window's size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted
+extraction goes on after the last such line. A quantized target's states are those of its quantized layers, as
+transformers simulates them.
 
 What was captured while an answer was served (models/core/learning/captured.py) is taken as it is: the target reads only
 the positions before it, those of equal beginnings once. It may differ in the last bits, since an engine computes in
@@ -13,6 +14,7 @@ another order.
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -20,13 +22,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
 from models.core.layers.layout import blocks
 from models.core.learning.captured import Captured, Captures
+from models.drafts import Draft, Rows
 from models.precision import fast_dtype
 
+# Of one forward pass; four times as many leave a processor's caches and cost a fifth of the speed.
+BATCH_TOKENS = 1024
 ItemT = TypeVar("ItemT")
 
 
@@ -69,20 +76,17 @@ class HiddenStates:
         self.tokens_per_s = 0.0
         self.directory = directory
         self._offsets: dict[str, int] = {}
-        self._states: Tensor | None = None
-        self._log_sums: Tensor | None = None
+        self._states = self._log_sums = torch.empty(0)
 
     def read(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return [T, len(layers)·H] states in bfloat16, and [T] log Σ exp of the target's logits after each token."""
-        start, length = self._offsets[sample.id], len(sample.token_ids)
-        if self._states is None or self._log_sums is None:
-            raise ValueError("hidden states were not extracted")
-        return self._states[start : start + length], self._log_sums[start : start + length]
+        start = self._offsets[sample.id]
+        places = slice(start, start + len(sample.token_ids))
+        return self._states[places], self._log_sums[places]
 
     def extract(
         self,
         target: Path | PreTrainedModel,
-        batch_tokens: int = 1024,
         on_progress: Callable[[int, int, float], None] | None = None,
         device: str = "cpu",
         captured: Captures | None = None,
@@ -91,8 +95,6 @@ class HiddenStates:
 
         Args:
             target: the target's directory, or the model itself where it lies in none.
-            batch_tokens: tokens of one forward pass; four times as many leave a processor's caches and cost a fifth
-                of the speed.
             on_progress: called with (tokens done, tokens in all, tokens/s).
             device: where the target runs.
             captured: states that need not be computed.
@@ -100,18 +102,14 @@ class HiddenStates:
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = self._read_index()
         self._offsets = {row["id"]: row["start"] for row in rows}
-        done = max((row["start"] + row["length"] for row in rows), default=0)
-        wanted = [s for s in self.samples if s.id not in self._offsets]
-        if wanted:
+        size = max((row["start"] + row["length"] for row in rows), default=0)
+        if wanted := [s for s in self.samples if s.id not in self._offsets]:
             model = load_model(target, fast_dtype(device), device) if isinstance(target, Path) else target
-            running = _Target(model, self.layers, device)
-            self._run(running, wanted, rows, done, batch_tokens, on_progress, captured)
-        num_tokens = sum(len(s.token_ids) for s in self.samples)
-        width = len(self.layers) * self.hidden_size
-        size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
-        if num_tokens == 0:
+            size = self._run(_Target(model, self.layers, device), wanted, rows, size, on_progress, captured)
+        if not size:
             raise ValueError("there are no samples to extract hidden states of")
-        states = np.memmap(self.directory / "states.bin", dtype=np.int16, mode="r+", shape=(size, width))
+        shape = size, len(self.layers) * self.hidden_size
+        states = np.memmap(self.directory / "states.bin", dtype=np.int16, mode="r+", shape=shape)
         self._states = torch.from_numpy(states).view(torch.bfloat16)
         self._log_sums = torch.from_numpy(np.fromfile(self.directory / "log_sums.bin", dtype=np.float32, count=size))
 
@@ -131,10 +129,10 @@ class HiddenStates:
         wanted: list[Sample],
         rows: list[dict[str, Any]],
         done: int,
-        batch_tokens: int,
         on_progress: Callable[[int, int, float], None] | None,
         captured: Captures | None,
-    ) -> None:
+    ) -> int:
+        """Compute what is wanted behind the first `done` tokens; return how many there are then."""
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         index = self.directory / "index.jsonl"
         index.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -146,7 +144,7 @@ class HiddenStates:
         ):
             states.truncate(done * len(self.layers) * self.hidden_size * 2)
             log_sums.truncate(done * 4)
-            for batch in self._batches(target, wanted, batch_tokens, captured):
+            for batch in self._batches(target, wanted, captured):
                 for _, tapped, sums in batch:
                     states.write(tapped.contiguous().view(torch.int16).numpy().tobytes())
                     log_sums.write(sums.numpy().tobytes())
@@ -163,20 +161,21 @@ class HiddenStates:
                 if on_progress:
                     on_progress(finished, total, self.tokens_per_s)
         target.close()
+        return done
 
     def _batches(
-        self, target: "_Target", wanted: list[Sample], batch_tokens: int, captured: Captures | None
+        self, target: "_Target", wanted: list[Sample], captured: Captures | None
     ) -> Iterator[list[tuple[Sample, Tensor, Tensor]]]:
         """Yield samples with [T, W] states in bfloat16 and [T] log sums, those that were captured first."""
         rest = wanted
         if captured is not None:
             rest = []
-            for batch in length_buckets(wanted, batch_tokens):
+            for batch in length_buckets(wanted, BATCH_TOKENS):
                 found = [(sample, captured.find(sample.id, sample.token_ids, self.layers)) for sample in batch]
                 rest += [sample for sample, one in found if one is None]
                 if made := [(sample, *target.complete(sample, one)) for sample, one in found if one is not None]:
                     yield made
-        for batch in length_buckets(rest, batch_tokens):
+        for batch in length_buckets(rest, BATCH_TOKENS):
             yield target.compute(batch)
 
 
@@ -184,12 +183,18 @@ class _Target:
     """The target at work: states at some layers, and what its logits sum up to after each token of an answer."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], device: str) -> None:
-        self._model, self._device = model, device
-        self._taps = _Taps(model, layers)
+        self._model, self._device, self._layers = model, device, layers
         self._beginnings: dict[tuple[int, ...], Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # residual streams; the library's own list has the last one normed only
+        tapped = [model.model.embed_tokens, *blocks(model)]
+        self._hooks = [tapped[layer].register_forward_hook(partial(self._keep, layer)) for layer in layers]
 
     def close(self) -> None:
-        self._taps.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, layer: int, module: object, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._kept[layer] = output[0] if isinstance(output, tuple) else output
 
     def compute(self, batch: Sequence[Sample]) -> list[tuple[Sample, Tensor, Tensor]]:
         """Run whole samples."""
@@ -214,45 +219,16 @@ class _Target:
 
     def _read(self, token_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """[B, T] → [B, T, W] states in bfloat16 and [B, T, H] what the output matrix multiplies."""
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
+        tokens = pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
         # Right padding needs no mask: no token attends to a later one.
         final = self._model.model(input_ids=tokens.to(self._device), use_cache=False).last_hidden_state
-        return self._taps.take().to("cpu", torch.bfloat16), final
+        return torch.cat([self._kept[layer] for layer in self._layers], dim=-1).to("cpu", torch.bfloat16), final
 
     def _log_sums(self, sample: Sample, final: Tensor) -> Tensor:
-        length = len(sample.token_ids)
+        length, first = len(sample.token_ids), len(sample.prompt_ids) - 1
         sums = torch.zeros(length)
-        first = len(sample.prompt_ids) - 1
         sums[first:] = self._model.lm_head(final[first:length]).float().logsumexp(-1).cpu()
         return sums
-
-
-class _Taps:
-    """Hooks that keep residual streams; the library's own list holds the last one after the norm only."""
-
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        self._kept: dict[int, Tensor] = {}
-        self._layers = layers
-        self._hooks = []
-        for number, layer in enumerate(blocks(model), start=1):
-            if number in layers:
-                self._hooks.append(layer.register_forward_hook(self._keeper(number)))
-        if 0 in layers:
-            self._hooks.append(model.model.embed_tokens.register_forward_hook(self._keeper(0)))
-
-    def _keeper(self, number: int) -> Callable[..., None]:
-        def keep(module: torch.nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._kept[number] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    def take(self) -> Tensor:
-        """[B, T, layers·H]."""
-        return torch.cat([self._kept[number] for number in self._layers], dim=-1)
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def batches_of(items: Iterable[ItemT], length: Callable[[ItemT], int], batch_tokens: int) -> list[list[ItemT]]:
@@ -270,3 +246,44 @@ def batches_of(items: Iterable[ItemT], length: Callable[[ItemT], int], batch_tok
 def length_buckets(samples: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
     """Group samples of like length so that a padded batch holds at most `batch_tokens` tokens (or one sample)."""
     return batches_of(sorted(samples, key=lambda sample: sample.id), lambda sample: len(sample.token_ids), batch_tokens)
+
+
+def hidden_states(
+    draft: Draft,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    work_dir: Path,
+    on_progress: Callable[[int, int, float], None] | None = None,
+    device: str = "cpu",
+    captured: Captures | None = None,
+) -> HiddenStates:
+    """Extract the states that `draft` reads, and the last layer's for the target's probabilities.
+
+    Drafts that read the same layers find them in one folder of `work_dir`, others in another.
+    """
+    config = json.loads((target_dir / "config.json").read_text())
+    layers = sorted({*draft.taps, config["num_hidden_layers"]})
+    folder = work_dir / "hidden" / "-".join(map(str, layers))
+    states = HiddenStates(folder, samples, layers, config["hidden_size"])
+    states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
+    return states
+
+
+def pack(
+    batch: Sequence[Sample], states: HiddenStates, num_steps: int, draft: Draft
+) -> tuple[Rows, Tensor, Tensor, Tensor]:
+    """Pad a batch for `draft`, on its device: rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].
+
+    A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples
+    from the prompt by itself.
+    """
+    read, device = [states.read(sample) for sample in batch], draft.vocabulary.device
+    hidden = pad_sequence([h.float() for h, _ in read], batch_first=True).to(device)
+    log_sums = pad_sequence([s for _, s in read], batch_first=True)
+    tokens = pad(pad_sequence([torch.tensor(s.token_ids) for s in batch], batch_first=True), (0, num_steps + 1))
+    lengths = torch.tensor([len(s.token_ids) for s in batch])
+    index = [torch.arange(len(s.prompt_ids) - 1, len(s.token_ids) - 2) for s in batch]
+    sequence = [torch.full_like(rows, number) for number, rows in enumerate(index)]
+    tapped = hidden[..., : len(draft.taps) * states.hidden_size]
+    rows = Rows(tapped, tokens.to(device), torch.cat(sequence).to(device), torch.cat(index).to(device))
+    return rows, hidden[..., -states.hidden_size :], log_sums.to(device), lengths.to(device)

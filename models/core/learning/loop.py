@@ -2,20 +2,27 @@
 
 A subclass says what a step computes, when the run is over, and what a checkpoint keeps besides weights and moments:
 `training` for targets and proxies, `distill` for drafts.
+
+Checkpoints, and the state of its end that another run goes on from, are safetensors: float32 weights, AdamW's moments
+and its steps. A draft's own directory has only its weights, rounded to what the engine computes in.
 """
 
+import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from models.core.learning.resume import load_progress, save_progress
 
 REPORT_S = 0.5
 BatchT = TypeVar("BatchT")
+_FILE = "checkpoint.safetensors"
 
 
 class LoopParams(Protocol):
@@ -56,11 +63,7 @@ class Loop(Generic[BatchT]):
         """Make the optimizer; a run without `work_dir` keeps no checkpoint."""
         self.trained, self.seed, self.work_dir = trained, seed, work_dir
         self.optimizer = torch.optim.AdamW(
-            trained.values(),
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-            fused=True,
+            trained.values(), settings.learning_rate, (0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
         self._settings = settings
         self.step = self.num_tokens = 0
@@ -72,7 +75,6 @@ class Loop(Generic[BatchT]):
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """Whether the run has come to its end."""
         raise NotImplementedError
 
     def report(self) -> None:
@@ -107,8 +109,7 @@ class Loop(Generic[BatchT]):
             self.before_step()
             started = time.perf_counter()
             batch = batch_at(self.batches, self.step, self.seed)
-            value = self.advance(batch)
-            if value is not None:
+            if (value := self.advance(batch)) is not None:
                 mean = value if not self.losses else 0.95 * self.losses[-1][1] + 0.05 * value
                 self.losses.append((self.step, mean))
             self.step += 1
@@ -142,19 +143,121 @@ class Loop(Generic[BatchT]):
         """Write a checkpoint in place of the last one."""
         if self.work_dir is not None:
             own = {"step": self.step, "seconds": self.seconds, "num_tokens": self.num_tokens, "losses": self.losses}
-            progress = {**own, **self.state(), "key": self.key}
-            save_progress(self.work_dir, self.trained, self.optimizer, progress, self.extra())
+            self.keep(self.work_dir, {**own, **self.state()})
 
     def resume(self) -> None:
         """Go on from the checkpoint of a run that was killed, if there is one of this run."""
         if self.work_dir is None:
             return
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        progress = load_progress(self.work_dir, self.trained, self.optimizer, self.key, self.extra())
-        if progress is not None:
+        if (progress := self.take_back(self.work_dir)) is not None:
             self.step, self.seconds, self.num_tokens = (progress[name] for name in ("step", "seconds", "num_tokens"))
             self.losses = [(step, loss) for step, loss in progress["losses"]]
             self.restore(progress)
+
+    def keep(self, folder: Path, progress: Mapping[str, Any]) -> None:
+        """Write weights and moments, after at least one step, with `progress` as JSON, whole or not at all."""
+        tensors = self._tensors() | {f"extra/{name}": tensor for name, tensor in self.extra().items()}
+        file = folder / _FILE
+        save_file(tensors, f"{file}.new", metadata={"progress": json.dumps({**progress, "key": self.key})})
+        os.replace(f"{file}.new", file)
+
+    def take_back(self, folder: Path) -> dict[str, Any] | None:
+        """Put back what `keep` wrote, and return what was told; None if nothing is there, or only another run's."""
+        file = folder / _FILE
+        if not file.is_file():
+            return None
+        with safe_open(file, framework="pt") as handle:
+            progress: dict[str, Any] = json.loads(handle.metadata()["progress"])
+        if progress["key"] != self.key:
+            return None
+        tensors = load_file(file)
+        self._restore(tensors)
+        for name, tensor in self.extra().items():
+            tensor.copy_(tensors[f"extra/{name}"])
+        return progress
+
+    def save_state(self, file: Path) -> None:
+        """Write what another run goes on from."""
+        save_file(self._tensors(), file)
+
+    def load_state(self, file: Path) -> None:
+        """Put back what `save_state` wrote; ValueError names a parameter that is not of the same shape."""
+        tensors = load_file(file)
+        saved = {name.removeprefix("weight/"): tensor for name, tensor in tensors.items() if name.startswith("weight/")}
+        for name in sorted(saved.keys() | self.trained.keys()):
+            shapes = [None if name not in of else tuple(of[name].shape) for of in (saved, self.trained)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{file.name}: parameter {name} has shape {shapes[0]}, the draft has {shapes[1]}")
+        self._restore(tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {f"weight/{name}": parameter.detach().contiguous() for name, parameter in self.trained.items()}
+        for name, parameter in self.trained.items():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{key}/{name}"] = value.detach().reshape(-1 if key == "step" else value.shape)
+        return tensors
+
+    @torch.no_grad()
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trained.items():
+            parameter.copy_(tensors[f"weight/{name}"])
+            if f"step/{name}" not in tensors:  # no step has given it a gradient yet
+                continue
+            state = self.optimizer.state[parameter]
+            for part in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors[f"{part}/{name}"].reshape(() if part == "step" else parameter.shape)
+                if part in state:  # which lies where somebody wants it
+                    state[part].copy_(value)
+                else:
+                    state[part] = value.to(parameter.device)
+
+
+class Averaged:
+    """The mean of a run's last weights, in place of a falling learning rate; others go on from the weights themselves.
+
+    Attributes:
+        tensors: name to mean, changed in place; empty where none is wanted.
+        number: of steps that are in it.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], wanted: bool) -> None:
+        self.tensors: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in trained.items()} if wanted else {}
+        self.number = 0
+        self._trained = trained
+
+    def begin(self) -> None:
+        """Forget the steps so far."""
+        self.number = 0
+        for tensor in self.tensors.values():
+            tensor.zero_()
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Take the weights as they are now into the mean."""
+        self.number += 1
+        for name, tensor in self.tensors.items():
+            tensor += (self._trained[name] - tensor) / self.number
+
+    def put(self) -> None:
+        """Put the mean in the place of the weights, if there is one."""
+        if self.number:
+            self._set(self.tensors)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the mean in the place of the weights for as long as the context lasts."""
+        own = {name: self._trained[name].detach().clone() for name in self.tensors}
+        self.put()
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self._trained[name].copy_(tensor)
 
 
 def batch_at(batches: Sequence[BatchT], step: int, seed: int) -> BatchT:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -23,8 +24,7 @@ from models.answers import OnProgress, RolloutParams
 from models.core.drafting.drafters import SelfDrafter
 from models.core.drafting.sampling import draw
 from models.core.layers.decoder import Cache, Decoder
-from models.core.learning.batches import hidden_states
-from models.core.learning.hidden import HiddenStates, Sample
+from models.core.learning.hidden import HiddenStates, Sample, hidden_states
 from models.drafts import Draft
 from models.engines import Sampling
 from models.precision import fast_dtype
@@ -67,7 +67,7 @@ def write(
         last, turns = answer[-1], by_draft[len(answer) : len(answer) + num_draft_tokens]
         asked = turns.index(False) if False in turns else len(turns)
         tokens = drafter.propose(asked, drafted).token_ids[0].tolist() if asked else []
-        tokens = _up_to(tokens, stops)
+        tokens = next((tokens[:end] for end, token in enumerate(tokens, 1) if token in stops), tokens)
         # A draft that has no more to say hands over too.
         hands_over = not tokens or (len(tokens) == asked < len(turns) and tokens[-1] not in stops)
         states, tapped = target.forward(
@@ -78,11 +78,6 @@ def write(
         drafter.extend(tensor([last, *tokens]), tapped)
         answer += tokens
     return answer
-
-
-def _up_to(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """Cut tokens behind the first that ends an answer."""
-    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
 class Rollouts:
@@ -112,14 +107,9 @@ class Rollouts:
         return min(step * self.number // total, self.number - 1)
 
     def begin(self, number: int, key: str, report: OnProgress) -> HiddenStates:
-        """Return what is learnt in a round, with the target's states.
+        """Return what is learnt in a round, counted from 0; `key` is what must be equal for files to be this run's.
 
         It is written now, by the draft as it is, unless it was already. Other rounds' files are removed.
-
-        Args:
-            number: from 0.
-            key: what must be equal for files to be this run's.
-            report: called with what is done, how much of it, of how much, and tokens/s.
 
         Raises:
             ValueError: the draft ended every answer at once.
@@ -135,10 +125,8 @@ class Rollouts:
                 f"the draft ended all of {len(self.samples)} answers at once, so nothing was written to learn from; "
                 "let it learn the target's answers first"
             )
-        device = str(self._draft.vocabulary.device)
-        states = hidden_states(
-            self._draft, self._target_dir, written, folder, lambda *done: report("hidden states", *done), device
-        )
+        shown, device = partial(report, "hidden states"), str(self._draft.vocabulary.device)
+        states = hidden_states(self._draft, self._target_dir, written, folder, shown, device)
         self.tokens_per_s = states.tokens_per_s
         return states
 
@@ -151,8 +139,7 @@ class Rollouts:
         file, seed = folder / "answers.jsonl", self._seed * 1009 + number
         if file.is_file():
             return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
-        lengths = [len(sample.completion_ids) for sample in self.samples]
-        source = catalog.load("answers", self._params.name)
+        lengths, source = [len(one.completion_ids) for one in self.samples], catalog.load("answers", self._params.name)
         writers = source.by_draft(lengths, self._params, torch.Generator().manual_seed(seed))
         device = str(self._draft.vocabulary.device)
         target = Decoder.load(self._target_dir, fast_dtype(device), device)

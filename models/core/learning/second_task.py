@@ -24,11 +24,13 @@ PAPER = "arXiv:2305.02301, section 3.2"
 class SecondTask(Regime):
     """The hook that adds it to the loss of the one loop."""
 
+    KEPT = ("loss",)
+
     def __init__(self, documents: Sequence[Sequence[int]], weight: float, params: TrainingParams, seed: int) -> None:
         """Group documents, token ids, in batches as the loop's; `weight` is λ; ValueError if none has two tokens."""
         self._batches = batches_of(cut(documents, params.max_length), len, params.batch_tokens)
         self._weight, self._seed, self._step = weight, seed, 0
-        self._loss: float | None = None
+        self.loss: float | None = None
 
     def batch_at(self, step: int) -> list[list[int]]:
         """Return the documents that go with a step, the same ones in a run that was resumed."""
@@ -45,17 +47,9 @@ class SecondTask(Regime):
         own, device = pad(self.batch_at(self._step)), batch.token_ids.device
         loss: Tensor = model(input_ids=own.token_ids.to(device), labels=own.labels.to(device), use_cache=False).loss
         value = float(loss.detach())
-        self._loss = value if self._loss is None else 0.95 * self._loss + 0.05 * value
+        self.loss = value if self.loss is None else 0.95 * self.loss + 0.05 * value
         return self._weight * loss
 
     def figures(self) -> dict[str, float]:
         """See the base: the running mean of the second task's own loss, in nats a token."""
-        return {} if self._loss is None else {"second_task_loss": self._loss}
-
-    def state(self) -> dict[str, object]:
-        return {"loss": self._loss}
-
-    def restore(self, state: dict[str, object]) -> None:
-        loss = state["loss"]
-        assert loss is None or isinstance(loss, float)
-        self._loss = loss
+        return {} if self.loss is None else {"second_task_loss": self.loss}

@@ -81,8 +81,12 @@ class Teachers:
     ) -> None:
         """Read the target, and the other models, which lie in `dirs`; the draft is where it learns `loss`."""
         self._loss, self._needs = loss.name, catalog.load("losses", loss.name).NEEDS
-        self._dirs, self._states = tuple(dirs), tuple[HiddenStates, ...]()
-        self._target, self._draft_ids = Teacher.read(draft, target_dir), draft_ids(draft, target_dir)
+        self._dirs, self._states = tuple(dirs), list[HiddenStates]()
+        self._target, vocabulary = Teacher.read(draft, target_dir), draft.vocabulary
+        # Each target id's place in the draft's vocabulary, −1 for those that are not in it.
+        vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
+        self._draft_ids = torch.full((vocab_size,), -1, device=vocabulary.device)
+        self._draft_ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
         self._beside = [Teacher.read(draft, directory) for directory in dirs]
         total = 1 + sum(one.weight for one in beside)
         self._shares = [1 / total, *(one.weight / total for one in beside)]
@@ -91,14 +95,13 @@ class Teachers:
         self, states: HiddenStates, device: str, on_progress: Callable[[int, int, float], None] | None = None
     ) -> None:
         """Let the other models read the samples whose target's states these are; finished ones are found again."""
-        found = []
+        self._states = []
         for directory in self._dirs:
             card = describe(directory)
             folder = states.directory.with_name(f"teacher-{card.sha256[:16]}")
             told = HiddenStates(folder, states.samples, [card.num_layers], card.hidden_size)
             told.extract(directory, on_progress=on_progress, device=device)
-            found.append(told)
-        self._states = tuple(found)
+            self._states.append(told)
 
     def say(self, batch: Sequence[Sample], target: Said) -> list[Said]:
         """Return what each of them says of a batch, the target's word, which is given, first."""
@@ -109,20 +112,11 @@ class Teachers:
             word.append((final.to(device), log_sums.to(device)))
         return word
 
-    def drafted(
-        self,
-        unrolled: Unrolled,
-        came: Tensor,
-        word: Sequence[Said],
-        places: tuple[Tensor, Tensor],
-    ) -> Drafted:
-        """Put together what the loss needs of rows [n], and compute no more.
+    def drafted(self, unrolled: Unrolled, came: Tensor, word: Sequence[Said], places: tuple[Tensor, Tensor]) -> Drafted:
+        """Put together what the loss needs of rows [n], and no more; ValueError if the draft has not such states.
 
         `came` [n] are target ids of the tokens that came instead, `word` is of `say`, `places` are [n] sequences and
         [n] tokens of theirs, after which the rows' words are said.
-
-        Raises:
-            ValueError: the loss reads states that the draft has not.
         """
         columns: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -173,12 +167,3 @@ def require_teachers(draft: Draft, target_dir: Path, beside: Sequence[TeacherPar
             raise ValueError(
                 f"teacher {number}, {card.name}, says {card.vocab_size} tokens, and the draft may say token {last}"
             )
-
-
-def draft_ids(draft: Draft, target_dir: Path) -> Tensor:
-    """[V] each target id's place in the draft's vocabulary, −1 for those that are not in it."""
-    vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
-    vocabulary = draft.vocabulary
-    ids = torch.full((vocab_size,), -1, device=vocabulary.device)
-    ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-    return ids

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from models import catalog
@@ -36,23 +37,14 @@ class Progress(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What training was.
+    """What training was."""
 
-    Attributes:
-        losses: (step, running mean of the loss in nats a token) of each step that ran.
-        num_tokens: tokens learnt, each epoch anew.
-        num_steps: steps that ran.
-        num_skipped: steps that a regime left out.
-        seconds: in steps.
-        figures: what regimes say of themselves.
-    """
-
-    losses: list[tuple[int, float]]
-    num_tokens: int
-    num_steps: int
-    num_skipped: int
-    seconds: float
-    figures: dict[str, float]
+    losses: list[tuple[int, float]]  # (step, running mean in nats a token) of each step that ran
+    num_tokens: int  # learnt, each epoch anew
+    num_steps: int  # that ran
+    num_skipped: int  # steps that a regime left out
+    seconds: float  # in steps
+    figures: dict[str, float]  # what regimes say of themselves
 
 
 OnProgress = Callable[[Progress], None]
@@ -68,12 +60,10 @@ def train(
     on_progress: OnProgress | None = None,
     label: str = "",
 ) -> Trained:
-    """Train `model` in place.
+    """Train `model`, in float32 and on its device, in place; parameters that need no gradient stay as they are.
 
     Args:
-        model: in float32, on its device; parameters that need no gradient stay as they are.
         documents: token ids; those of one token have nothing to learn and are left out.
-        params: the loop's settings.
         regimes: hooks, in the order in which they are called.
         seed: of the order of batches.
         work_dir: holds the checkpoint; None keeps none.
@@ -135,20 +125,12 @@ def train_by_name(
 
 def pad(documents: Sequence[Sequence[int]]) -> Batch:
     """Return a batch with one document a row, padded on the right."""
-    length = max(map(len, documents))
-    token_ids = torch.zeros(len(documents), length, dtype=torch.int64)
-    labels = torch.full_like(token_ids, IGNORED)
-    for row, document in enumerate(documents):
-        token_ids[row, : len(document)] = labels[row, : len(document)] = torch.tensor(document)
-    return Batch(token_ids, labels)
+    texts = [torch.tensor(document, dtype=torch.int64) for document in documents]
+    return Batch(pad_sequence(texts, True), pad_sequence(texts, True, IGNORED))
 
 
 def cut(documents: Sequence[Sequence[int]], max_length: int) -> list[list[int]]:
-    """Cut documents into pieces of `max_length` tokens; pieces of one token are left out.
-
-    Raises:
-        ValueError: nothing is left.
-    """
+    """Cut documents into pieces of `max_length` tokens, but none of one token; ValueError if nothing is left."""
     pieces = [
         list(document[start : start + max_length])
         for document in documents
@@ -189,7 +171,9 @@ class _Loop(Loop[list[list[int]]]):
         for regime in regimes:
             regime.hold(self.optimizer)
         settings, names = params.model_dump(exclude={"checkpoint_s"}), [type(regime).__module__ for regime in regimes]
-        self.key = json.dumps([settings, names, label, seed, sorted(trained), _digest(self.batches)])
+        # Of integers, so that it is the same in every process.
+        digest = hash(tuple(tuple(map(tuple, batch)) for batch in self.batches))
+        self.key = json.dumps([settings, names, label, seed, sorted(trained), digest])
         self.num_skipped, self.stopped = 0, False
         self.all_tokens = params.num_epochs * sum(len(piece) for batch in self.batches for piece in batch)
 
@@ -217,7 +201,7 @@ class _Loop(Loop[list[list[int]]]):
             self.num_skipped += 1
             return None
         batch = next((b for regime in self.regimes if (b := regime.collate(documents)) is not None), None)
-        batch = _to(batch or pad(documents), self.model.device)
+        batch = Batch._make(one if one is None else one.to(self.model.device) for one in batch or pad(documents))
         self.begin_step(learning_rate(self.params, self.step, self.total))
         with ExitStack() as stack:
             for regime in self.regimes:
@@ -264,12 +248,3 @@ def learning_rate(params: TrainingParams, step: int, total: int) -> float:
     """Return the rate of a step: a linear rise, then half a cosine down to 2%."""
     warm = min(1.0, (step + 1) / max(params.warmup * total, 1.0))
     return params.learning_rate * warm * max(0.5 * (1 + math.cos(math.pi * step / total)), 0.02)
-
-
-def _digest(batches: Sequence[Sequence[Sequence[int]]]) -> int:
-    return hash(tuple(tuple(map(tuple, batch)) for batch in batches))  # of integers: the same in every process
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    positions = None if batch.position_ids is None else batch.position_ids.to(device)
-    return Batch(batch.token_ids.to(device), batch.labels.to(device), positions)

@@ -13,34 +13,15 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-
-import torch
-from pydantic import Field
-from torch import nn
+from typing import Any
 
 from models.core.evaluation import scoring
-from models.core.learning.averaged import Averaged
-from models.core.learning.fitted import WithHeads
 from models.core.learning.hidden import Sample
-from models.core.learning.resume import load_progress, save_progress
+from models.core.learning.loop import Loop
 from models.drafts import Draft
 from models.types import MIN_COMPLETION
 
 FOLDER = "looked-at"
-
-
-class Validated(WithHeads):
-    """When training ends before all passes are made.
-
-    Attributes:
-        validation: share of each domain's answers, whole clusters of them, that is kept from the draft to tell after
-            each pass how good it is; the best pass's weights stay. With 0, or where each cluster is larger than the
-            share, all passes are made and the last weights stay. In a refresh only the window's own answers are kept.
-        patience: passes in a row without a better draft after which training ends.
-    """
-
-    validation: float = Field(0.0, ge=0, le=0.5)
-    patience: int = Field(2, ge=1)
 
 
 def split(
@@ -90,10 +71,7 @@ class Validation:
         steps_per_pass: int,
         work_dir: Path,
     ) -> None:
-        """Take the draft that learns, on its device, and samples that it does not learn.
-
-        `patience` is of passes without a better draft that end a run, `steps_per_pass` over what is learnt.
-        """
+        """Take the draft that learns, on its device, and samples that it does not learn; `patience` is in passes."""
         self.samples = [one for one in samples if len(one.completion_ids) >= MIN_COMPLETION]
         self.taus: list[tuple[int, float]] = []
         self._draft, self._target_dir, self._num_draft_tokens = draft, target_dir, num_draft_tokens
@@ -121,37 +99,29 @@ class Validation:
 
     def look(self, step: int) -> bool:
         """Find out how good the draft is now; return whether it was never better."""
-        device = str(self._draft.vocabulary.device)
-        scores = scoring.score(
-            self._draft, self._target_dir, self.samples, self._num_draft_tokens, self._work_dir, device
-        )
-        tau = 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
-        self.taus.append((step, tau))
+        scored = self._draft, self._target_dir, self.samples, self._num_draft_tokens, self._work_dir
+        scores = scoring.score(*scored, str(self._draft.vocabulary.device))
+        self.taus.append((step, 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)))
         return self.best == self.taus[-1]
 
-    def keep(
-        self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, key: str, averaged: Averaged
-    ) -> None:
-        """Write what the pass left that was looked at last; see `models.core.learning.resume.save_progress`."""
+    def keep(self, run: Loop[Any], progress: Mapping[str, Any]) -> None:
+        """Write what the pass left that was looked at last; see `Loop.keep`."""
         folder = self._folder(self.taus[-1][0])
         folder.mkdir(parents=True, exist_ok=True)
-        save_progress(folder, trained, optimizer, {"key": key, "number": averaged.number}, averaged.tensors)
+        run.keep(folder, progress)
 
-    def put_back(
-        self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, key: str, averaged: Averaged
-    ) -> None:
-        """Put back what the best pass left, unless it was the last.
+    def put_back(self, run: Loop[Any]) -> dict[str, Any] | None:
+        """Put back what the best pass left and return what `keep` was told, unless it was the last.
 
         Raises:
             FileNotFoundError: somebody removed it.
         """
         if self.best is None or self.best == self.taus[-1]:
-            return
+            return None
         folder = self._folder(self.best[0])
-        found = load_progress(folder, trained, optimizer, key, averaged.tensors)
-        if found is None:
+        if (found := run.take_back(folder)) is None:
             raise FileNotFoundError(f"{folder}: the best pass's weights are gone")
-        averaged.number = found["number"]
+        return found
 
     def forget_others(self) -> None:
         """Remove what other passes than the best left, once no checkpoint names them."""

@@ -8,7 +8,7 @@ import torch
 
 from models import catalog
 from models.answers import RolloutParams
-from models.core.drafting.draft_families import family_named, procedure_of
+from models.core.drafting.draft_families import class_of, family_named
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 
@@ -96,7 +96,8 @@ def test_the_drafts_own_tokens_are_no_label(name: str) -> None:
 
 
 def test_every_family_says_how_it_is_trained() -> None:
-    losses = {name: procedure_of(family_named(name)).loss.name for name in ("eagle", "eagle3", "medusa", "self_skip")}
+    names = ("eagle", "eagle3", "medusa", "self_skip")
+    losses = {name: class_of(family_named(name)).procedure.loss.name for name in names}
     assert losses == {
         "eagle": "feature_regression",
         "eagle3": "forward_kl",

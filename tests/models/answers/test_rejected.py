@@ -9,8 +9,7 @@ import torch
 from models.answers import rejected, token_counts
 from models.core.evaluation.acceptance import rejected_places
 from models.core.learning import distill
-from models.core.learning.batches import hidden_states, pack
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states, pack
 from models.drafts import eagle3
 from models.engines import Sampling
 from tests.models import planted

@@ -10,8 +10,7 @@ import torch
 from models.core.checkpoints.checkpoint import read_tensors
 from models.core.drafting.draft_families import open_draft
 from models.core.learning import distill
-from models.core.learning.batches import hidden_states, pack
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states, pack
 from models.drafts import lm
 from models.targets import describe, random
 from tests.models import planted

@@ -87,7 +87,7 @@ def test_what_it_gets_between_answers_counts() -> None:
 
 
 def test_what_is_owed_is_paid_off_in_one_go() -> None:
-    due = Due(SHARE, MOST_OWED_S)
+    due = Due()
     due.waited(MOST_OWED_S / SHARE - 0.1)
     assert not due.must_go_on()
     due.waited(0.2)

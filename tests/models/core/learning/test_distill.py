@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from models.core.evaluation import scoring
 from models.core.learning import distill
-from models.core.learning.batches import hidden_states
 from models.core.learning.hidden import HiddenStates, Sample, length_buckets
 from models.drafts import Procedure, eagle3
 from models.losses import cross_entropy, forward_kl
@@ -83,16 +82,17 @@ def test_answers_too_short_to_draft_are_refused(tiny_target: Path, samples: list
 
 
 def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path
+    tiny_target: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("models.core.learning.hidden.BATCH_TOKENS", 64)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    HiddenStates(tmp_path, samples[:10], (1, 2), 128).extract(tiny_target, batch_tokens=64)
+    HiddenStates(tmp_path, samples[:10], (1, 2), 128).extract(tiny_target)
     with (tmp_path / "index.jsonl").open("a") as index:
         index.write('{"id": "half-writ')
     with (tmp_path / "states.bin").open("ab") as states:
         states.write(b"x" * 1000)
     again = HiddenStates(tmp_path, samples, (1, 2), 128)
-    again.extract(tiny_target, batch_tokens=64)
+    again.extract(tiny_target)
     # States are kept in bfloat16; a processor that computes in it too rounds in every layer.
     close = (1e-2, 3e-2, 1e-4) if fast_dtype() == torch.float32 else (5e-2, 1e-1, 1e-2)
     for sample in samples:
@@ -175,7 +175,7 @@ def test_without_its_moments_a_run_is_another_one(tiny_target: Path, samples: li
 
 @pytest.mark.parametrize("more", [{}, {"schedule": "constant", "average": 0.8}], ids=["alone", "mean and state"])
 def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path, more: dict[str, object]
+    tiny_target: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
 ) -> None:
     settings, end = {**more, "checkpoint_s": 0.0}, None
     if more:
@@ -183,22 +183,16 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
         run(new_head(tiny_target, samples), tiny_target, samples, tmp_path / "before", state_out=end)
     whole = new_head(tiny_target, samples)
     run(whole, tiny_target, samples, tmp_path / "whole", state=end, state_out=tmp_path / "a", **settings)
-    work = tmp_path / "cut"
-    cut = new_head(tiny_target, samples)
-    states = hidden_states(cut, tiny_target, samples, work)
-    loop = distill._Loop(cut, tiny_target, states, params(**settings), K, work, 0)
-    if end is not None:
-        loop.go_on_from(end)
-    original, steps = loop.advance, iter(range(12))
+    work, advance, steps = tmp_path / "cut", distill._Loop.advance, iter(range(12))
 
-    def advance(batch: list[Sample]) -> float:
+    def killed(self: distill._Loop, batch: list[Sample]) -> float:  # in the middle of a step, after the last checkpoint
         if next(steps, None) is None:
             raise _Stop
-        return original(batch)
+        return advance(self, batch)
 
-    loop.advance = advance  # the kill: in the middle of a step, after the last checkpoint
-    with pytest.raises(_Stop):
-        loop.run()
+    with monkeypatch.context() as machine, pytest.raises(_Stop):
+        machine.setattr(distill._Loop, "advance", killed)
+        run(new_head(tiny_target, samples), tiny_target, samples, work, state=end, **settings)
     resumed = new_head(tiny_target, samples)
     report = run(resumed, tiny_target, samples, work, state=end, state_out=tmp_path / "b", **settings)
     assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))

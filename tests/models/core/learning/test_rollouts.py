@@ -13,8 +13,7 @@ from models.answers import mixed_tokens, on_policy
 from models.core.drafting.draft_families import family_named
 from models.core.layers.decoder import Cache, Decoder
 from models.core.learning import distill
-from models.core.learning.batches import pack
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, pack
 from models.core.learning.rollouts import Rollouts, write
 from models.core.learning.teacher import Teacher
 from models.drafts import Draft, eagle3, lm

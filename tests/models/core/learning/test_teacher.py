@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.core.learning import distill
-from models.core.learning.batches import hidden_states, pack
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states, pack
 from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.drafts import Unrolled, eagle3
 from models.losses import forward_kl

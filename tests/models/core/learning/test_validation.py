@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from models.core.drafting.draft_families import family_named
 from models.core.learning import distill
-from models.core.learning.batches import hidden_states
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states
 from models.core.learning.validation import Validation, split
 from models.drafts import eagle3
 from tests.models.drafts.answered import answers_of, prompts, tau_of

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.core.learning.batches import hidden_states
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states
 from models.drafts import Draft
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row, sources

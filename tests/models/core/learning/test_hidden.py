@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from models.core.drafting.draft_families import family_named, open_draft
-from models.core.learning.batches import hidden_states, pack
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, hidden_states, pack
 from tests.models.drafts.tiny import make_tiny
 
 
