@@ -62,11 +62,8 @@ class AcceptanceCount(NamedTuple):
 class Summary(Frozen):
     """Acceptance over a set of requests; None where nothing was drafted or no step was taken.
 
-    Attributes:
-        rate: accepted / drafted tokens.
-        tau: 1 + accepted tokens / steps; 1.0 is no gain.
-        rate_without_loops: the same without the requests whose output repeats itself, which flatters both.
-        per_position: for each drafted place, steps that accepted it / steps that drafted it.
+    Figures without loops are without the requests whose output repeats itself, which flatters. Of each drafted place
+    `per_position` is the share of steps that accepted it in those that drafted it.
     """
 
     num_sequences: int

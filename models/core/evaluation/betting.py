@@ -54,10 +54,7 @@ def log_wealth(growth: Floats) -> Floats:
 class MeanTest(Frozen):
     """What is known of a mean: a value that goes on as values come in, and may be written down in between.
 
-    Attributes:
-        bound: K; the values are in [−K, K].
-        counts: bin to the weight of the values in it, bin 0 from −K on.
-        total: of the values, each times its weight.
+    Values are in [−bound, bound]; `counts` are bin to the weight of the values in it, bin 0 from −bound on.
     """
 
     bound: Positive

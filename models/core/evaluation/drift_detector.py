@@ -183,10 +183,10 @@ def usual_tau(domain: str, promised: Mapping[str, float]) -> float | None:
 
 
 def is_low(domain: str, promised: Mapping[str, float]) -> bool:
-    """Return whether a domain never had acceptance to lose.
+    """Return whether a domain never had acceptance to lose: little or nothing was promised of it.
 
-    That is so where its draft promises nothing of it, or less than the share `LOW` of the gain that is usual: the gate
-    measures a domain's τ on what was held out, whether the draft has learnt the domain or not.
+    Little is less than the share `LOW` of the gain that is usual. The gate measures a domain's τ on what was held out,
+    whether the draft has learnt the domain or not.
     """
     usual = usual_tau(domain, promised)
     return domain not in promised or (usual is not None and promised[domain] - 1 < LOW * (usual - 1))

@@ -37,7 +37,6 @@ class Evidence(Frozen):
     Attributes:
         challenger: which one of its champion it is, from 1; each is held to a smaller error.
         test: of the mean difference in accepted tokens a step; its bound is K.
-        num_windows, num_conversations, num_clusters: that went into it.
         last: the gain of the last window's traffic, with a 95% interval over clusters.
     """
 

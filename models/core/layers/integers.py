@@ -16,12 +16,9 @@ _EXACT = 1024
 
 
 class Integers(NamedTuple):
-    """A quantized matrix.
+    """A quantized matrix: [O, I] int8 values, whatever the bits, and [O, G] positive scales, G 1 for one scale a row.
 
-    Attributes:
-        values: [O, I] int8, whatever the bits.
-        scales: [O, G], positive; G is 1 for one scale a row.
-        zeros: [O, G] int8, the integer that stands for 0; None is 0 everywhere.
+    Zeros [O, G] int8 are the integers that stand for 0; None is 0 everywhere.
     """
 
     values: Tensor

@@ -36,12 +36,7 @@ class Scales(NamedTuple):
 
 
 class NormalFloats(NamedTuple):
-    """A quantized matrix.
-
-    Attributes:
-        codes: [O, I] uint8, numbers of levels.
-        scales: of blocks of a row, one after the other.
-    """
+    """A quantized matrix: [O, I] uint8 numbers of levels, and the scales of blocks of a row, one after the other."""
 
     codes: Tensor
     scales: Tensor | Scales

@@ -144,7 +144,7 @@ def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] =
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
             rounded = dtype == torch.bfloat16 and layer not in unrounded and takes_int8(layer.weight)
             # With another module in its place, names of parameters would change.
-            layer.forward = _packed(layer, dtype, rounded)  # type: ignore[method-assign]  # an instance's own
+            layer.forward = _packed(layer, dtype, rounded)  # type: ignore[assignment,method-assign]  # an instance's own
 
 
 def _packed(layer: nn.Linear | Borrowed, dtype: torch.dtype, rounded: bool) -> Callable[[Tensor], Tensor]:

@@ -19,12 +19,9 @@ GROUP = 32
 
 
 class Grid(NamedTuple):
-    """A matrix with O outputs and I inputs.
+    """A matrix with O outputs and I inputs: [O, I] integers, and [O, I / 32] scales and least values in float16.
 
-    Attributes:
-        values: [O, I] integers: uint8 from 0 to 15 where there are least values, else int8.
-        scales: [O, I / 32] float16.
-        least: [O, I / 32] float16, what 0 stands for; None where it stands for 0.
+    Integers are uint8 from 0 to 15 where there are least values, what 0 stands for; else int8.
     """
 
     values: Tensor

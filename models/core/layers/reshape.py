@@ -40,12 +40,8 @@ _AXES: dict[str, tuple[str, ...]] = {
 class Kept(NamedTuple):
     """What stays of a model's widths, ascending int64; None keeps all.
 
-    Attributes:
-        tokens: [V'] of the vocabulary.
-        hidden: [H'] of the hidden width.
-        heads: [L, A'] query heads of each block, equally many of each KV head that stays.
-        kv_heads: [L, K'] of each block.
-        channels: [L, C'] of each block's MLP.
+    [V'] tokens of the vocabulary, [H'] of the hidden width, and of each of L blocks [L, A'] query heads, equally many
+    of each KV head that stays, [L, K'] KV heads and [L, C'] channels of the MLP.
     """
 
     tokens: Tensor | None = None

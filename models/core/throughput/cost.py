@@ -45,12 +45,7 @@ Floats = NDArray[np.float64]
 
 
 class Time(NamedTuple):
-    """What one step took.
-
-    Attributes:
-        num_rows: at least one a sequence.
-        num_drafted: sequences that the passes were made over; 0 stands for all.
-    """
+    """What one step took: of at least a row a sequence, with passes over `num_drafted` sequences; 0 stands for all."""
 
     num_sequences: int
     num_rows: int
@@ -65,10 +60,9 @@ class Cost:
 
     Attributes:
         curves: ascending in their number of sequences.
-        measured_for: what the times hold for: machine, target, draft's shape, the engine's mode, dtype and threads.
+        measured_for: machine, target, draft's shape, the engine's mode, dtype and threads.
         drift: the logarithm of d.
         spread: mean size of the errors of the last steps, as logarithms.
-        num_steps: that it was refined from.
         grows: it was never measured, so steps outside of it are taken as they come.
         noise: of the measurement: between its first and its second half, as a logarithm; the mean over its steps, but
             for what all of them differ by, since a slower machine changes no ratio.

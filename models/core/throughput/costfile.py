@@ -45,8 +45,9 @@ def load(file: Path, measured_for: str) -> Cost:
         raise ValueError(f"{file.name} is no table of what steps take: {first_line}") from error
     if saved.measured_for != measured_for:
         raise ValueError(f"{file.name} was measured for {saved.measured_for}, wanted {measured_for}")
-    counts = [curve.num_sequences for curve in saved.curves]
-    rising = all(left < right for of in (counts, *(one.rows for one in saved.curves)) for left, right in pairwise(of))
+    orders: list[list[float]] = [[curve.num_sequences for curve in saved.curves]]
+    orders += [curve.rows for curve in saved.curves]
+    rising = all(left < right for numbers in orders for left, right in pairwise(numbers))
     if not rising or any(len(curve.rows) != len(curve.target_ms) for curve in saved.curves):
         raise ValueError(f"{file.name} is no table of what steps take: its points are in no order")
     curves = (Curve(one.num_sequences, tuple(one.rows), ascending(one.target_ms), one.draft_ms) for one in saved.curves)

@@ -32,15 +32,10 @@ class Curve(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What steps of one number of sequences take.
+    """What steps of one number of sequences take: ms of the target by rows, both ascending, and of a pass of the draft.
 
-    Attributes:
-        rows: ascending.
-        ms: of the target, one for each of `rows`, ascending as well.
-        pass_ms: of a pass of the draft; None if there was none.
-        one_pass: as of the table.
-        prompt_ms: that the draft takes for the prompt tokens that come with each emitted one; none where it rests.
-        read_ms: that it takes for those of the step that is planned.
+    `pass_ms` is None if there was no pass. The draft takes `prompt_ms` for the prompt tokens that come with each
+    emitted one, none where it rests, and `read_ms` for those of the step that is planned.
     """
 
     num_sequences: int

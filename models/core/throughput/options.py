@@ -79,7 +79,7 @@ def options_of(line: Line, groups: Sequence[Group], limit: int, price: Price | N
 
 def _keys(group: Group) -> list[tuple[str, Source, int]]:
     """Return what the lengths of a group's proposals are called in a plan, the head's first."""
-    lookups = [(group.domain, "lookup", kind) for _, kind, _ in group.lookups]
+    lookups: list[tuple[str, Source, int]] = [(group.domain, "lookup", kind) for _, kind, _ in group.lookups]
     return [(group.domain, "head", int(not group.whole)), *lookups]
 
 
