@@ -86,7 +86,7 @@ class Params(EngineParams):
     def _one_of_them_ends_a_step(self) -> Self:
         lengths, branches = catalog.load("lengths", self.lengths.name), catalog.load("trees", self.trees.name).BRANCHES
         policy, tree = f"length policy {self.lengths.name}", f"tree {self.trees.name}"
-        at_fault, overlaps = tree if branches else policy, hasattr(lengths, "OVERLAPS")
+        at_fault, overlaps = (tree if branches else policy), hasattr(lengths, "OVERLAPS")
         whole = self.nested_confidence is not None and (branches or overlaps)
         otherwise = self.lookup.num_tokens > 0 and (branches or not hasattr(lengths, "plan"))
         stops = branches and hasattr(lengths, "go_on")
@@ -113,8 +113,8 @@ class TorchEngine:
         self._find_heads(directory)
         self.trees = _method("trees", params.trees)
         if draft is not None:
-            last, has = max(draft.taps, default=0), f"which has {target.num_layers} layers"
-            if last > target.num_layers:
+            if (last := max(draft.taps, default=0)) > target.num_layers:
+                has = f"which has {target.num_layers} layers"
                 raise ValueError(f"{type(draft).__name__} reads what layer {last} of the target puts out, {has}")
             _require(type(draft), bool(draft.nested), params)
         self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
@@ -223,7 +223,6 @@ class TorchEngine:
         self.lengths = _method("lengths", fitted.found("lengths", self.params.lengths, directory))
 
     def took(self, step: Took) -> None:
-        """Note what a step took."""
         self.cost = self.cost.after(Time(1, step.num_rows, 0, 1000 * step.target_s))
         if step.num_passes:
             whole_ms = 1000 * (step.draft_s + step.target_s)

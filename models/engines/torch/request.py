@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -260,8 +260,7 @@ class Request:
         more: dict[str, object] = {"states": states[None]} if hasattr(rule, "READS_STATES") else {}
         if hasattr(rule, "READS_TEXT"):
             more["text"] = [[*self._prompt_ids, *self.token_ids]]
-        verified: Verified = rule.verify(proposal, p[None], self._rng, params, **more)
-        return verified
+        return cast("Verified", rule.verify(proposal, p[None], self._rng, params, **more))
 
     def _observe(self, token_ids: list[int], logits: Tensor) -> None:
         """Show the drafter what the target said after each token of a pass."""

@@ -28,14 +28,9 @@ class NoPlugin(ValueError):
 
 
 class AttachedEngine:
-    """Follows the protocol `models.engines.Engine`.
+    """Follows the protocol `models.engines.Engine`; `digest` is that of the weights that the server drafts with."""
 
-    Attributes:
-        digest: sha256 of the file of weights that the server drafts with.
-        speculating: always.
-    """
-
-    speculating = True
+    speculating = True  # always
 
     def __init__(self, url: str, token: str, offer: Offer = lambda file, _: {"path": str(file.parent)}) -> None:
         """Take its URL without `/v1`, and the plugin's token; by default it reads a file at the path that we do."""
@@ -160,8 +155,7 @@ class AttachedEngine:
 
     async def _served_model(self) -> str:
         if not self._model:
-            answer = (await self._http.get("/v1/models")).raise_for_status()
-            self._model = answer.json()["data"][0]["id"]
+            self._model = (await self._http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         return self._model
 
 

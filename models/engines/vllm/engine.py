@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import vllm
 from vllm import AsyncEngineArgs, SamplingParams
@@ -153,8 +153,7 @@ class VllmEngine:
             if on_first_token is not None:
                 on_first_token()
                 on_first_token = None
-        completion: Completion = last.completion
-        return completion
+        return cast("Completion", last.completion)
 
     async def swap_draft(self, directory: Path, version: str) -> float:
         """See `models.engines.Engine`; RuntimeError if it is not known what the engine drafts with.

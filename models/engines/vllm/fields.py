@@ -113,14 +113,9 @@ class StepPlan(NamedTuple):
 
 
 class PlannedThroughput(ThroughputEstimate):
-    """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
+    """What the last plan for served requests expected, at any load; see `models.lengths.Plan`."""
 
-    Attributes:
-        overhead_by_load: share of all tokens that is lost if one of the requests is drafted head-only, if 1, 2,
-            4, … run.
-    """
-
-    overhead_by_load: tuple[float, ...] = ()
+    overhead_by_load: tuple[float, ...] = ()  # share of all tokens lost if one of 1, 2, 4, … is drafted head-only
 
     def overhead_of(self, num_running: int) -> float:
         """Return what is lost for so many requests; 0 as long as nothing tells."""

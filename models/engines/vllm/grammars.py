@@ -81,7 +81,6 @@ class Grammars:
             self._taken.popitem(last=False)
 
     def close(self) -> None:
-        """End the process."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -159,8 +158,6 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 class _Compiler:
-    """The engine's compiler over the engine's vocabulary."""
-
     def __init__(self, config: VllmConfig) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend

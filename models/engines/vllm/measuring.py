@@ -127,7 +127,6 @@ async def measure(engine: "VllmEngine") -> None:
 
 
 async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:
-    """Return milliseconds of a step, over the tokens of an answer after its first."""
     times_s = await _answer(engine, DraftOptions("off"), PLAIN_TOKENS, request_id)
     return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 

@@ -88,6 +88,5 @@ def _run(command: list[str | Path]) -> None:
 
 
 def _digest(source: Path, flags: tuple[str, ...]) -> str:
-    """Return a name for what is compiled of a file, for this processor."""
     facts = (source.read_text(), flags, torch.__version__, sorted(torch.cpu.get_capabilities().items()))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

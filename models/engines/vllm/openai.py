@@ -34,9 +34,8 @@ MAX_FAULTS = 3
 class Refused(Exception):
     """A request that vLLM does not take, or failed on.
 
-    Attributes:
-        body: the error as vLLM answers it: {"error": {"message", "param", "code"}}; "code" is an HTTP status,
-            501 for what is not supported here.
+    `body` is what vLLM answers: {"error": {"message", "param", "code"}}, with an HTTP status as code, 501 for what is
+    not supported here.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
@@ -91,8 +90,7 @@ class Handlers:
 
     async def models(self) -> dict[str, Any]:
         """Answer /v1/models."""
-        served: dict[str, Any] = (await self._state.openai_serving_models.show_available_models()).model_dump()
-        return served
+        return dict((await self._state.openai_serving_models.show_available_models()).model_dump())
 
     async def _require_form(self, request: ChatCompletionRequest | CompletionRequest) -> None:
         """Refuse here what a request itself names: before its tools are joined to it, which compiles in this loop."""

@@ -252,7 +252,6 @@ class Planner:
 
     @property
     def _cost(self) -> Cost:
-        """The table of steps that choose tokens as this one does."""
         if self._choice not in self._costs:
             self._costs[self._choice] = self._setup.known_cost(self._choice) or self._costs["greedy"]
         return self._costs[self._choice]

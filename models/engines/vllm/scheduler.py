@@ -56,8 +56,7 @@ class TracingScheduler(Scheduler):
         """See the base class."""
         began_s = time.perf_counter()
         if self.planner is not None and self._step is not None:
-            ms = 1000 * (began_s - self._began_s)
-            self.planner.took(self._step._replace(ms=ms), self._rows)
+            self.planner.took(self._step._replace(ms=1000 * (began_s - self._began_s)), self._rows)
         self._began_s, self._step, self._rows = began_s, None, None
         self._settle()  # before the look-ups in the cache
         if self.draft_keys is not None:
@@ -180,7 +179,6 @@ class TracingScheduler(Scheduler):
         return results
 
     def _asked(self, request: Any, num_tokens: int) -> RequestState:
-        """Return what the planner is told of a request that a step computes so many tokens of."""
         params = request.sampling_params
         choice: Choice = "sampled" if params.temperature > 0 else "greedy"
         if params.logprobs is not None:

@@ -40,7 +40,6 @@ class _Layers:
         self.caches: dict[int, Tensor] = {}  # as far as told
 
     def add(self, layer: Any) -> int:
-        """Return the number of a layer."""
         number = self.numbers[layer.layer_name] = len(self.all)
         self.all.append(layer)
         return number
@@ -144,7 +143,6 @@ def _suits(layer: Any) -> bool:
 
 @cache
 def _is_built() -> bool:
-    """Load the operators; say so if they can't be."""
     built = native_build.is_loaded(native_build.ATTENTION, "attention is called from Python")
     if built:
         torch.library.register_fake("redraft::attend", lambda query, key, value, output, layer: None)

@@ -81,5 +81,4 @@ class _Placeless:
         self._config, self._folder = config, folder
 
     def to_json_string(self) -> str:
-        text: str = self._config.to_json_string()
-        return text.replace(self._folder, "")
+        return str(self._config.to_json_string()).replace(self._folder, "")

@@ -154,7 +154,6 @@ def _multiply(own: Callable[..., Tensor], kernel: Any, layer: Any, x: Tensor, bi
 
 
 def _unpack(kernel: Any, layer: nn.Module) -> None:
-    """Unpack the weights and let vLLM's product of floats have them."""
     packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if packed.input_dim != 1:
         raise ValueError(

@@ -20,7 +20,7 @@ Without it: each step drafts the same number of tokens, nothing is looked up, an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -131,7 +131,6 @@ class Planned:
         return [DraftOptions.of(requests[name].sampling_params).capture for name in self._runner.input_batch.req_ids]
 
     def _capture(self, ring: Ring, step: Mapping[str, Any]) -> None:
-        """Copy the states of accepted tokens whose requests want it."""
         names = self._captured()
         if any(names):
             borders = step["common_attn_metadata"].query_start_loc_cpu[: len(names) + 1].tolist()
@@ -147,10 +146,9 @@ class Planned:
         drafter, model = self._drafter, self._drafter.model
         offsets = getattr(model, "draft_id_to_target_id", None)
         if offsets is None or drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab:
-            best: Tensor = self._greedy_sample(hidden_states)
-            return best
+            return cast("Tensor", self._greedy_sample(hidden_states))
         best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
-        return best + offsets[best]
+        return cast("Tensor", best + offsets[best])
 
     def _wanted(self, request: Any, step: StepPlan) -> int:
         """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""

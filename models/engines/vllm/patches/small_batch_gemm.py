@@ -209,7 +209,6 @@ def limit() -> int:
 
 @cache
 def _is_built() -> bool:
-    """Load the kernel; say so if it can't be."""
     built = native_build.is_loaded(
         native_build.FEW_ROWS, "products of few rows read floats instead of the few bits of the target's file"
     )

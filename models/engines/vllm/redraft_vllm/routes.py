@@ -8,7 +8,7 @@ import hmac
 import logging
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 
@@ -99,5 +99,4 @@ def _swapper(request: Request, authorization: str) -> Swapper:
         raise HTTPException(401, f"wanted the token of {TOKEN}")
     if reasons := request.app.state.redraft_unsupported:
         raise HTTPException(503, "; ".join(reasons))
-    swapper: Swapper = request.app.state.redraft_swapper
-    return swapper
+    return cast("Swapper", request.app.state.redraft_swapper)

@@ -7,7 +7,7 @@ the target's shared embedding without storage, which is why everything is checke
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -212,19 +212,15 @@ def _rows(part: Tensor, num_rows: int, rank: int) -> Tensor:
 
 def _product(module: Any, inputs: Tensor) -> Tensor:
     """Return [N, O] of inputs [N, I], without the bias; Medusa's blocks are plain torch, all else is vLLM's."""
-    product: Tensor
     if isinstance(module, nn.Linear):
-        product = functional.linear(inputs, module.weight)
-    else:
-        product = module.quant_method.apply(module, inputs, bias=None)
-    return product
+        return functional.linear(inputs, module.weight)
+    return cast("Tensor", module.quant_method.apply(module, inputs, bias=None))
 
 
 @torch.no_grad()
 def _state(model: Any) -> Tensor:
     """Return [H] what the masked places of P-EAGLE read in place of the target's states."""
-    state: Tensor = model.combine_hidden_states(getattr(model, MASK).view(-1))
-    return state
+    return cast("Tensor", model.combine_hidden_states(getattr(model, MASK).view(-1)))
 
 
 def _stacking(drafter: Any) -> Any:

@@ -153,7 +153,7 @@ class Swapper:
         except Refused as refused:
             await self._revert(str(refused))
             raise
-        return emptied
+        return bool(emptied)
 
     async def verify(self, order: Order, staged: bool = False) -> float:
         """Return by how much a parameter of the loaded draft is off at most from its file, or from what is staged.
@@ -198,11 +198,10 @@ class Swapper:
 
     async def _call(self, method: str, *args: object) -> list[dict[str, Any]]:
         try:
-            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, timeout=CALL_S, args=args)
+            return list(await self._engine.collective_rpc(method, timeout=CALL_S, args=args))
         except Exception as error:  # vLLM's errors of a worker are of many kinds
             self.state = "unknown"
             raise Broken(f"{method}: {type(error).__name__}: {error}") from error
-        return answers
 
 
 def _require_ok(answers: Sequence[dict[str, Any]]) -> None:
