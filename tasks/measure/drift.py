@@ -52,7 +52,6 @@ QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4
 NEAR = 0.9  # of the specialist's τ
-FILE_HELD_OUT = 100  # prompts of a file's domain that are never logged
 WEIGHTS, STATE = "draft", "state.safetensors"
 
 Row = dict[str, Any]
@@ -282,7 +281,7 @@ def answers(
     return [Sample(**row) for row in run.cells.keep(cell, ask)]
 
 
-def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
+def file_traffic(given: str, num_requests: int, num_held_out: int) -> tuple[str, Traffic]:
     """Return a domain and its prompts out of "domain=file"; ValueError if it is none, or the file is not there.
 
     Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
