@@ -60,11 +60,8 @@ Row = dict[str, Any]
 class Stream(NamedTuple):
     """What is asked, window by window, and what drafts are held to.
 
-    Attributes:
-        shifted, known: the further domain, and the one that returns.
-        windows: the requests of each; the first `num_shifted` are of the further domain.
-        more: requests of the further domain that only the specialist learns.
-        held_out: of all domains.
+    Of the windows the first `num_shifted` are of the further domain, `shifted`, and the others of `known`, which
+    returns. `more` requests of the further domain only the specialist learns; those held out are of all domains.
     """
 
     shifted: str
@@ -201,11 +198,9 @@ class _Lab:
         return self._saved(draft, after / WEIGHTS, time.monotonic() - started_s)
 
     def scratch(self, step: int) -> Row:
-        """Train a new draft on all requests so far."""
         return self._made(f"scratch/{step}", None, self._stream.learnt(step), self._run.recipe.distill)
 
     def pool(self, step: int, past: Sequence[Path]) -> Row:
-        """Take the draft that accepts most of a window."""
         started_s, window = time.monotonic(), self._stream.windows[step - 1]
         taus = {
             draft_dir: mean_accepted_length(_traces(self.scored(draft_dir, 0.0, window)))
@@ -314,7 +309,6 @@ def refresh(run: Run, newest: int) -> Row:
 
 
 def _traces(row: Row, domain: str = "") -> list[Trace]:
-    """Return the traces of a domain, "" for all."""
     return [Trace.model_validate(one) for one in row["traces"] if domain in ("", one["domain"])]
 
 
