@@ -52,8 +52,7 @@ def compare(
     settings, comparison = open_settings(), load_comparison(family)
     from infra.views.comparison import comparison_report, draw_tradeoffs
     from infra.views.results import publish
-    from tasks.measure.compare_methods import compare_methods
-    from tasks.measure.decide import parse_margin
+    from tasks.measure.compare_methods import compare_methods, parse_margin
     from tasks.measure.fit import fitted, parse_bounds
 
     if fit is not None and not hasattr(comparison, "BOUNDS"):

@@ -103,7 +103,6 @@ def is_cut(way: Configuration) -> bool:
 
 
 def sized(way: Configuration, option: Option) -> Configuration:
-    """Return a way with the number of tokens that is best for it."""
     size = {"num_draft_tokens": option.num_draft_tokens} if is_cut(way) else {}
     return way.model_copy(update={"engine": way.engine | size})
 

@@ -70,7 +70,6 @@ def open_baselines(
 
 
 def encoder(target_dir: Path) -> Callable[[Prompt], list[int]]:
-    """Return what makes a prompt's token ids, as the endpoint does."""
     encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
     return lambda prompt: prompt.encode(encoder)
 
@@ -177,7 +176,6 @@ def why_not(recipe: Recipe) -> str | None:
 
 
 def run_llamacpp(recipe: Recipe, target_dir: Path, prompts: Sequence[Prompt], folder: Path, bar: Bar) -> list[Row]:
-    """Let llama.cpp answer prompts; see `run_offline`."""
     folder.mkdir(parents=True, exist_ok=True)
     encode, answers, job = encoder(target_dir), folder / "answers.jsonl", folder / "job.json"
     asked = {

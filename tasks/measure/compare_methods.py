@@ -5,8 +5,12 @@ each would take longer than most of them, or in several that stay; seconds then 
 work. Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a
 metric has a figure for each, so that what a seed does to all rows alike cancels out (`models.core.evaluation.spread`).
 
-Rows that train do so at a learning rate of their own, which `tasks.measure.sweep` finds before their first cell. Under
-a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
+Rows that train do so at a learning rate of their own, which `tasks.measure.sweep` finds before their first cell.
+
+Under a margin, rows get more seeds until they differ from the baseline or are level with it. Differences are looked at
+several times meanwhile, so that each look has its share of the error: with L looks an interval is Student's at
+1 − α / L. It tells levelness where it lies within ±margin, however sure a difference is that makes none to anybody, and
+else a difference where it leaves out 0.
 """
 
 import fnmatch
@@ -15,13 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.progress import TimeRemainingColumn
@@ -33,7 +38,7 @@ from infra.settings import load_settings
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import counting, out
 from models.core.evaluation.acceptance import CONFIDENCE
-from models.core.evaluation.spread import Mean, spread
+from models.core.evaluation.spread import Mean, differences, spread
 from models.core.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.precision import gpu_name
@@ -41,7 +46,7 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import Estimate
 from tasks.change_model import CHANGES
-from tasks.measure import chain, decide, sweep
+from tasks.measure import chain, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
 from tasks.prepare_target import prepare_target
@@ -51,6 +56,17 @@ from tasks.stages.samples import SIDES
 
 ROOMS = ("models", __name__.rpartition(".")[0])  # what figures depend on: algorithms, and what measures them
 DTYPE = "float32"  # what models are trained, pruned and quantized in
+ALPHA = 0.05
+MOST_TOLD = 10_000  # seeds beyond which the number is no use to anybody
+Verdict = Literal["differs", "level", "undecided"]
+
+
+class Margin(NamedTuple):
+    """What makes no difference to anybody, and how many seeds may go into showing that."""
+
+    metric: str
+    value: float
+    most_seeds: int
 
 
 def compare_methods(
@@ -60,7 +76,7 @@ def compare_methods(
     folder: Path,
     budget: float,
     num_seeds: int,
-    margin: decide.Margin | None = None,
+    margin: Margin | None = None,
     only: Sequence[str] = (),
     num_jobs: int = 1,
 ) -> tuple[Comparison, dict[str, Any]]:
@@ -93,7 +109,7 @@ def compare_methods(
     }
     cells = Cells(folder / "cells", setup)
     counts = dict.fromkeys((row.name for row in rows), num_seeds)
-    steps = [num_seeds] if margin is None else decide.looks(num_seeds, max(num_seeds, margin.most_seeds))
+    steps = [num_seeds] if margin is None else looks(num_seeds, max(num_seeds, margin.most_seeds))
     verdicts: dict[str, str] = {}
     for step in steps:
         asked = [row for row in rows if row.name not in verdicts]
@@ -102,11 +118,11 @@ def compare_methods(
         measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(counts[row.name])] for row in rows}
         metrics = {name: [metrics_of(one) for one in of_row] for name, of_row in measured.items()}
         if margin is not None:
-            verdicts |= decide.decided(metrics, comparison.BASELINE, margin, len(steps))
+            verdicts |= decided(metrics, comparison.BASELINE, margin, len(steps))
         if len(verdicts) == len(rows) - 1:
             break
     if margin is not None:
-        verdicts = decide.needed(metrics, comparison.BASELINE, margin, len(steps)) | verdicts
+        verdicts = needed(metrics, comparison.BASELINE, margin, len(steps)) | verdicts
     figures = summarise(metrics, comparison.BASELINE)
     about = {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]}
     for row in rows:
@@ -276,7 +292,7 @@ def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str
     """Sum cells up: row to metric to figure. A row has a cell for each of the baseline's first seeds."""
     figures: dict[str, dict[str, MethodFigure]] = {row: {} for row in cells}
     for metric in cells[baseline][0]:
-        gains = decide.differences_from(cells, baseline, metric)
+        gains = differences_from(cells, baseline, metric)
         for row, of_row in cells.items():
             values = [value for one in of_row if (value := one[metric]) is not None]
             known = len(values) == len(of_row)
@@ -311,3 +327,69 @@ def record(
     }
     params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
     return {"run": open_registry().store.record_run(f"{title}: {row.name}", params, metrics, [])}
+
+
+def parse_margin(text: str, most_seeds: int) -> Margin:
+    """Read "kl 0.05"; ValueError if it is not a column's name and a number above 0."""
+    metric, _, value = text.strip().rpartition(" ")
+    with suppress(ValueError):
+        if metric and float(value) > 0:
+            return Margin(metric, float(value), most_seeds)
+    raise ValueError(f'--margin: wanted a column\'s name and a number above 0, such as "kl 0.05"; got "{text}"')
+
+
+def decided(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
+    """Return row to "differs" or "level", where that is known, or to "no figure", which no seed would change."""
+    known = differences_from(cells, baseline, margin.metric)
+    found: dict[str, str] = {row: decide(of_row, margin.value, num_looks) for row, of_row in known.items()}
+    found |= dict.fromkeys(cells.keys() - known.keys() - {baseline}, "no figure")
+    return {row: verdict for row, verdict in found.items() if verdict != "undecided"}
+
+
+def needed(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin, num_looks: int) -> dict[str, str]:
+    """Return each row to how many more seeds it needs, in words; see `decided`."""
+    told = {}
+    for row, of_row in differences_from(cells, baseline, margin.metric).items():
+        more = seeds_needed(of_row, margin.value, num_looks)
+        number = "far" if more is None else f"about {more}"
+        told[row] = f"undecided, needs {number} more {'seed' if more == 1 else 'seeds'}"
+    return told
+
+
+def looks(first: int, most: int) -> list[int]:
+    """Return after how many seeds to look: the first, then half as many more each time, and `most`."""
+    found = [first]
+    while found[-1] < most:
+        found.append(min(most, math.ceil(1.5 * found[-1])))
+    return found
+
+
+def decide(found: Sequence[float], margin: float, num_looks: int) -> Verdict:
+    """Say what differences, row − baseline for each seed, show; of type `Mean` where documents are paired."""
+    of_all = spread(found)
+    mean, reach = abs(of_all.mean), of_all.reach(1 - ALPHA / num_looks)
+    if mean + reach < margin:
+        return "level"
+    return "differs" if mean > reach else "undecided"
+
+
+def seeds_needed(found: Sequence[float], margin: float, num_looks: int) -> int | None:
+    """Return about how many more seeds would decide, if mean and deviation stay; None for more than anybody runs."""
+    of_all = spread(found)
+    if math.isnan(of_all.variance):
+        return None
+    wanted = max(abs(of_all.mean), margin - abs(of_all.mean))
+    counts = range(of_all.num_seeds, MOST_TOLD)
+    enough = next((count for count in counts if of_all.reach(1 - ALPHA / num_looks, count) < wanted), None)
+    return None if enough is None else max(1, enough - of_all.num_seeds)
+
+
+def differences_from(cells: Mapping[str, Sequence[Metrics]], baseline: str, metric: str) -> dict[str, list[float]]:
+    """Return row to its differences from the baseline, by seed; rows of which one has no figure are left out."""
+    found = {}
+    for row, of_row in cells.items():
+        sides = of_row, cells[baseline][: len(of_row)]
+        values, bases = ([value for one in some if (value := one[metric]) is not None] for some in sides)
+        if row != baseline and len(values) == len(bases) == len(of_row):
+            found[row] = differences(values, bases)
+    return found

@@ -104,6 +104,5 @@ def sentence(verdicts: Mapping[str, int]) -> str:
 
 
 def differing(verdicts: Mapping[str, int]) -> list[str]:
-    """Return the failure that other outputs are, as a list of none or one."""
     count = verdicts.get("different", 0)
     return [f"{count} outputs differ from those without speculation"] if count else []

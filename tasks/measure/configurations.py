@@ -80,7 +80,6 @@ class Target(NamedTuple):
         return TorchEngine(self.decoder, self.directory, draft, directory, params)
 
     def _open(self, named: BaseParams | str) -> tuple[Draft, Path | None]:
-        """Return a draft and its directory, None for a new one."""
         if isinstance(named, str):
             directory = self.draft_dir if named == SERVED else Path(named)
             return open_for(self.decoder, directory, self.directory), directory

@@ -73,14 +73,10 @@ class Stages:
 def demonstrating(
     recipe: Recipe, demo: Demo, settings: Settings, first: Version, stages: Stages
 ) -> "Iterator[Demonstration]":
-    """Serve the champions while the block runs.
+    """Serve the champions while the block runs; ValueError or RuntimeError where the service can't be started.
 
-    vLLM's own endpoint begins beside the service, since each compiles on one core for minutes; what it is asked, it is
-    asked at the end. On a GPU, and where there is little memory, it begins then.
-
-    Raises:
-        ValueError: nothing was built, or the port is taken.
-        RuntimeError: the service did not start.
+    vLLM's own endpoint begins beside the service, since each compiles on one core for minutes, and is asked at the end.
+    On a GPU, and where there is little memory, it begins then.
     """
     # Answers that another first draft helped with are another run's.
     folder = settings.home / "demo" / f"{recipe.name}-{first.sha256[:12]}"
@@ -113,8 +109,6 @@ def _has_room(settings: Settings) -> bool:
 
 @dataclass
 class Demonstration:
-    """Asks a service that runs; made by `demonstrating`."""
-
     recipe: Recipe
     demo: Demo
     settings: Settings
@@ -126,7 +120,6 @@ class Demonstration:
 
     @property
     def champion(self) -> int:
-        """The draft that is to be served."""
         champion = open_registry(self.settings).champion("draft")
         if champion is None:
             raise RuntimeError("the registry has no champion draft after a build")
@@ -267,7 +260,6 @@ class Demonstration:
 
     @contextmanager
     def _keeper(self, phase: str) -> Iterator[Callable[[Answer], None]]:
-        """Yield what adds an answer to a phase's as it ends."""
         with (self.folder / f"{phase}.jsonl").open("a") as file:
 
             def keep(answer: Answer) -> None:

@@ -51,7 +51,6 @@ QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4
 NEAR = 0.9  # of the specialist's τ
-FILE_HELD_OUT = 100  # prompts of a file's domain that are never logged
 WEIGHTS, STATE = "draft", "state.safetensors"
 
 Row = dict[str, Any]
@@ -60,11 +59,8 @@ Row = dict[str, Any]
 class Stream(NamedTuple):
     """What is asked, window by window, and what drafts are held to.
 
-    Attributes:
-        shifted, known: the further domain, and the one that returns.
-        windows: the requests of each; the first `num_shifted` are of the further domain.
-        more: requests of the further domain that only the specialist learns.
-        held_out: of all domains.
+    Of the windows the first `num_shifted` are of the further domain, `shifted`, and the others of `known`, which
+    returns. `more` requests of the further domain only the specialist learns; those held out are of all domains.
     """
 
     shifted: str
@@ -201,11 +197,9 @@ class _Lab:
         return self._saved(draft, after / WEIGHTS, time.monotonic() - started_s)
 
     def scratch(self, step: int) -> Row:
-        """Train a new draft on all requests so far."""
         return self._made(f"scratch/{step}", None, self._stream.learnt(step), self._run.recipe.distill)
 
     def pool(self, step: int, past: Sequence[Path]) -> Row:
-        """Take the draft that accepts most of a window."""
         started_s, window = time.monotonic(), self._stream.windows[step - 1]
         taus = {
             draft_dir: mean_accepted_length(_traces(self.scored(draft_dir, 0.0, window)))
@@ -281,7 +275,7 @@ def answers(
     return [Sample(**row) for row in run.cells.keep(cell, ask)]
 
 
-def file_traffic(given: str, num_requests: int, num_held_out: int = FILE_HELD_OUT) -> tuple[str, Traffic]:
+def file_traffic(given: str, num_requests: int, num_held_out: int) -> tuple[str, Traffic]:
     """Return a domain and its prompts out of "domain=file"; ValueError if it is none, or the file is not there.
 
     Those that are held out are never asked; which share of the file either has is drawn, and varies a little.
@@ -314,7 +308,6 @@ def refresh(run: Run, newest: int) -> Row:
 
 
 def _traces(row: Row, domain: str = "") -> list[Trace]:
-    """Return the traces of a domain, "" for all."""
     return [Trace.model_validate(one) for one in row["traces"] if domain in ("", one["domain"])]
 
 

@@ -114,7 +114,6 @@ class Endpoint(ChatServer):
         self._revoke()
 
     def start(self) -> None:
-        """See the base class."""
         self._child, _ = start_service(configure_service.fn(self._recipe), self._settings)
 
     def ask_as_another(self) -> None:
@@ -153,7 +152,7 @@ def require_answers(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def forgetful(recipe: Recipe) -> Recipe:
-    """Return a recipe whose engine looks up no earlier answers, for a benchmark that asks the same prompts over again.
+    """Return a recipe whose engine looks up no earlier answers, for a benchmark that asks the same prompts again.
 
     They would be found there whole, and every speed but a first one would be that of copying.
     """

@@ -1,5 +1,4 @@
-"""What tables of training regimes share: columns of what methods say of themselves, loss in their own arithmetic, and
-the small model that is trained."""
+"""What tables of training regimes share: what methods say of themselves, loss in their arithmetic, a small model."""
 
 import math
 from collections.abc import Sequence

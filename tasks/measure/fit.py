@@ -84,7 +84,6 @@ def told(fit: Fit, rows: Mapping[str, Mapping[str, MethodFigure]], best: str, he
 def fitted(
     report: Report, found: Comparison, comparison: ModuleType, bounds: Sequence[Bound], recipe: Recipe, budget: float
 ) -> Report:
-    """Return a report that ends with what fits, and the recipe that makes it."""
     fit = choose(found.figures, bounds, comparison.WINS_BY)
     said = told(fit, found.figures, comparison.WINS_BY, found.headings[comparison.WINS_BY])
     notes = [*report.notes, f"Asked for: {', '.join(bound.spelt for bound in bounds)}: {said}"]

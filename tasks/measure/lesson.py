@@ -78,10 +78,10 @@ def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: floa
 
 
 def train(bench: Bench, settings: Mapping[str, Any], seed: int) -> tuple[Draft, float]:
-    """Train a new draft on answers of the target, and return it with the seconds that took.
+    """Train a new draft, the table `draft` of the settings, on answers of the target by their other keys, of [distill].
 
-    Settings are its table, `draft`, and beside that keys of [distill]. A budget of 1 is 96 answers of 48 tokens. A
-    family with a vocabulary of its own gets as large a one as the target has, and at most 4,096 tokens.
+    Returns it and the seconds. A budget of 1 is 96 answers of 48 tokens. A family with a vocabulary of its own gets as
+    large a one as the target has, and at most 4,096 tokens.
     """
     draft, training = settings["draft"], {name: value for name, value in settings.items() if name != "draft"}
     learnt = answered(bench, num_answers(bench), seed)
@@ -104,7 +104,6 @@ def learn(
 
 
 def answered(bench: Bench, number: int, seed: int) -> list[Sample]:
-    """Return the target's greedy answers to documents of the training part that the seed draws."""
     target = load_model(bench.target_dir, device=bench.device)
     return _samples("learnt", target, opening(bench.train, number, seed), None)
 

@@ -119,7 +119,6 @@ def measure(
 
 
 def _ask_service(load: _Load, served: Served, cells: Mapping[str, Mapping[int, str]]) -> None:
-    """Measure what is missing of the service, draft by draft."""
     run = load.run
     missing = {name: of_name for name, of_name in cells.items() if not all(map(run.cells.has, of_name.values()))}
     if not missing and run.cells.has("reference"):
@@ -215,7 +214,6 @@ def _report(
 
 
 def _compare(on: _Way, off: _Way, num_streams: int, seed: int) -> Row:
-    """Return the figures of one place with and without drafts, where they were measured, and how they compare."""
     figures = {name: way.figures(num_streams) for name, way in (("on", on), ("off", off)) if way.answers}
     if len(figures) < 2:
         return figures

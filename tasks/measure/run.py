@@ -53,12 +53,8 @@ class Served(Frozen):
 class Run:
     """One benchmark of one recipe, in a process that has entered the benchmark's home.
 
-    Attributes:
-        recipe: parsed; `recipe_name` is what the command was given.
-        redraft: the program itself, for benchmarks of whole commands.
-        settings: of the benchmark's own home.
-        folder: where everything of it lies, of which `cells` are measured already.
-        setup: what the figures depend on.
+    `recipe_name` is what the command was given, `redraft` the program itself, for benchmarks of whole commands, `setup`
+    what the figures depend on, and `folder` where all of it lies.
     """
 
     def __init__(

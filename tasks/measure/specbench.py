@@ -104,8 +104,8 @@ def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
     for prompt in prompts:
         if prompt.fields():
             raise ValueError(f"a prompt of {prompt.domain} has {', '.join(prompt.fields())}, which no question has")
-        question = Question(id=prompt.id, domain=prompt.domain, messages=prompt.messages)
-        tasks.setdefault(prompt.domain, []).append(question)
+        asked = Question(id=prompt.id, domain=prompt.domain, messages=prompt.messages)
+        tasks.setdefault(asked.domain, []).append(asked)
     return tasks
 
 
@@ -292,7 +292,6 @@ def make_report(
 def _by_task(
     rows: Sequence[Row], ways: Sequence[str], greedy: bool, target_dir: Path, seed: int
 ) -> dict[str, dict[str, Row]]:
-    """Return task to side to figures, the last task being all of them."""
     tasks, sides = (*dict.fromkeys(row["domain"] for row in rows), ALL), (PLAIN, *ways)
 
     def of(task: str, side: str) -> list[Row]:
@@ -327,14 +326,11 @@ def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir
 
 
 def _decoding(rows: Iterable[Row]) -> dict[str, Decoded]:
-    """Return what the tokens after the first took, by prompt."""
     timed = {row["prompt_id"]: Decoded(len(row["token_ids"]) - 1, row["decode_s"]) for row in rows}
     return {prompt: one for prompt, one in timed.items() if one.seconds > 0}
 
 
 def _speeds(tasks: Mapping[str, Mapping[str, Row]], ways: Iterable[str], at: float) -> Iterator[Grid]:
-    """Yield the speeds of whole requests, and those of decoding alone."""
-    ways = [*ways]
     for title, key in (("times plain decoding", "speedup"), ("the same after the first token", "decoding_speedup")):
         rows = [[way, *(_ratio(found[way], key) for found in tasks.values())] for way in ways]
         yield Grid(f"{title}{_at(at)}", ["way", *tasks], rows)

@@ -46,15 +46,12 @@ Row = dict[str, Any]
 
 
 class Stage(NamedTuple):
-    """A round's share of the prompts, and where they are asked."""
-
     run: Run
     served: Served
     prompts: Sequence[Prompt]
     bar: Bar
 
     def ask(self, endpoint: ChatServer, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
-        """Ask prompts one after the other and return the answers as rows of a side."""
         return [
             {"side": side, **row}
             for prompt in prompts  # a connection each, so that no side has older ones
@@ -276,7 +273,7 @@ class _Side:
 
 
 def _decoded(row: Row) -> Decoded | None:
-    """Return what decoding took, from the arrivals or, where a baseline tells only the ends, from those."""
+    """Return what decoding took, from the arrivals or, where only the ends are known, from those."""
     if row["arrival_ms"]:
         return decoded(row["arrival_ms"])
     seconds = row["seconds"] - row["first_token_ms"] / 1000

@@ -39,8 +39,6 @@ SUFFIX, SUFFIX_METHOD = f"{PLAIN} with suffix", "suffix"
 
 
 class Stock(ChatServer):
-    """vLLM's own endpoint for a target."""
-
     def __init__(
         self, recipe: Recipe, settings: Settings, target_dir: Path, speculation: Mapping[str, Any] | None = None
     ) -> None:

@@ -49,7 +49,7 @@ def measure(run: Run, given: argparse.Namespace) -> Row:
         RuntimeError: a request or a refresh failed, or found too few rows.
     """
     num_requests, all_requests = given.requests, given.refreshes * given.requests
-    further = dict([file_traffic(given.data, all_requests)]) if given.data else {}
+    further = dict([file_traffic(given.data, all_requests, num_held_out=100)]) if given.data else {}
     traffic = {**run.recipe.traffic, **further}
     newest = run.served().champion
     log = run.logged()

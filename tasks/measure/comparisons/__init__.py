@@ -49,12 +49,9 @@ class Row(NamedTuple):
 class Bench(NamedTuple):
     """What all rows of a table share.
 
-    Attributes:
-        target_dir: the model that is trained, pruned or quantized.
-        train, held_out: token ids of documents by domain, to train or calibrate on, and of other groups to measure on.
-        budget: as given to `rows`.
-        work_dir: an empty folder of this cell's own, removed afterwards.
-        draft_dir: the champion draft of that target, where there is one; `num_draft_tokens` is K as served.
+    Documents to train or calibrate on, and of other groups to measure on, are token ids by domain; `budget` is as given
+    to `rows`, `work_dir` an empty folder of this cell's own, removed afterwards; the draft is the target's champion, if
+    any, and K as served.
     """
 
     target_dir: Path

@@ -123,7 +123,6 @@ def _scratch(vocab_size: int, seed: int, device: str) -> PreTrainedModel:
 
 
 def _draw(domains: dict[str, list[list[int]]], ids: dict[int, int], num_tokens: int, seed: int) -> list[list[int]]:
-    """Take documents of each domain in turn, cut to one piece each, up to `num_tokens`."""
     rng = torch.Generator().manual_seed(seed)
     documents = in_turn(shuffled(documents, rng) for documents in domains.values())
     pieces = ([ids.get(token, 0) for token in document[:LENGTH]] for document in documents if len(document) > 1)

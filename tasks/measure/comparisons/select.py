@@ -126,7 +126,6 @@ def _draw(documents: list[list[int]], num_wanted: int, rng: torch.Generator) -> 
 
 
 def _cut(bench: Bench, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
-    """Return the target's outer layers as a draft and as a language model of the same weights."""
     draft = lm.create(lm.Params(num_layers=num_layers), bench.target_dir, np.empty(0)).to(bench.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(draft.config)

@@ -242,7 +242,6 @@ def _error(model: PreTrainedModel, full: PreTrainedModel, documents: list[list[i
 
 @torch.no_grad()
 def _speed(model: PreTrainedModel) -> float:
-    """Return tokens a second of one sequence, the median of five after one that warms up."""
     token_ids = torch.arange(LENGTH, device=model.device)[None] % model.config.vocab_size
     seconds = []
     for _ in range(6):
@@ -264,7 +263,6 @@ def _mib(directory: Path) -> float:
 
 
 def _chain(bench: Bench, row: Row, seed: int) -> Path:
-    """Make a chain that trains on as much text as "trained" rows do."""
     documents = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
     few = bench._replace(train={min(bench.train): documents})
     return chain.make(few, chain_tables(row.settings["chain"], few, row.settings["learning_rate"]), seed)

@@ -62,7 +62,6 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 
 
 def claims(report: Report, found: Comparison) -> Report:
-    """Put each paper's claim beside what was seen, and say what became of it."""
     lines = []
     for name, figures in found.figures.items():
         if name == BASELINE:
@@ -131,7 +130,6 @@ def _decoder(config: Any, num_devices: int) -> Decoder:
 
 
 def _ms(decoder: Decoder, num_rows: int, skipped: Sublayers) -> float:
-    """Return the median of a pass over so many rows behind a context, its output matrix included."""
     cache = Cache(decoder, CONTEXT + num_rows)
     decoder.forward(torch.zeros(CONTEXT, dtype=torch.int64), cache)
     rows = torch.zeros(num_rows, dtype=torch.int64)

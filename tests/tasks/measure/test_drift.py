@@ -56,7 +56,7 @@ def test_a_further_domain_comes_out_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "math.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "domain": "sums"} for n in range(400)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    domain, traffic = file_traffic(f"math={file}", 60)
+    domain, traffic = file_traffic(f"math={file}", 60, 100)
     assert {prompt.domain for prompt in choose_more(domain, traffic, 0, "requests", 60)} == {"math"}
 
 
@@ -65,4 +65,4 @@ def test_a_further_domain_comes_out_of_a_file(tmp_path: Path) -> None:
 )
 def test_what_names_no_file_is_refused(given: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        file_traffic(given, 10)
+        file_traffic(given, 10, 10)

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.measure import lesson, sweep
 from tasks.measure.cells import Cells
-from tasks.measure.comparisons import Bench, Row, adapters, families, load_comparison, losses, quantize, regimes, shrink
+from tasks.measure.comparisons import Bench, Row, adapters, losses, quantize, regimes, shrink
 from tests.tasks.measure.benches import random_texts
 
 DOCUMENTS = {"chat": [[number, 1, 2] for number in range(17)], "code": [[100, 1], [101, 1]]}
@@ -92,13 +92,6 @@ def test_a_row_that_diverges_is_named() -> None:
     comparison = SimpleNamespace(tune=lambda bench, row, seed: math.nan)
     with pytest.raises(ValueError, match="row coarse: training diverges"):
         sweep.sweep_row(comparison, Bench(Path(), DOCUMENTS, {}, 1.0, Path()), Row("coarse", {"learning_rate": 1.0}))
-
-
-def test_every_table_of_which_a_row_names_a_rate_sweeps_it_and_has_it_in_a_column() -> None:
-    for family in families():
-        comparison = load_comparison(family)
-        rates = [row.settings.get("learning_rate") for row in comparison.rows(1.0)]
-        assert hasattr(comparison, "tune") == any(rates) == ("rate" in comparison.COLUMNS), family
 
 
 @pytest.mark.slow

@@ -25,9 +25,8 @@ def named(name: str) -> Row:
     return next(row for row in rows(1.0) if row.name == name)
 
 
-def test_every_row_is_named_once_and_holds_a_method_that_parses() -> None:
+def test_every_row_holds_a_method_that_parses() -> None:
     found = rows(1.0)
-    assert len({row.name for row in found}) == len(found) and found[0].name == BASELINE
     methods = [row.settings["method"] for row in found if row.settings["method"] is not None]
     assert all(catalog.parse("regimes", method).name == method["name"] for method in methods)
     assert all(row.settings["width"] % 4 == 0 for row in found)

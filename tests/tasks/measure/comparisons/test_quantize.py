@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models import catalog
-from tasks.measure.comparisons import Bench, Row
+from tasks.measure.comparisons import Bench
 from tasks.measure.comparisons import quantize as comparison
 
 pytestmark = pytest.mark.slow
@@ -20,12 +20,6 @@ def bench(target: Path, work_dir: Path, num_documents: int = 4) -> Bench:
     rng = torch.Generator().manual_seed(1)
     train, held_out = (torch.randint(3, 259, (num_documents, 80), generator=rng).tolist() for _ in range(2))
     return Bench(target, {"one": train}, {"one": held_out}, 0.1, work_dir)
-
-
-def test_every_method_has_a_row_and_rows_have_names_of_their_own() -> None:
-    names = [row.name for row in comparison.rows(1.0)]
-    assert len(set(names)) == len(names)
-    assert {comparison.BASELINE, *catalog.names("quantize")} <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +82,3 @@ def test_decomposition_and_finer_scales_help_where_outliers_are_planted(tiny_tar
     decomposed, vector = error("absmax vector-wise + decomposition"), error("absmax vector-wise")
     assert decomposed < 0.3 * vector
     assert vector < 1.1 * error("absmax")
-
-
-def test_rows_travel_as_json() -> None:
-    import json
-
-    for row in comparison.rows(1.0):
-        assert Row(row.name, json.loads(json.dumps(row.settings))) == row

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from models import catalog
 from tasks.measure.comparisons import Bench, regimes
 from tests.tasks.measure.benches import counting
 
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.slow
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:
     text = {"thirds": counting(3, 12, 40), "fifths": counting(5, 12, 40)}
     return Bench(tiny_target, text, text, 0.001, tmp_path)
-
-
-def test_every_method_is_a_row_beside_plain_training() -> None:
-    headings = [row.name for row in regimes.rows(1)]
-    assert regimes.BASELINE in headings and len(set(headings)) == len(headings)
-    assert set(catalog.names("regimes")) < set(headings)
 
 
 def test_plain_training_is_a_hundred_percent_and_half_as_long_fifty(bench: Bench) -> None:
