@@ -32,18 +32,13 @@ class Manifest(Frozen):
 
     def digest(self) -> str:
         """Return the sha256 of the canonical JSON of `files`: sorted keys, no spaces."""
-        return sha256_of(self.model_dump()["files"])
+        return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
 
 
 def canonical_json(value: object) -> bytes:
     """Return the one JSON form of `value` that digests are made of; NaN raises ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
-
-
-def sha256_of(value: object) -> str:
-    """Return the sha256 of a value's canonical JSON as 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

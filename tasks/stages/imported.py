@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
-from infra.manifest import sha256_of
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation import own_answers
@@ -19,7 +18,7 @@ from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
-from tasks.stages import cached_step
+from tasks.stages import cached_step, sha256_of
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import device_of, throttled
