@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from infra.processes import Child
     from infra.settings import Settings
     from infra.supervisor import Program
-    from tasks.send_traffic import TrafficReport
 
 POLL_S = 0.2
 
@@ -67,8 +66,7 @@ def _wait_for_end(child: "Child") -> NoReturn:
 
 def attach(
     servers: Annotated[
-        list[str],
-        typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1."),
+        list[str], typer.Argument(metavar="URL...", help="Of vLLM servers with the plugin redraft_vllm, without /v1.")
     ],
     recipe: RecipeName = DEFAULT_RECIPE,
     resolve: Resolve = False,
@@ -103,8 +101,7 @@ def _run(program: "Program", told: str, settings: "Settings") -> NoReturn:
 def record(
     model: Annotated[list[str], typer.Option(help="Name by which the server knows the target; may be given again.")],
     server: Annotated[
-        str,
-        typer.Argument(help="URL of an OpenAI-compatible server, without /v1; none for one that records itself."),
+        str, typer.Argument(help="URL of an OpenAI-compatible server, without /v1; none for one that records itself.")
     ] = "",
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients are to ask.")] = 8080,
     recipe: RecipeName = DEFAULT_RECIPE,
@@ -144,6 +141,7 @@ def traffic(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import client_of
+    from infra.views.overview import counts
     from infra.views.results import counting
     from tasks.send_traffic import choose_requests, send_traffic
 
@@ -154,7 +152,14 @@ def traffic(
         task = bar.add_task(f"{domain} traffic", total=len(prompts))
         traffic, max_tokens = parsed.traffic, parsed.generate.max_tokens
         report = send_traffic.fn(client, prompts, traffic, max_tokens, concurrency, lambda _: bar.advance(task))
-    _show_traffic(report)
+    tau = "none" if report.tau is None else f"{report.tau:.3f}"
+    out.print(f"{report.num_ok} of {report.num_requests} answered, {report.tokens_per_s:.0f} tokens/s, τ {tau}")
+    if report.draft_versions:
+        out.print(f"answered with draft {counts(report.draft_versions)}", markup=False)
+    if report.failures:
+        out.print(f"failed with {counts(report.failures)}", markup=False)
+    if report.num_ok < report.num_requests:
+        raise RuntimeError(f"{report.num_requests - report.num_ok} requests failed")
 
 
 def up(
@@ -255,16 +260,3 @@ def status(
         typer.echo(json.dumps(seen.model_dump(mode="json")))
     else:
         show_overview(seen, out)
-
-
-def _show_traffic(report: "TrafficReport") -> None:
-    from infra.views.overview import counts
-
-    tau = "none" if report.tau is None else f"{report.tau:.3f}"
-    out.print(f"{report.num_ok} of {report.num_requests} answered, {report.tokens_per_s:.0f} tokens/s, τ {tau}")
-    if report.draft_versions:
-        out.print(f"answered with draft {counts(report.draft_versions)}", markup=False)
-    if report.failures:
-        out.print(f"failed with {counts(report.failures)}", markup=False)
-    if report.num_ok < report.num_requests:
-        raise RuntimeError(f"{report.num_requests - report.num_ok} requests failed")

@@ -29,18 +29,13 @@ class Manifest(Frozen):
     files: dict[str, FileEntry]
 
     def digest(self) -> str:
-        return sha256_of(self.model_dump()["files"])
+        return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
 
 
 def canonical_json(value: object) -> bytes:
     """Return the one JSON form of `value` that digests are made of; NaN raises ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
-
-
-def sha256_of(value: object) -> str:
-    """Return the sha256 of a value's canonical JSON as 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

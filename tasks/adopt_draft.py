@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from infra.artifacts import Artifact, open_artifact
-from infra.manifest import file_sha256, sha256_of
+from infra.manifest import file_sha256
 from infra.settings import load_settings
 from models.core.drafting.draft_families import adopter_of, name_of, open_draft
 from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.measure_draft import scored_by, tau_of
-from tasks.stages import cached_step
+from tasks.stages import cached_step, sha256_of
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
 from tasks.stages.task import task

@@ -15,7 +15,6 @@ from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.erasures import Role
 from infra.identity import process_identity
-from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.secret import home_secret
@@ -27,7 +26,7 @@ from models.core.learning.hidden import Sample
 from models.precision import is_out_of_memory
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
-from tasks.stages import cached_step, stage_key
+from tasks.stages import cached_step, sha256_of, stage_key
 from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import SIDES, Side, Split, by_domain, draw_per_domain, read_samples, usable, write_samples

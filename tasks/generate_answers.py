@@ -63,7 +63,8 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         "engine": recipe.engine.model_dump(mode="json"),
         "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
     }
-    return cached_step("samples", "samples", params, make, {"target": target, "prompts": prompts}, (save_golden,))
+    inputs, code = {"target": target, "prompts": prompts}, (save_golden, in_turn)
+    return cached_step("samples", "samples", params, make, inputs, code)
 
 
 def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:

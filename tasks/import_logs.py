@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
-from infra.manifest import sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
@@ -41,6 +40,7 @@ from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, r
 from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
+from tasks.stages import sha256_of
 from tasks.stages.reporting import progress
 from tasks.stages.task import task
 

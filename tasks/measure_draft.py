@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact
-from infra.manifest import sha256_of
 from infra.settings import load_settings
 from models.core.drafting.draft_families import family_of, open_draft
 from models.core.evaluation.acceptance import estimate, resample_sums
@@ -22,7 +21,7 @@ from models.drafts import Draft
 from models.engines import Rules
 from models.recipe import Recipe
 from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateReport
-from tasks.stages import cached_step
+from tasks.stages import cached_step, sha256_of
 from tasks.stages.reporting import table
 from tasks.stages.samples import by_domain, captures_of, read_samples, tell_captured
 from tasks.stages.task import task

@@ -91,7 +91,8 @@ def _look(
         return test
     target_dir = _fetched(settings, "target", _target_version(champion))
     rows = _one_of_each_cluster(log, test, rows, target_dir)
-    samples = _drawn(recipe, test, rows, champion)
+    samples, _ = usable(rows, _target_version(champion), recipe.refresh.max_share_per_key, params.per_look)
+    samples = samples[: min(params.per_look, test.num_wanted - len(test.compared))]
     now_ms = int(time.time() * 1000)
     if not samples or (len(samples) < params.per_look and now_ms - test.looked_ms < 1000 * params.max_wait_s):
         return test
@@ -122,13 +123,6 @@ def _one_of_each_cluster(
         seen.setdefault(one.cluster, row)
     compared = {row.seq for row in before}
     return [row for row in seen.values() if row.seq not in compared]
-
-
-def _drawn(recipe: Recipe, test: PostPromotionTest, rows: Sequence[QueryRow], champion: Version) -> list[Sample]:
-    """Return the requests to compare, no more of a key than its share."""
-    per_look = recipe.post_promotion_test.per_look
-    samples, _ = usable(rows, _target_version(champion), recipe.refresh.max_share_per_key, per_look)
-    return samples[: min(per_look, test.num_wanted - len(test.compared))]
 
 
 def _target_version(champion: Version) -> int:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from infra.artifacts import Artifact, publish, staged
 from infra.locks import lock_folder
-from infra.manifest import file_sha256, sha256_of
+from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
 from models import catalog
 from tasks.stages.reporting import run_logger
@@ -92,6 +92,11 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return sha256_of(parts)[:KEY_LENGTH]
+
+
+def sha256_of(value: object) -> str:
+    """Return the sha256 of a value's canonical JSON as 64 hexadecimal digits."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def local_content(path: str) -> dict[str, str]:

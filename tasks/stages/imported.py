@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
-from infra.manifest import sha256_of
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation import own_answers
@@ -19,7 +18,7 @@ from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
-from tasks.stages import cached_step
+from tasks.stages import cached_step, sha256_of
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import device_of, throttled
@@ -36,7 +35,9 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
     returns by how many nats a token each such domain's imports are unlike.
     """
     imported = [one for samples in parts.values() for one in samples if one.id.startswith(ELSEWHERE)]
-    found = _differences(recipe, target, _drawn(imported, recipe.seed)) if imported else {}
+    alone = {(one.domain, one.cluster or one.id): one for one in imported}  # of what is alike, as far as known, one
+    asked = draw_per_domain(list(alone.values()), own_answers.NUM_PROMPTS, recipe.seed)
+    found = _differences(recipe, target, asked) if asked else {}
     unlike = {domain: one for domain, one in found.items() if own_answers.unlike(one)}
     if not unlike:
         return parts, {}
@@ -47,9 +48,9 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
     held_to: tuple[Split, Split] = ("held_out", "regression")
     tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
     own = {one.id: one for one in _answers(recipe, target, tests)} if tests else {}
-    asked = {one.id for one in tests}
+    names = {one.id for one in tests}
     gated: dict[Split, list[Sample]] = {
-        part: [_with_answer(one, own) for one in parts[part] if one.id not in asked or one.id in own]
+        part: [_with_answer(one, own) for one in parts[part] if one.id not in names or one.id in own]
         for part in held_to
     }
     return {**parts, **gated}, unlike
@@ -57,12 +58,6 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
 
 def _with_answer(sample: Sample, own: Mapping[str, Sample]) -> Sample:
     return sample._replace(completion_ids=own[sample.id].completion_ids, rejected=None) if sample.id in own else sample
-
-
-def _drawn(imported: Sequence[Sample], seed: int) -> list[Sample]:
-    """Draw the prompts that are asked: of each domain so many, and of what is alike one, as far as that is known."""
-    alone = {(one.domain, one.cluster or one.id): one for one in imported}
-    return draw_per_domain(list(alone.values()), own_answers.NUM_PROMPTS, seed)
 
 
 def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> dict[str, Estimate]:

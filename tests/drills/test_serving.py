@@ -139,12 +139,7 @@ def answered_per_s(load: Load) -> float:
 
 @pytest.mark.parametrize(("spoil", "before_it_is_registered", "tags", "reason"), BAD.values(), ids=BAD.keys())
 def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
-    scene: Scene,
-    world: World,
-    spoil: Spoil | None,
-    before_it_is_registered: bool,
-    tags: dict[str, str],
-    reason: str,
+    scene: Scene, world: World, spoil: Spoil | None, before_it_is_registered: bool, tags: dict[str, str], reason: str
 ) -> None:
     directory = world.home / "made" / f"bad-{time.monotonic_ns()}"
     shutil.copytree(world.make(1), directory)

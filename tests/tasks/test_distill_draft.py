@@ -171,8 +171,7 @@ def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(targ
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["chimera", "clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"],
+    "name", ["chimera", "clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"]
 )
 def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
     name: str, target: Artifact, tmp_path: Path
