@@ -50,7 +50,7 @@ _PHONE = re.compile(
     re.ASCII,
 )
 # Those that look like other numbers too, so that they must be valid in one of the regions that write them so.
-_SHAPES = (
+_SHAPES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(r"(?<![\w+.\-\]])\(\d{2}\) ?9?\d{4}-\d{4}(?![\w\[]|[.-]\d)", re.ASCII), ("BR",)),
     (re.compile(r"(?<![\w+.\-\]])8[ -]?\(\d{3}\) ?\d{3}[ -]\d{2}[ -]\d{2}(?![\w\[]|[.-]\d)", re.ASCII), ("RU", "KZ")),
     (re.compile(r"(?<![\w+.\-\]])00 ?[1-9](?:[ ().-]{0,2}\d){8,13}(?![\w\[]|[.-]\d)", re.ASCII), ("DE",)),
