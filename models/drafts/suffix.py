@@ -97,7 +97,7 @@ class _Drafter:
     def end(self) -> None:
         """See `models.core.drafting.drafters.Remembering`; the answer comes with the prompt's end, which finds it."""
         start = max(0, self._num_prompt_tokens - self.draft.params.shortest)
-        self.draft.answers.add(self._sequence.since(start))
+        self.draft.answers.add(self._sequence.token_ids[start:])
 
 
 def look_up(sequence: Sequence, num_tokens: int, params: Params) -> list[int]:
