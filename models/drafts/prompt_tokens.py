@@ -35,7 +35,7 @@ from models.core.drafting import draft_format
 from models.core.drafting.draft_files import read_params, require_llama_layout
 from models.core.drafting.drafters import Beside
 from models.core.drafting.proposal import Proposal
-from models.core.drafting.self_draft import SharedTarget, TargetRunner
+from models.core.drafting.self_draft import Drafter, TargetRunner
 from models.core.layers.decoder import Decoder
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
 from models.params import BaseParams
@@ -163,7 +163,7 @@ class PromptTokens(TargetRunner):
         return torch.cat(found)
 
 
-class _Drafter(SharedTarget):
+class _Drafter(Drafter):
     """See `models.drafts.Drafter`, `Expander` and `Asker`."""
 
     draft: PromptTokens

@@ -138,10 +138,8 @@ def engine_weights(directory: Path) -> EngineWeights:
     """
     file = directory / WEIGHTS
     own = {"d2t": "draft_id_to_target_id", "lm_head.weight": "lm_head.weight", "mask_hidden": "mask_hidden"}
-    return EngineWeights(
-        file,
-        fused({own.get(name, f"model.{name.replace('midlayer.', 'layers.0.')}"): name for name in tensor_names(file)}),
-    )
+    names = {own.get(name, f"model.{name.replace('midlayer.', 'layers.0.')}"): name for name in tensor_names(file)}
+    return EngineWeights(file, fused(names))
 
 
 def require_mask(token_id: Any, vocab_size: int) -> int:

@@ -59,9 +59,8 @@ class Heads(Draft):
         self.config, self.num_target_layers, self.eps = config, 0, 0.0
         hidden, size = config["hidden_size"], config["truncated_vocab_size"]
         numbers = range(config["num_heads"])
-        self.blocks = nn.ModuleList(
-            Block(self.num_inputs(head) * hidden, hidden, config["num_hidden_layers"]) for head in numbers
-        )
+        depth = config["num_hidden_layers"]
+        self.blocks = nn.ModuleList(Block(self.num_inputs(head) * hidden, hidden, depth) for head in numbers)
         self.lm_heads = nn.ModuleList(nn.Linear(hidden, size, bias=False) for _ in numbers)
         self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
         self.register_buffer("norm", torch.ones(hidden), persistent=False)

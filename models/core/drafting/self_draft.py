@@ -81,8 +81,8 @@ class SelfDraft(TargetRunner, Weightless):
         return TreeDrafter(self, max_len)
 
 
-class SharedTarget:
-    """What drafters that run the target have in common; each has a target of its own until one is shared.
+class Drafter:
+    """See `models.drafts.Drafter` and `SelfDrafter`; it has a target of its own until one is shared.
 
     Attributes:
         known: tokens that are certain.
@@ -97,19 +97,22 @@ class SharedTarget:
         self.num_asked = 0
         self._max_len = max_len
         self._shared: tuple[Decoder, Cache] | None = None
+        self._begun: list[Begun] = []
 
     def share(self, target: Decoder, cache: Cache) -> None:
         """See `models.core.drafting.drafters.SelfDrafter`."""
         self._shared = target, cache
 
     def begun(self) -> Begun | None:
-        """See `models.core.drafting.drafters.SelfDrafter`; nothing has."""
-        return None
+        """See `models.core.drafting.drafters.SelfDrafter`."""
+        whole = {begun.num_layers for begun in self._begun}
+        return Begun(whole.pop(), torch.cat([one.states for one in self._begun])) if whole - {0} else None
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         if not self.known:
             self.num_asked = len(token_ids) - 1
         self.known += token_ids.tolist()[1 if self.known else 0 :]
+        self._begun = []
 
     def target_and_cache(self) -> tuple[Decoder, Cache]:
         """Return what it drafts with; the cache holds all that is certain but the last token."""
@@ -120,23 +123,6 @@ class SharedTarget:
         if unread := self.known[cache.length : -1]:
             target.forward(torch.tensor(unread, device=target.device), cache)
         return target, cache
-
-
-class Drafter(SharedTarget):
-    """See `models.drafts.Drafter` and `SelfDrafter`."""
-
-    def __init__(self, draft: TargetRunner, max_len: int) -> None:
-        super().__init__(draft, max_len)
-        self._begun: list[Begun] = []
-
-    def begun(self) -> Begun | None:
-        """See `models.core.drafting.drafters.SelfDrafter`."""
-        whole = {begun.num_layers for begun in self._begun}
-        return Begun(whole.pop(), torch.cat([one.states for one in self._begun])) if whole - {0} else None
-
-    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        super().extend(token_ids, hidden)
-        self._begun = []
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         target, cache = self.target_and_cache()

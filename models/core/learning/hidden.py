@@ -91,13 +91,10 @@ class HiddenStates:
         device: str = "cpu",
         captured: Captures | None = None,
     ) -> None:
-        """Compute what is not on disk yet.
+        """Compute what is neither on disk yet nor captured.
 
-        Args:
-            target: the target's directory, or the model itself where it lies in none.
-            on_progress: called with (tokens done, tokens in all, tokens/s).
-            device: where the target runs.
-            captured: states that need not be computed.
+        `target` is its directory, or the model itself where it lies in none; `on_progress` is called with tokens done,
+        tokens in all and tokens/s.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = self._read_index()

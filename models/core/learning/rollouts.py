@@ -70,9 +70,8 @@ def write(
         tokens = next((tokens[:end] for end, token in enumerate(tokens, 1) if token in stops), tokens)
         # A draft that has no more to say hands over too.
         hands_over = not tokens or (len(tokens) == asked < len(turns) and tokens[-1] not in stops)
-        states, tapped = target.forward(
-            tensor([last, *tokens] if hands_over else [last, *tokens[:-1]]), cache, draft.taps
-        )
+        read = tensor([last, *tokens] if hands_over else [last, *tokens[:-1]])
+        states, tapped = target.forward(read, cache, draft.taps)
         if hands_over:
             tokens.append(draw(target.logits(states[-1:])[0], sampling, rng))
         drafter.extend(tensor([last, *tokens]), tapped)

@@ -32,11 +32,8 @@ def split(
     Clusters are drawn as long as they fit into their domain's share, which is of one answer at least; a cluster of
     several domains counts for the one of its first answer. An answer without one is a cluster of its own.
 
-    Args:
-        samples: all there are.
-        share: of each domain's answers, in [0, 0.5].
-        seed: of the draw.
-        among: ids that may be validated with; a cluster with any other is learnt. None allows all.
+    `share` is of each domain's answers, in [0, 0.5]; a cluster with an answer that is not `among` the ids that may be
+    validated with is learnt, None allowing all.
     """
     clusters: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:

@@ -33,8 +33,9 @@ def make(deep_target: Path, nested: tuple[int, ...] = NESTED) -> lm.Lm:
 
 def loss_of(draft: lm.Lm, deep_target: Path, samples: list[Sample], work: Path) -> float:
     states = hidden_states(draft, deep_target, samples, work)
-    loop = distill._Loop(draft, deep_target, states, distill.Params(**SETTINGS), 2, work, 0)
-    return float(loop.loss(samples, states, 0, 0.0)[0].detach())
+    loop = distill._Loop(draft, deep_target, states, distill.Params(**SETTINGS), 2, work, 0, (), (), lambda _: None)
+    loop.states = states
+    return float(loop._loss(samples, 0.0)[0].detach())
 
 
 def test_one_pass_says_what_each_nested_draft_says_by_itself(

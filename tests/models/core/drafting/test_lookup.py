@@ -51,15 +51,23 @@ def test_sizes_that_can_not_be_are_refused() -> None:
         Sequence(3, 2)
 
 
+def answered(library: NgramIndex, request_id: str, key: str, token_ids: list[int]) -> None:
+    """Have a request end after these tokens, with every other that runs."""
+    library.sequence(request_id, key, 1).extend(token_ids)
+    library.close_all_but([])
+
+
+def looked_up(library: NgramIndex, request_id: str, key: str, token_ids: list[int], num_tokens: int = 1) -> Match:
+    sequence = library.sequence(request_id, key, 1)
+    sequence.extend(token_ids)
+    return sequence.look_up(num_tokens)
+
+
 def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never() -> None:
     library = NgramIndex(shortest=2, longest=8, capacity=100)
-    library.sequence("first", "alice", 2).extend([1, 2, 10, 11, 12, 13])
-    library.close_all_but([])
-    own, other = library.sequence("second", "alice", 1), library.sequence("third", "bob", 1)
-    for one in (own, other):
-        one.extend([10, 11])
-    assert own.look_up(2) == Match(2, [12, 13])
-    assert other.look_up(2) == Match(0, [])
+    answered(library, "first", "alice", [1, 2, 10, 11, 12, 13])
+    assert looked_up(library, "second", "alice", [10, 11], 2) == Match(2, [12, 13])
+    assert looked_up(library, "third", "bob", [10, 11], 2) == Match(0, [])
 
 
 def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
@@ -73,11 +81,8 @@ def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
 
 def test_without_capacity_only_the_sequence_itself_is_looked_up() -> None:
     library = NgramIndex(shortest=2, longest=8, capacity=0)
-    library.sequence("first", "alice", 1).extend([10, 11, 12])
-    library.close_all_but([])
-    second = library.sequence("second", "alice", 1)
-    second.extend([10, 11])
-    assert second.look_up(1) == Match(0, [])
+    answered(library, "first", "alice", [10, 11, 12])
+    assert looked_up(library, "second", "alice", [10, 11]) == Match(0, [])
 
 
 def test_no_more_than_the_capacity_is_remembered_and_the_oldest_goes_first() -> None:
@@ -93,36 +98,23 @@ def test_no_more_than_the_capacity_is_remembered_and_the_oldest_goes_first() -> 
 def test_keys_beyond_the_limit_are_forgotten_the_least_recent_first() -> None:
     library = NgramIndex(shortest=2, longest=8, capacity=100, max_keys=2)
     for number, key in enumerate(["alice", "bob", "carol"]):
-        library.sequence(f"of-{key}", key, 1).extend([10 * number, 10 * number + 1, 10 * number + 2])
-        library.close_all_but([])
-    found = {}
-    for number, key in enumerate(["bob", "carol"]):
-        one = library.sequence(f"again-{key}", key, 1)
-        one.extend([10 * number + 10, 10 * number + 11])
-        found[key] = one.look_up(1).token_ids
-    assert found == {"bob": [12], "carol": [22]}
-    again = library.sequence("again-alice", "alice", 1)
-    again.extend([0, 1])
-    assert again.look_up(1) == Match(0, [])
+        answered(library, f"of-{key}", key, [10 * number, 10 * number + 1, 10 * number + 2])
+    assert looked_up(library, "again-bob", "bob", [10, 11]) == Match(2, [12])
+    assert looked_up(library, "again-carol", "carol", [20, 21]) == Match(2, [22])
+    assert looked_up(library, "again-alice", "alice", [0, 1]) == Match(0, [])
 
 
 def test_forgetting_leaves_nothing_of_other_requests() -> None:
     library = NgramIndex(shortest=2, longest=8, capacity=100)
-    library.sequence("first", "alice", 1).extend([10, 11, 12])
-    library.close_all_but([])
+    answered(library, "first", "alice", [10, 11, 12])
     second = library.sequence("second", "alice", 1)
     assert library.forget() == 3
     second.extend([10, 11])
     assert second.look_up(1) == Match(0, [])
     library.close_all_but([])  # it ended before, and nobody had noticed yet
-    third = library.sequence("third", "alice", 1)
-    third.extend([10])
-    assert third.look_up(1) == Match(0, [])
-    third.extend([11, 12])
-    library.close_all_but([])
-    fourth = library.sequence("fourth", "alice", 1)
-    fourth.extend([10, 11])
-    assert fourth.look_up(1) == Match(2, [12])
+    assert looked_up(library, "third", "alice", [10]) == Match(0, [])
+    answered(library, "third", "alice", [11, 12])
+    assert looked_up(library, "fourth", "alice", [10, 11]) == Match(2, [12])
 
 
 def test_a_store_gives_what_followed_the_longest_match_the_latest_first() -> None:
