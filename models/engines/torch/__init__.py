@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from models import catalog
 from models.core.drafting.draft_families import class_of, family_named, family_of, open_draft
@@ -68,17 +68,13 @@ class Params(EngineParams):
         """What drafted tokens are verified by."""
         return Rules(greedy=self.verify_greedy, sampling=self.verify)
 
-    @field_validator("verify")
+    @field_validator("verify", "verify_greedy")
     @classmethod
-    def _samples(cls, rule: BaseParams) -> BaseParams:
-        if not catalog.load("verify", rule.name).SAMPLES:
+    def _suits_its_temperature(cls, rule: BaseParams, info: ValidationInfo) -> BaseParams:
+        samples = catalog.load("verify", rule.name).SAMPLES
+        if info.field_name == "verify" and not samples:
             raise ValueError(f"verify rule {rule.name} is for greedy decoding only; it can't sample")
-        return rule
-
-    @field_validator("verify_greedy")
-    @classmethod
-    def _reads_logits(cls, rule: BaseParams) -> BaseParams:
-        if catalog.load("verify", rule.name).SAMPLES:
+        if info.field_name == "verify_greedy" and samples:
             raise ValueError(f"verify_greedy rule {rule.name} wants probabilities, which temperature 0 has none of")
         return rule
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from models.params import BaseParams
 
 K = 3
 LOOKED_UP = 8
+DRAFTED = Row(0, 0, False, [1] * K)
 
 
 def setup(lengths: BaseParams | None = None, costs: Path | None = None, facts: str = "here") -> Setup:
@@ -43,16 +46,12 @@ def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0
     A pass takes `sequence_ms` more for each sequence after the first. In the second round all takes `slower` times as
     long.
     """
-    for factor in (1.0, slower):
-        for num in (1, 4):
-            measured_steps(
-                planner,
-                num,
-                lambda num, more, passes: (
-                    factor  # noqa: B023
-                    * (10 + row_ms * more + (pass_ms + sequence_ms * (num - 1)) * passes)
-                ),
-            )
+
+    def ms(factor: float, num: int, more: int, passes: int) -> float:
+        return factor * (10 + row_ms * more + (pass_ms + sequence_ms * (num - 1)) * passes)
+
+    for factor, num in product((1.0, slower), (1, 4)):
+        measured_steps(planner, num, partial(ms, factor))
     planner.next(asked(AUTO))
     planner.took(step(1, 1, 10), [NOTHING])
 
@@ -170,7 +169,7 @@ def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_ste
         return [10 * (ms or 0.0) / plain for ms in known]
 
     before = passes_ms()
-    drafted = [Row(0, 0, False, [1] * K), NOTHING, NOTHING, NOTHING]
+    drafted = [DRAFTED, NOTHING, NOTHING, NOTHING]
     for number in range(600):  # plain steps between them tell that the machine is no slower
         planner.next(asked(HEAD if number % 2 else AUTO, AUTO, AUTO, AUTO))
         planner.took(step(4, 4, 13.0 if number % 2 else 10.0), drafted if number % 2 else None)
@@ -180,7 +179,7 @@ def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_ste
     known = planner._costs["greedy"]
     planner._policy = SimpleNamespace(plan=lambda *_: Plan(1, settled=1))
     assert len(planner.next(asked(HEAD, AUTO, AUTO, AUTO)).passes) == 2
-    planner.took(step(4, 10, 500.0), [Row(0, 0, False, [1] * K)] * 4)
+    planner.took(step(4, 10, 500.0), [DRAFTED] * 4)
     assert planner._costs["greedy"] == known
 
 
@@ -197,7 +196,7 @@ def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() ->
     for number in range(1000):
         planner.next([replace(one, num_read=60 * (number % 4 == 0)) for one in asked(AUTO, AUTO)])
         for _ in range(2):
-            planner.verified(AUTO, Row(0, 0, False, [1] * K), 2, whole=True)
+            planner.verified(AUTO, DRAFTED, 2, whole=True)
     assert seen[-1] == pytest.approx(2 * 15 / 6, rel=0.1)
 
 
@@ -229,7 +228,7 @@ def test_requests_asked_before_a_swap_bring_the_draft_before_not_back() -> None:
     planner.next(asked(before))
     planner.next(asked(before, after))
     for _ in range(300):
-        planner.verified(after, Row(0, 0, False, [1] * K), 0, whole=True)
+        planner.verified(after, DRAFTED, 0, whole=True)
         planner.next(asked(before, after))
     assert planner._acceptance.num_swaps == 1
     assert planner._acceptance.expected("code", "head", K) < 0.1
@@ -281,16 +280,14 @@ def test_speeds_are_told_by_domain_as_measured() -> None:
     for _ in range(300):
         planner.next(asked(AUTO, AUTO._replace(domain="chat")))
         parts = {"code": DomainShare(1, 3, 2), "chat": DomainShare(1, 1, 0)}
-        planner.took(Step(2, 8, 14.0, parts), [Row(0, 0, False, [1] * K)] * 2)
+        planner.took(Step(2, 8, 14.0, parts), [DRAFTED] * 2)
     code, chat = planner.speeds.of("code"), planner.speeds.of("chat")
     assert chat.tokens_per_s == pytest.approx(1000 / 14)
     assert code.tokens_per_s == pytest.approx(3000 / 14, rel=0.01)
     assert chat.plain_tokens_per_s == pytest.approx(100, rel=0.3)
     assert planner.speeds.of("math") is None
     planner.next(asked(AUTO))
-    planner.took(
-        Step(1, 4, 3000.0, {"code": DomainShare(1, 1, 0)}), [Row(0, 0, False, [1] * K)]
-    )  # a draft was swapped in
+    planner.took(Step(1, 4, 3000.0, {"code": DomainShare(1, 1, 0)}), [DRAFTED])  # a draft was swapped in
     after = planner.speeds.of("code")
     assert after.tokens_per_s == pytest.approx(code.tokens_per_s, rel=0.02)
 
@@ -300,7 +297,7 @@ def test_what_a_draft_that_was_swapped_out_gave_is_told_no_more() -> None:
     for num_swaps, tokens in ((0, 1), (1, 3)):
         for _ in range(300):
             planner.next(asked(AUTO._replace(num_swaps=num_swaps)))
-            planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, tokens, tokens - 1)}), [Row(0, 0, False, [1] * K)])
+            planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, tokens, tokens - 1)}), [DRAFTED])
         speed = planner.speeds.of("code")
         assert speed.tokens_per_s == pytest.approx(1000 * tokens / 12.1, rel=0.02)
 
@@ -321,7 +318,7 @@ def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() 
     planner = measured()
     before = planner._costs["greedy"].step_ms(1, 1, 0)
     planner._policy = SimpleNamespace(plan=lambda *_: Plan(K, settled=K))
-    drafted = [Row(0, 0, False, [1] * K)]
+    drafted = [DRAFTED]
     for _ in range(40):
         planner.next([replace(one, num_read=50) for one in asked(AUTO)])
         planner.took(Step(1, 0, 101.5, {"code": DomainShare(1, 1, 0)}, num_read=50, num_reading=1), drafted)

@@ -124,7 +124,9 @@ class _Target:
         log.info(
             "up to %d rows of generated tokens read the grid of the target's weights; up to %d that is faster, and up "
             "to %d it is so at each start",
-            *(self.limit, self.faster, least),
+            self.limit,
+            self.faster,
+            least,
         )
 
     def _seconds(self, rows: int, limit: int) -> float:

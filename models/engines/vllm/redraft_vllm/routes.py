@@ -17,6 +17,7 @@ from .swapper import Broken, NotFetched, Order, Refused, Swapper
 
 TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 METRICS = "--per-request-spec-decode-metrics detailed"
+STATUSES: dict[type[Exception], int] = {Refused: 409, NotFetched: 502, Broken: 500}
 
 log = logging.getLogger("vllm.redraft")
 
@@ -39,12 +40,8 @@ class DraftRoutes:
         async def swap(order: Order, request: Request, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
             try:
                 return await _swapper(request, authorization).swap(order)
-            except Refused as error:
-                raise HTTPException(409, str(error)) from error
-            except NotFetched as error:
-                raise HTTPException(502, str(error)) from error
-            except Broken as error:
-                raise HTTPException(500, str(error)) from error
+            except (Refused, NotFetched, Broken) as error:
+                raise HTTPException(STATUSES[type(error)], str(error)) from error
 
         @router.post("/redraft/speculation")
         async def switch(request: Request, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
