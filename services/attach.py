@@ -167,10 +167,8 @@ class RolloutFile:
 async def attach(config: AttachConfig, token: str) -> None:
     """Follow the registry for as long as the process runs; a server that is away is waited for.
 
-    Raises:
-        NoPlugin: a server can't replace drafts, and never could.
-        ValueError: it drafts with what the registry does not know, or a name resolves to no address at the start.
-        OSError: the port of the weights can't be bound.
+    Raises NoPlugin if a server never could replace drafts, ValueError if it drafts with what the registry does not know
+    or a name resolves to no address at the start, and OSError if the port of the weights can't be bound.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
     rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()

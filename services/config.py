@@ -23,7 +23,6 @@ class ServiceConfig(Frozen):
     """One replica's world, written by `infra.service_process.write_config`, without clients' keys.
 
     Attributes:
-        target_dir: the target's Hugging Face directory, with its golden.json if drafts are followed.
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
         follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
         orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.

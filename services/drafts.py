@@ -96,10 +96,8 @@ class DraftHistory(Frozen):
     def after_start(self, failed: Sequence[Version]) -> "DraftHistory":
         """Count a start of the engine against the drafts that it failed with before it started without them.
 
-        What started in the end shows that the target, the port and the files are fine, but not that the memory was: a
-        draft needs some, and may have been unlucky. So it is refused only at the MAX_FAILED_STARTS-th such start in a
-        row, and not when another draft failed beside it, which speaks for a common cause. The count of any other draft
-        begins anew.
+        That may have been for want of memory. So a draft is refused only at the MAX_FAILED_STARTS-th such start in a
+        row, and not when another draft failed beside it, which speaks for a common cause.
         """
         failed_starts = {label(version): self.failed_starts.get(label(version), 0) + 1 for version in failed}
         memory = self.model_copy(update={"failed_starts": failed_starts})

@@ -286,11 +286,9 @@ class GoldenPrompts:
         self._engine, self._goldens, self._threshold = engine, goldens, threshold
 
     async def prove(self, draft: Loaded, settings: Probation) -> tuple[Proof, tuple[Answer, ...]]:
-        """Check a draft that the engine just loaded, ahead of the traffic that waits; return what it showed.
+        """Check a draft that was just loaded, ahead of the traffic that waits; ValueError says in what it failed.
 
-        Raises:
-            ValueError: the draft failed; says in what.
-            TargetDiffers: the target failed, with or without the draft.
+        TargetDiffers: the target failed, with or without the draft.
         """
         promised = draft.version.lineage.golden_tau
         if promised is None:
@@ -363,8 +361,8 @@ class GoldenPrompts:
     async def _answer(self, goldens: Sequence[Golden], name: str, priority: int) -> list[Completion]:
         """Answer golden prompts side by side, each sent when the one before has been read.
 
-        Every stream waits while the engine reads what came together, so they must not come at once; one after the other
-        they would take so many steps that a busy engine does not end in time. When one fails the others are called off.
+        Every stream waits while the engine reads what came together, and one after the other they would take too many
+        steps. When one fails the others are called off.
         """
         turns = [asyncio.Event() for _ in range(len(goldens) + 1)]
         turns[0].set()

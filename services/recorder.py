@@ -115,11 +115,8 @@ class Recorder:
     `settle`, where hidden states are captured, is told of each generation that ended, with the row that holds it as it
     was served, None if there is none.
 
-    Attributes:
-        dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
-        tokens: completion tokens served.
-        accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; of
-            answers that a grammar constrained, `structured`.
+    Of the completion tokens served, `tokens`, those that were drafted are `accepted`: by the draft, `head`, looked up
+    in earlier text, `lookup`, and of answers that a grammar constrained, `structured`.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ A draft that broke while it served is loaded again and put on probation. If it b
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
 again (`fault`) none is refused for what it shows on probation.
 
-A refusal is reported once. A version whose quarantine somebody cleared after that is tried like any other when it is
-promoted again.
+A version whose quarantine somebody cleared is tried like any other when it is promoted again.
 
 Two things are no phases, since they hold in several of them. While an operator has speculation switched off (`wanted`)
 nothing is proven or swapped: a probation would have nothing to measure, and one that is on its way is called off. It is
