@@ -42,24 +42,27 @@ Texts = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 def rows(budget: float) -> list[Row]:
     """Return the papers' tables one after the other; `budget` scales the tokens trained on, 1 being 20,000."""
-    found = [_row(BASELINE, None)]
-    for bits in [(8, 8, 8), (4, 4, 8), (2, 2, 8), (1, 2, 8), (1, 1, 6), (1, 32, 32)]:
-        grid = dict(zip(("weight_bits", "activation_bits", "gradient_bits"), bits, strict=True))
-        found.append(_row(f"dorefa-{'-'.join(map(str, bits))}", {"name": "dorefa", **grid}))
+    found: dict[str, tuple[dict[str, Any] | None, int]] = {BASELINE: (None, WIDTH)}
+    bits = ("weight_bits", "activation_bits", "gradient_bits")
+    for grid in [(8, 8, 8), (4, 4, 8), (2, 2, 8), (1, 2, 8), (1, 1, 6), (1, 32, 32)]:
+        found[f"dorefa-{'-'.join(map(str, grid))}"] = {"name": "dorefa", **dict(zip(bits, grid, strict=True))}, WIDTH
     for width in (WIDTH, *OTHER_WIDTHS):
-        at = _at(width)
-        if at:
-            found.append(_row(f"{BASELINE}{at}", None, width))
+        found[BASELINE + _at(width)] = None, width
         for mantissa in (8, 12):
             method = {"name": "hybrid_bfp", "mantissa_bits": mantissa, "wide_bits": 16}
-            found.append(_row(f"hbfp-{mantissa}_16{at}", method, width))
-    found += [_row(f"sdgp{end}", {"name": "sparse_data_gradient", "preserve_l1": bool(end)}) for end in ("", "-l1")]
-    found += [_row(f"psg-{beta}", {"name": "predictive_sign_gradient", "beta": beta}) for beta in (0.0, 0.05, 0.2)]
+            found[f"hbfp-{mantissa}_16{_at(width)}"] = method, width
     lognormal = {"name": "lognormal_gradient"}
-    for num_bits in (6, 4):
-        method = {**lognormal, "num_bits": num_bits}
-        found += [_row(f"lognormal-{num_bits}", method), _row(f"uniform-{num_bits}", {**method, "exponent_bits": 1})]
-    return [*found, _row("lognormal-pruned-85", {**lognormal, "num_bits": 32, "sparsity": 0.85})]
+    others: dict[str, dict[str, Any]] = {
+        **{f"sdgp{end}": {"name": "sparse_data_gradient", "preserve_l1": bool(end)} for end in ("", "-l1")},
+        **{f"psg-{beta}": {"name": "predictive_sign_gradient", "beta": beta} for beta in (0.0, 0.05, 0.2)},
+        **{
+            f"{grid}-{num_bits}": {**lognormal, "num_bits": num_bits, **exponents}
+            for num_bits in (6, 4)
+            for grid, exponents in (("lognormal", {}), ("uniform", {"exponent_bits": 1}))
+        },
+        "lognormal-pruned-85": {**lognormal, "num_bits": 32, "sparsity": 0.85},
+    }
+    return [_row(name, *of) for name, of in found.items()] + [_row(name, method) for name, method in others.items()]
 
 
 def tune(bench: Bench, row: Row, seed: int) -> float:

@@ -75,8 +75,7 @@ def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
     kept = num_layers - max(1, num_layers // LAYERS_A_SKIP)
     draft = lm.create(lm.Params(num_layers=kept), bench.target_dir, np.empty(0)).to(bench.device)
     rng = torch.Generator().manual_seed(seed)
-    p: list[Tensor] = []
-    q: list[Tensor] = []
+    found: tuple[list[Tensor], list[Tensor]] = [], []
     for document in documents:
         place = int(torch.randint(len(document), (1,), generator=rng))
         read = torch.tensor([document[: place + 1]], device=bench.device)
@@ -85,8 +84,8 @@ def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
         tokens = torch.cat([told.topk(TOP_K).indices, drafted.topk(TOP_K).indices])
         # A token that both have among their likeliest stands once; the other place is one that nobody says.
         again = (tokens[TOP_K:, None] == tokens[:TOP_K]).any(dim=1).cpu()
-        for laws, logits in ((p, told), (q, drafted)):
+        for laws, logits in zip(found, (told, drafted), strict=True):
             law = probabilities(logits[None].double(), sampling)[0, tokens].cpu()
             law[TOP_K:][again] = 0
             laws.append(law / law.sum())
-    return torch.stack(p), torch.stack(q)
+    return torch.stack(found[0]), torch.stack(found[1])
