@@ -27,7 +27,6 @@ from models.core.drafting.draft_files import (
     WEIGHTS,
     Shapes,
     check_config,
-    engine_weights,
     made_for,
     own,
     read_config,
@@ -35,6 +34,7 @@ from models.core.drafting.draft_files import (
     require_tensors,
     write_config,
 )
+from models.core.drafting.draft_format import engine_weights
 from models.core.drafting.nested import NestedReader
 from models.core.drafting.reading import Reader
 from models.core.layers.decoder import Decoder
