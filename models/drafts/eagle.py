@@ -69,8 +69,6 @@ class Params(BaseParams):
 
 
 class Sampler(nn.Module):
-    """Feature sampling."""
-
     def __init__(self, width: int, inner: int, eps: float) -> None:
         super().__init__()
         self.eps = eps

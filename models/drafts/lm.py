@@ -68,8 +68,6 @@ class Params(BaseParams):
 
 
 class Lm(Draft):
-    """The model; parameters carry the names of the checkpoint."""
-
     max_unroll = 1
     expands = True
 
@@ -252,7 +250,6 @@ def _for_target(model: Any, target: TargetCard, nested: Sequence[int]) -> Lm:
 
 
 def _nested_in(config: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
-    """Return the drafts that a config says are nested; ValueError if there can't be such."""
     said = own(config, directory).get(NESTED, [])
     if not isinstance(said, list) or not all(isinstance(number, int) for number in said):
         raise ValueError(f"draft {directory.name}: config.json has {NESTED} {said!r}; wanted a list of numbers")
