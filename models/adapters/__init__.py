@@ -33,8 +33,6 @@ _CARD, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 class Adapted(NamedTuple):
-    """A model with an adapter in it."""
-
     model: PreTrainedModel  # trained as any other; its saved directory is no plain checkpoint
     params: BaseParams  # the method
     base_sha256: str  # of the weights that it was attached to

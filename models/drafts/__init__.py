@@ -53,8 +53,6 @@ class Rows(NamedTuple):
 
 
 class Unrolled(NamedTuple):
-    """What one unroll drafted."""
-
     running: Tensor  # [n] the row numbers that ran
     logits: Tensor  # [n, D]
     hidden: Tensor | None = None  # [n, H] its guess of what the target's output matrix multiplies; None where none

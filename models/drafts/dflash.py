@@ -54,8 +54,6 @@ class Params(MaskedParams):
 
 
 class DFlash(TappedDraft):
-    """The layers; parameters carry the names of the checkpoint."""
-
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=math.exp(-1 / 4))
 
     def make_layers(self) -> None:

@@ -35,8 +35,6 @@ class Params(BaseParams):
 
 
 class EarlyExit(SelfDraft):
-    """The first layers."""
-
     params: Params
 
     def __init__(self, params: Params, config: dict[str, Any]) -> None:

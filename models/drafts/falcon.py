@@ -55,8 +55,6 @@ class Params(BaseParams):
 
 
 class Falcon(NoisyDraft):
-    """The head; parameters carry the names of the checkpoint."""
-
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -30,8 +30,6 @@ class Params(BaseParams):
 
 
 class Jacobi(TargetDraft):
-    """Nothing but the target."""
-
     def drafter(self, max_len: int) -> "_Drafter":
         return _Drafter(self)
 

@@ -27,7 +27,6 @@ from models.core.drafting.draft_files import (
     WEIGHTS,
     Shapes,
     check_config,
-    engine_weights,
     made_for,
     own,
     read_config,
@@ -35,6 +34,7 @@ from models.core.drafting.draft_files import (
     require_tensors,
     write_config,
 )
+from models.core.drafting.draft_format import engine_weights
 from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
@@ -67,8 +67,6 @@ class Params(BaseParams):
 
 
 class Lm(Draft):
-    """The model; parameters carry the names of the checkpoint."""
-
     max_unroll = 1
     expands = True
 
@@ -251,7 +249,6 @@ def _for_target(model: Any, target: TargetCard, nested: Sequence[int]) -> Lm:
 
 
 def _nested_in(config: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
-    """Return the drafts that a config says are nested; ValueError if there can't be such."""
     said = own(config, directory).get(NESTED, [])
     if not isinstance(said, list) or not all(isinstance(number, int) for number in said):
         raise ValueError(f"draft {directory.name}: config.json has {NESTED} {said!r}; wanted a list of numbers")

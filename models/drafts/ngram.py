@@ -34,8 +34,6 @@ class Params(BaseParams):
 
 
 class Ngram(TextDraft):
-    """Looks up."""
-
     params: Params
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:

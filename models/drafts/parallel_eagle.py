@@ -59,8 +59,6 @@ class Params(MaskedParams):
 
 
 class ParallelEagle(Eagle3):
-    """The head; parameters carry the names of the checkpoint."""
-
     procedure = Procedure(follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -53,8 +53,6 @@ class Params(BaseParams):
 
 
 class RagDraft(TargetRunner, Weightless):
-    """The target, on less text."""
-
     params: Params
     replayable = False
     expands = True

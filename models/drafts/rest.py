@@ -49,8 +49,6 @@ class Params(BaseParams):
 
 
 class Rest(TextDraft):
-    """Looks up in its store of texts."""
-
     branches = True
     params: Params
 

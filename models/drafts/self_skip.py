@@ -73,8 +73,6 @@ class Params(BaseParams):
 
 
 class Tuning:
-    """What all requests of a draft have tried."""
-
     def __init__(self, num_items: int, size: int, params: Params) -> None:
         self._search = SubsetSearch(num_items, torch.Generator().manual_seed(0), size)
         self._every, self._patience = params.bayes_every, params.patience
@@ -123,7 +121,6 @@ class SelfSkip(SelfDraft):
         self.config["redraft"] = {**self.config["redraft"], "skipped": found}
 
     def as_sublayers(self, subset: Subset) -> Sublayers:
-        """Return what a subset of `items` stands for."""
         chosen = [self.items[item] for item in subset]
         return Sublayers(*(frozenset(n for of, n in chosen if of == kind) for kind in Sublayers._fields))
 
@@ -211,8 +208,6 @@ def search(
 
 
 class Times(NamedTuple):
-    """Seconds of the parts of a step."""
-
     attention: float  # of a layer's attention, one row
     mlp: float  # of a layer's MLP, one row
     rest: float  # of a draft's pass without any layer: embedding, last norm and output matrix

@@ -45,8 +45,6 @@ class Params(BaseParams):
 
 
 class Suffix(TextDraft):
-    """Looks up, and remembers answers of requests that have ended."""
-
     params: Params
 
     def __init__(self, params: Params, config: dict[str, object]) -> None:

@@ -45,7 +45,6 @@ class View:
     ] = ()  # rows of its own that the draft has read beside 0 tokens, beside one …; empty if none
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the rows of the target's pass that verifies so many drafted tokens."""
         return 1 + num_tokens + (self.vectors[num_tokens] if self.vectors else 0)
 
 

@@ -35,8 +35,6 @@ class Law(Protocol):
 
 
 class Emitted(NamedTuple):
-    """Outcome of one verification step."""
-
     tokens: Tensor  # [B, K + 1, W] the accepted ones, one more from the target, then NaN
     num_accepted: Tensor  # [B] int64, from 0 to K
     num_tries: Tensor  # [B] int64, draws from the target that it took to find what a rejection leaves; 0 without one

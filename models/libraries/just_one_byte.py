@@ -40,8 +40,6 @@ Exchange = Callable[[int, int], Sequence[int]]  # step and own byte → the byte
 
 
 class Learning(Frozen):
-    """How machines learn; the same for all."""
-
     epsilon: float = Field(1e-3, gt=0)  # ε, how far a direction is tried
     learning_rate: float = Field(1e-3, gt=0)  # η
     seed: int = 0  # that directions are drawn from, with step and machine

@@ -52,8 +52,6 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
 
 
 class Hooks(Rounding):
-    """The model computes with few-valued weights and 8-bit inputs."""
-
     params: Params
 
     def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:

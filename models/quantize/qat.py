@@ -35,8 +35,6 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
 
 
 class Hooks(Rounding):
-    """The model computes with rounded weights."""
-
     params: Params
 
     def forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ By = Literal["small", "target"]
 
 
 class Step(NamedTuple):
-    """What was added to an answer."""
-
     token_ids: tuple[int, ...]  # at least one
     by: By
     score: int | None = None  # from 0 to 9, of the small model's step; None if the target was not asked, or had no room

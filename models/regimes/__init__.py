@@ -91,7 +91,6 @@ class Regime:
         return False
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Make a plain model of it again."""
         for handle in self.handles:
             handle.remove()
 
@@ -105,7 +104,6 @@ class Regime:
         return {name: getattr(self, name) for name in self.KEPT}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` returned."""
         for name in self.KEPT:
             setattr(self, name, state[name])
 

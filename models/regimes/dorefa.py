@@ -146,5 +146,4 @@ def quantize_gradient(gradient: Tensor, num_bits: int, rng: torch.Generator) -> 
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """Keep away from dividing by zero where all is zero."""
     return scale.clamp(min=torch.finfo(scale.dtype).tiny)

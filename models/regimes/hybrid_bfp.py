@@ -88,7 +88,6 @@ class Hooks(ProductRegime):
         return self._blocks(values, self.params.mantissa_bits)
 
     def _blocks(self, values: Tensor, mantissa_bits: int) -> Tensor:
-        """One matrix of all rows."""
         return self._round(values.flatten(0, -2), mantissa_bits).view(values.shape)
 
     def _matrices(self, values: Tensor) -> Tensor:

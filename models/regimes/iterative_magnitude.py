@@ -158,7 +158,6 @@ class _Ticket(Regime):
         self._mask(layer.weight.grad for _, layer in linears(model))
 
     def caught(self) -> dict[str, Tensor]:
-        """Return the weights at step i."""
         if not self.weights:
             assert self.file is not None
             self.weights = load_file(self.file)

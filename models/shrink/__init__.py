@@ -64,8 +64,6 @@ class Widths(BaseParams):
 
 
 class Shape(NamedTuple):
-    """A model's shape."""
-
     num_layers: int
     hidden_size: int
     intermediate_size: int

@@ -38,16 +38,12 @@ Takes = Callable[[int, int], float]
 
 
 class Request(NamedTuple):
-    """What is asked, and when."""
-
     prompt: list[int]
     num_tokens: int  # of its answer, at least 1
     arrives_s: float
 
 
 class Pass(NamedTuple):
-    """One pass of the model."""
-
     numbers: tuple[int, ...]  # of the requests in it
     reads: bool  # whether it reads the prompt of the only one; else each is a row, and has one more token said
     ends_s: float  # on the clock on which requests arrive

@@ -51,8 +51,6 @@ class Routed(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Experts of one layer."""
-
     up: Tensor  # [E, H, I]
     down: Tensor  # [E, I, H]
 
@@ -213,7 +211,6 @@ def _read(decoder: WideDecoder, text: list[int], num_tokens: int) -> Tensor:
 
 
 def _row_ms(width: int) -> float:
-    """Return what it takes to copy a row here, at many in one go."""
     here, there = torch.zeros(NUM_COPIED, width), torch.empty(NUM_COPIED, width)
     took = []
     for _ in range(1 + REPEATS):

@@ -36,7 +36,6 @@ class Shape(NamedTuple):
 
     @property
     def levels(self) -> list[list[int]]:
-        """Return the nodes of each depth, from 1."""
         depths: list[int] = []
         levels: list[list[int]] = []
         for node, parent in enumerate(self.parents):

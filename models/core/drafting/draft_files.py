@@ -9,8 +9,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import tensor_names
-from models.drafts import EngineWeights
 from models.params import BaseParams, validate
 from models.targets import MODEL_TYPES, TargetCard
 
@@ -166,12 +164,6 @@ def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         else:
             parameters[name] = (tensor,)
     return parameters
-
-
-def engine_weights(directory: Path) -> EngineWeights:
-    """Return a draft's file, whose tensors have vLLM's names."""
-    file = directory / WEIGHTS
-    return EngineWeights(file, fused({name: name for name in tensor_names(file)}))
 
 
 def own(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:

@@ -13,24 +13,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import read_stored
+from models.core.checkpoints.checkpoint import read_stored, tensor_names
 from models.core.drafting.draft_files import (
     WEIGHTS,
     Shapes,
     check_config,
+    fused,
     made_for,
     read_config,
     require_tensors,
     require_vocabulary,
     write_config,
 )
-from models.drafts import Draft
+from models.drafts import Draft, EngineWeights
 from models.targets import TargetCard, describe
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 LAYER_SIZES = (*HEAD_SIZES, "intermediate_size", "draft_vocab_size")
 
 Kind = TypeVar("Kind", bound=Draft)
+
+
+def engine_weights(directory: Path) -> EngineWeights:
+    """Return a draft's file, whose tensors have vLLM's names."""
+    file = directory / WEIGHTS
+    return EngineWeights(file, fused({name: name for name in tensor_names(file)}))
 
 
 class Format(Generic[Kind]):

@@ -38,8 +38,6 @@ class DreamCache(NamedTuple):
 
 
 class Dream(NoisyDraft):
-    """The layers; parameters carry the names of the checkpoint."""
-
     max_unroll = 1  # in training every step reads the target's features
     procedure = Procedure(loss=feature_regression.Params(classification=5.0), follow="all", step_decay=1.0)
 

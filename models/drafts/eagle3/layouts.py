@@ -44,8 +44,6 @@ UNSUPPORTED = {
 
 
 class Published(NamedTuple):
-    """A published head."""
-
     layer: LlamaConfig  # the shape of its one decoder layer
     draft_vocab_size: int  # D, the target's vocabulary size where the config names none
     readings: tuple[tuple[int, ...], ...]  # what it may tap, counted as layers done, ascending; first what vLLM takes
@@ -111,7 +109,6 @@ def with_offsets(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Te
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the layer's settings, and all settings of the head in one table."""
     if (kind := config.get("speculators_model_type")) is not None:
         layer = config.get("transformer_layer_config")
         if not is_published(config) or not isinstance(layer, dict):
