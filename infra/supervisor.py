@@ -166,7 +166,8 @@ class Supervisor:
             self._pause_s[name] = program.first_pause_s if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
             self._due_s[name] = now_s + self._pause_s[name]
             self._ready.discard(name)
-            log.warning("%s ended with %s; restarting in %g s", name, code, self._pause_s[name])
+            said = self._children[name].tail(1)
+            log.warning("%s ended with %s (%s); restarting in %g s", name, code, said, self._pause_s[name])
             self._tell()
         elif now_s >= self._due_s[name] and (now_s >= self._due_s[name] + HELD_S or not _port_held(program)):
             del self._due_s[name]

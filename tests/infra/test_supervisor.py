@@ -196,3 +196,10 @@ def test_a_killed_supervisor_takes_its_programs_along_and_counts_as_down(start: 
     process.wait(60)
     wait_until(lambda: process_identity(pid) is None, 60, None, "the program's end")
     assert read_state(tmp_path) is None
+
+
+def test_what_a_program_said_last_stands_beside_the_word_that_it_is_started_again(start: Start, tmp_path: Path) -> None:
+    start(f"Program('refuses', {['sh', '-c', 'echo the server has no plugin; exit 2']!r})")
+    told = tmp_path / LOG
+    wait_until(lambda: told.is_file() and b"restarting" in told.read_bytes(), 60, None, "the restart")
+    assert "refuses ended with 2 (the server has no plugin)" in told.read_text()
