@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.core.evaluation.acceptance import Summary, Trace, difference, summarise
+from models.core.evaluation.acceptance import Trace, difference, summarise
 from models.core.evaluation.golden import Golden, equal_output, load_golden
 from models.sources import Prompt
-from models.types import Estimate, Frozen
 from tasks.measure.endpoint import Endpoint, dump
 from tasks.measure.run import Run
 from tasks.promote import open_champions
@@ -16,21 +15,11 @@ from tasks.promote import open_champions
 Row = dict[str, Any]
 
 
-class DomainComparison(Frozen):
-    """One domain's acceptance; `gain` is τ after minus τ before, paired by request."""
-
-    before: Summary
-    after: Summary
-    gain: Estimate
-    relative_gain: Estimate
-
-
-def compare_acceptance(
-    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> dict[str, DomainComparison]:
+def compare_acceptance(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
     """Compare answers to the same requests, by domain; ValueError if one has no answer to compare.
 
-    Their rows have prompt_id, domain, token_ids, drafted_per_step and accepted_per_step.
+    Their rows have prompt_id, domain, token_ids, drafted_per_step and accepted_per_step. Returns summaries `before` and
+    `after`, and estimates `gain`, of τ, paired by request, and `relative_gain`, as JSON.
     """
     comparisons = {}
     for domain in sorted({str(row["domain"]) for row in before}):
@@ -38,8 +27,12 @@ def compare_acceptance(
         gain, first = difference(old, new), summarise(old)
         if first.tau is None:
             raise ValueError(f'domain "{domain}" has no answer with a verification step')
-        relative = Estimate(**{end: value / first.tau.value for end, value in gain})
-        comparisons[domain] = DomainComparison(before=first, after=summarise(new), gain=gain, relative_gain=relative)
+        comparisons[domain] = {
+            "before": first.model_dump(mode="json"),
+            "after": summarise(new).model_dump(mode="json"),
+            "gain": gain.model_dump(),
+            "relative_gain": {end: value / first.tau.value for end, value in gain},
+        }
     return comparisons
 
 

@@ -206,7 +206,6 @@ class Demonstration:
         """Show and return the figures, which are also the last line; RuntimeError if a request failed."""
         self.stages.start("result")
         after = self._rows("after")
-        comparisons = compare_acceptance(self._rows("before"), after)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
         plot = draw_acceptance(sent, PLOT_WINDOW, self.folder / "acceptance.png")
@@ -215,7 +214,7 @@ class Demonstration:
             "num_draft_tokens": self.recipe.num_draft_tokens,
             "commit": git_commit(),
             "device": f"{self.settings.device}, {platform.machine()}",
-            "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
+            "domains": compare_acceptance(self._rows("before"), after),
             "outputs": compare_outputs(self._rows("reference"), after, self.target_dir),
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "stock": self._against_stock(),

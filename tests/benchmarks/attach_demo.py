@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -351,12 +351,14 @@ def demonstrate(run: Run) -> dict[str, Any]:
         found["learnt"] = phase("the traffic changed", shown.learn())
         after, other = shown.held_out(shown.first), shown.held_out(shown.second)
         compared = compare_acceptance(before, after)
-        found["tau"] = {name: [_tau(one.before), _tau(one.after)] for name, one in compared.items()}
-        found["gain"] = {name: [round(one.gain.value, 3), round(one.gain.low, 3)] for name, one in compared.items()}
+        found["tau"] = {name: [_tau(one["before"]), _tau(one["after"])] for name, one in compared.items()}
+        found["gain"] = {
+            name: [round(one["gain"][end], 3) for end in ("value", "low")] for name, one in compared.items()
+        }
         found["tau"] = phase("τ on held-out prompts", found["tau"])
         found["outputs"] = phase("outputs", compare_outputs(before, after, shown.target)["verdicts"])
         found["tau of the second server"] = {
-            name: _tau(one.after) for name, one in compare_acceptance(before, other).items()
+            name: _tau(one["after"]) for name, one in compare_acceptance(before, other).items()
         }
         found["spoiled"] = phase("a spoiled draft", shown.spoil())
         found["server killed"] = phase("a killed server has the champion again, s", shown.kill_server())
@@ -365,8 +367,8 @@ def demonstrate(run: Run) -> dict[str, Any]:
     return found
 
 
-def _tau(summary: Any) -> float:
-    return round(float(summary.tau.value), 3)
+def _tau(summary: Mapping[str, Any]) -> float:
+    return round(float(summary["tau"]["value"]), 3)
 
 
 def wrong(found: dict[str, Any], old: str, new: str) -> list[str]:
