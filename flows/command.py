@@ -62,8 +62,7 @@ def prepare(recipe: str) -> tuple[Settings, Recipe]:
 def open_settings() -> Settings:
     """Read the settings, put them into the environment before anything that reads it is imported, and open the home.
 
-    Raises:
-        ValueError: a setting is wrong, or the home is of another format.
+    ValueError if a setting is wrong, or the home is of another format.
     """
     settings = load_settings()
     settings.prepare_environment()

@@ -44,10 +44,8 @@ class Adopted(Frozen):
 def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -> Adopted:
     """Check a published draft against the target and convert it; its layout says which family reads it.
 
-    Of a draft in which others are nested, `num_layers` takes that of so many first layers.
-
-    Raises:
-        ValueError: no family reads its layout, it does not fit, or no such draft is nested in it; names what is wrong.
+    Of a draft in which others are nested, `num_layers` takes that of so many first layers. ValueError names what is
+    wrong: no family reads its layout, it does not fit, or no such draft is nested in it.
     """
     family = adopter_of(source)
     if num_layers is not None and not hasattr(family, "cut"):

@@ -40,10 +40,7 @@ def claim_window(refresh: Refresh) -> Window | None:
     """Claim the next rows of the query log, or return None if too few wait, or too few that are not one key's.
 
     The claim is this process's: if it fails or dies, the next one gets the same window. A window that failed three
-    times is set aside, and the rows after it are claimed.
-
-    Raises:
-        WindowBusy: another process is at work on the window.
+    times is set aside, and the rows after it are claimed. WindowBusy if another process is at work on the window.
     """
     log = QueryLog(load_settings().querylog)
     owner = f"refresh {process_identity(os.getpid())}"

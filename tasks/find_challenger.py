@@ -16,13 +16,10 @@ EVIDENCE = "evidence.json"
 
 
 class Start(Frozen):
-    """Where a challenger's next run starts.
+    """Where a challenger's next run starts: the checkpoint that it resumes, or the champion, and its weights.
 
-    Attributes:
-        version: the checkpoint that it resumes, or the champion.
-        files: its weights.
-        state: the end of the run that made it; None where that is not there, and the optimizer starts afresh.
-        evidence: what is known of the challenger so far.
+    `state` is the end of the run that made it, None where that is not there and the optimizer starts afresh; `evidence`
+    is what is known of the challenger so far.
     """
 
     version: Version

@@ -72,11 +72,7 @@ def in_turn(domains: Mapping[str, Sequence[T]]) -> list[T]:
 
 
 def first_of_each(documents: Mapping[str, Sequence[list[int]]], count: int, max_length: int) -> list[list[int]]:
-    """Return `count` documents to calibrate on, the domains in turn, each cut to `max_length` tokens.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """Return `count` documents, the domains in turn, each cut to `max_length` tokens; ValueError if there are fewer."""
     found = [document[:max_length] for document in in_turn(documents)][:count]
     if len(found) < count:
         raise ValueError(f"num_documents is {count}, the text has {len(found)}")

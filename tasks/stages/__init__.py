@@ -120,10 +120,7 @@ def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
     """Hash the syntax of modules and of what they import of some packages, near and far.
 
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
-    here; `stage_key` adds the methods that a stage's params name.
-
-    Raises:
-        ValueError: there is no such module.
+    here; `stage_key` adds the methods that a stage's params name. ValueError if there is no such module.
     """
     return sha256_of(code_hashes(*modules, rooms=rooms))
 

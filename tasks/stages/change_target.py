@@ -32,7 +32,6 @@ class Start(NamedTuple):
         model: the target in float32, on the settings' device.
         train: domain to token ids.
         work: lasts until the stage is complete, so that a killed run is resumed.
-        on_progress: shows how far training is.
     """
 
     model: PreTrainedModel
@@ -41,10 +40,9 @@ class Start(NamedTuple):
     on_progress: training.OnProgress
 
     def calibration(self, num_documents: int, max_length: int) -> list[list[int]]:
-        """Return documents to calibrate on, the domains in turn; warns where they are too few to be relied on.
+        """Return documents to calibrate on, the domains in turn; ValueError if there are fewer.
 
-        Raises:
-            ValueError: there are fewer documents.
+        Warns where they are too few to be relied on.
         """
         documents = first_of_each(self.train, num_documents, max_length)
         num_tokens, enough = sum(map(len, documents)), enough_tokens(self.model)
@@ -60,14 +58,10 @@ class Start(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What came of it.
+    """What came of it: a model that computes as the new target, and what its method says of itself.
 
-    Attributes:
-        model: computes as the new target.
-        metrics: what the method says of itself.
-        losses: (step, running mean) of training, if any.
-        save: writes config and weights into a directory; by default the model's own, in the old target's format.
-        files: kept with the run in MLflow.
+    `losses` are (step, running mean) of training; `save` writes config and weights into a directory, by default the
+    model's own in the old target's format; `files` are kept with the run in MLflow.
     """
 
     model: PreTrainedModel

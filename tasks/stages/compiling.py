@@ -31,9 +31,7 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
 
     It is done once: nothing happens where a service of the home has compiled before, where nothing is compiled, on a
     GPU, or where memory is short. Where it fails, the service compiles as it starts.
-
-    Raises:
-        TimeoutError: it takes longer than a start of the service may.
+    TimeoutError if it takes longer than a start of the service may.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
     # An engine takes most of a GPU's memory, and the build has one for its answers.

@@ -16,12 +16,7 @@ from models.recipe import Refresh
 
 
 class ForOthers(NamedTuple):
-    """What a refresh waits for.
-
-    Attributes:
-        within: rows of those that wait which are within each key's share.
-        until_ms: until when it waits for more, in Unix time.
-    """
+    """How many of the rows that wait are within each key's share, and until when, in Unix time, more are waited for."""
 
     within: int
     until_ms: int
