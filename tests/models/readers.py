@@ -40,10 +40,11 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/drafts/prompt_tokens.py": {"drafts.prompt_tokens": "num_prompts ensemble num_vectors share"},
     "models/drafts/rag_draft.py": {"drafts.rag_draft": "context part question"},
     "models/drafts/rest.py": {"drafts.rest": "shortest longest capacity"},
-    "models/drafts/self_skip/__init__.py": {
-        "drafts.self_skip": "skip_attention skip_mlp num_trials on_the_fly skip_share"
+    "models/drafts/self_skip.py": {
+        "drafts.self_skip": (
+            "skip_attention skip_mlp num_trials on_the_fly skip_share window bayes_every enough patience"
+        )
     },
-    "models/drafts/self_skip/on_the_fly.py": {"drafts.self_skip": "window bayes_every enough patience"},
     "models/drafts/suffix.py": {"drafts.suffix": "shortest longest factor remembered"},
     "models/drafts/token_recycling.py": {"drafts.token_recycling": "num_candidates tree"},
     "models/engines/torch/__init__.py": {
