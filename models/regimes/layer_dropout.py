@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.partial import make_partial, make_whole
 from models.params import BaseParams, require_unsaid
 from models.regimes import Batch, Plan, Skipping

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.reshape import spread_layers, take_layers
 from models.core.learning.training import OnProgress
 from models.params import TrainingParams, require_unsaid

@@ -17,8 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from models.core.layers.layout import blocks
-from models.core.layers.linears import linears
+from models.core.layers.linears import blocks, linears
 from models.core.layers.normal_float import NormalFloatLinear
 from models.regimes import Plan, Regime
 

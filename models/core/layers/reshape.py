@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from models.core.checkpoints.loading import moved
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 
 # Which width each axis of a module's weight has; a bias has the first one's.
 _AXES: dict[str, tuple[str, ...]] = {

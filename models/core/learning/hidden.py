@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.learning.captured import Captured, Captures
 from models.precision import fast_dtype
 
