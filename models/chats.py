@@ -227,10 +227,7 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
 
 @lru_cache(maxsize=32)
 def named(template: str) -> frozenset[str]:
-    """Return the texts and fields that a template may compare with or look up, such as "user" and "content".
-
-    ValueError if it is no template.
-    """
+    """Return the texts and fields that a template may compare with or look up; ValueError if it is no template."""
     tree = _tree(template)
     texts = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
     return frozenset(texts | {read.attr for read in tree.find_all(nodes.Getattr)})

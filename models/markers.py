@@ -57,10 +57,7 @@ class Markers:
 
     @classmethod
     def read(cls, directory: Path) -> "Markers":
-        """Read those of a target's `tokenizer.json`, to rewrite token ids where transformers is not to be loaded.
-
-        ValueError if there is no such file, or as above.
-        """
+        """Read those of a target's `tokenizer.json`, without loading transformers; ValueError if there is none."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{directory} has no tokenizer.json, wanted one of the tokenizers library")

@@ -374,10 +374,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Read and parse a recipe that ships, by its name, or a TOML file.
-
-    ValueError if there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
-    """
+    """Read a recipe that ships, by its name, or a TOML file; ValueError names the file, key or value at fault."""
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
     if not path.is_file():
@@ -390,8 +387,5 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from the tables of a TOML file; `where` is the start of each error.
-
-    ValueError if a table, key, method or value is wrong.
-    """
+    """Build a recipe from a TOML file's tables; ValueError starts with `where` and names the key or method at fault."""
     return validate(Recipe, tables, where)

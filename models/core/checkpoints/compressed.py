@@ -71,10 +71,7 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 
 
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Put float32 weights in place of quantized ones; scales of inputs are left out.
-
-    ValueError if the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
-    """
+    """Put float32 weights in place of quantized ones, without scales of inputs; ValueError for forms of others."""
     bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

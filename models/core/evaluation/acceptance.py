@@ -92,10 +92,7 @@ def mean_accepted_length(traces: Sequence[Trace]) -> float:
 
 
 def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Summary:
-    """Summarise with 95% intervals from resampled requests.
-
-    ValueError if there are no traces, or a request id occurs twice.
-    """
+    """Summarise with 95% intervals from resampled requests; ValueError for no traces, or a request id twice."""
     _check_ids(traces)
     counts, looping = _counts(traces), np.array([is_looping(trace.token_ids) for trace in traces])
     rate, tau = _rate_and_tau(counts, seed, num_resamples)

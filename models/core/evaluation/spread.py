@@ -83,10 +83,7 @@ def _quantile(confidence: float, freedom: float) -> float:
 
 
 def differences(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Subtract a baseline seed by seed, and document by document where both are of type `Mean`.
-
-    ValueError if the two are not of equally many seeds, or of a seed not of equally many documents.
-    """
+    """Subtract a baseline seed by seed, and document by document where both are `Mean`, of equally many."""
     return [_difference(value, base) for value, base in zip(values, baseline, strict=True)]
 
 

@@ -291,10 +291,7 @@ class Decoder:
 
 
 def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """Return [width/2] radians a position, and the factor on cosine and sine.
-
-    ValueError if the model scales its positions in a way that is not known here.
-    """
+    """Return [width/2] radians a position, and the factor on both waves; ValueError for a scaling not known here."""
     rope = config.rope_parameters.get("rope_type", "default")
     with torch.device("cpu"):  # also where a caller makes modules without storage
         if rope == "default":

@@ -322,10 +322,7 @@ def save_cost(cost: Cost, file: Path) -> None:
 
 
 def load_cost(file: Path, measured_for: str) -> Cost:
-    """Read a table.
-
-    ValueError if there is none, it is torn, or its times hold for something else; then it is measured anew.
-    """
+    """Read a table; ValueError if there is none, it is torn, or its times hold for something else."""
     try:
         saved = _File.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:

@@ -119,10 +119,7 @@ def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list
 
 
 def read_costs(file: Path) -> Costs:
-    """Read a table that `redraft advise` wrote, or one of the same form.
-
-    ValueError if the file can't be read, or is no such table.
-    """
+    """Read a table of the form that `redraft advise` writes; ValueError if the file can't be read, or is none."""
     try:
         return Costs.model_validate_json(file.read_text(encoding="utf-8"))
     except OSError as error:
