@@ -37,10 +37,7 @@ BILLING = "x-anthropic-billing-header"  # changes with each request of one clien
 
 
 class ChatEncoder:
-    """Encodes chats and texts for one tokenizer; made by `of`.
-
-    Threads may share it. The encoding itself does not hold the interpreter's lock.
-    """
+    """Encodes chats and texts for one tokenizer, made by `of`; threads may share it."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Take a Hugging Face tokenizer of the `tokenizers` library; ValueError as `Markers`."""

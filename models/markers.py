@@ -33,11 +33,7 @@ class Markers:
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
-        """Rename the markers of a tokenizer or its backend in a copy; `ends` are ids that end an answer.
-
-        ValueError if it is not one of the `tokenizers` library, the copy has other ids, or a special token is
-        one character.
-        """
+        """Rename a tokenizer's markers in a copy; `ends` are ids that end an answer; ValueError if it can't be."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, wanted one of the tokenizers library")

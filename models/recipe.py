@@ -313,11 +313,7 @@ class Recipe(Frozen):
 
 
 def _require_read(recipe: Recipe) -> None:
-    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it.
-
-    A key that another of its own table makes pointless is refused by that table, and one that an engine would not read
-    with a family of drafts by the engine (`require_draft`).
-    """
+    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it."""
     _require_read_stages(recipe)
     first: Any = recipe.distill
     refresh: Any = recipe.refresh_distill()

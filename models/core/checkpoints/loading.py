@@ -73,10 +73,7 @@ def _require_all(missing: Collection[str], directory: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: Path, like: Path) -> None:
-    """Write a model that was made of the target `like` into `directory`, in its number format and with all else of it.
-
-    Layers of low rank are written as factors where the config notes that.
-    """
+    """Write a model made of the target `like`, in its format and with all else of it, factors included."""
     config = json.loads((like / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     noted = getattr(model.config, "redraft", {})

@@ -172,8 +172,7 @@ def _check_ids(traces: Sequence[Trace]) -> None:
 def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
     """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
 
-    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did. ValueError
-    if the steps don't fit each other.
+    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did.
     """
     place, found = 1, []
     for of_step, kept, match in zip(drafted, accepted, matches or [0] * len(drafted), strict=True):

@@ -28,10 +28,7 @@ class Mean(float):
     documents: tuple[float, ...]
 
     def __new__(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
-        """Take the mean of one value a document, which count for their weights, such as tokens; without these alike.
-
-        ValueError if there is no document, or there are not as many weights.
-        """
+        """Take the mean of one value a document, which count for their weights, if given; ValueError for none."""
         weights = [1.0] * len(values) if weights is None else weights
         if not values:
             raise ValueError("a mean over documents needs at least one")

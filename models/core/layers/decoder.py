@@ -75,10 +75,7 @@ class Decoder:
     """
 
     def __init__(self, config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: str = "cpu") -> None:
-        """Take a model's tensors by the names of its checkpoint, layers of low rank as matrices or as factors.
-
-        ValueError if the architecture is another, or a tensor is missing or not understood.
-        """
+        """Take a model's tensors by the checkpoint's names; ValueError for another architecture or set of tensors."""
         if config.model_type not in MODEL_TYPES:
             raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
         kinds = set(getattr(config, "layer_types", None) or ())
