@@ -45,10 +45,7 @@ def load(family: str, name: str) -> ModuleType:
 
 
 def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
-    """Build the `Params` of the method that `table["name"]` names.
-
-    ValueError if `name` is missing or unknown, or a key is misspelt, missing or holds a wrong value.
-    """
+    """Build the `Params` of the method that `table["name"]` names; ValueError names it, or the key at fault."""
     name = table.get("name")
     if not isinstance(name, str):
         raise ValueError(f'{family}: key "name" must be a method{did_you_mean("", names(family))}; got {name!r}')

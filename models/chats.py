@@ -37,10 +37,7 @@ BILLING = "x-anthropic-billing-header"  # changes with each request of one clien
 
 
 class ChatEncoder:
-    """Encodes chats and texts for one tokenizer; made by `of`.
-
-    Threads may share it. The encoding itself does not hold the interpreter's lock.
-    """
+    """Encodes chats and texts for one tokenizer, made by `of`; threads may share it."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Take a Hugging Face tokenizer of the `tokenizers` library; ValueError as `Markers`."""
@@ -227,10 +224,7 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
 
 @lru_cache(maxsize=32)
 def named(template: str) -> frozenset[str]:
-    """Return the texts and fields that a template may compare with or look up, such as "user" and "content".
-
-    ValueError if it is no template.
-    """
+    """Return the texts and fields that a template may compare with or look up; ValueError if it is no template."""
     tree = _tree(template)
     texts = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
     return frozenset(texts | {read.attr for read in tree.find_all(nodes.Getattr)})

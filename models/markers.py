@@ -33,11 +33,7 @@ class Markers:
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
-        """Rename the markers of a tokenizer or its backend in a copy; `ends` are ids that end an answer.
-
-        ValueError if it is not one of the `tokenizers` library, the copy has other ids, or a special token is
-        one character.
-        """
+        """Rename a tokenizer's markers in a copy; `ends` are ids that end an answer; ValueError if it can't be."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, wanted one of the tokenizers library")
@@ -57,10 +53,7 @@ class Markers:
 
     @classmethod
     def read(cls, directory: Path) -> "Markers":
-        """Read those of a target's `tokenizer.json`, to rewrite token ids where transformers is not to be loaded.
-
-        ValueError if there is no such file, or as above.
-        """
+        """Read those of a target's `tokenizer.json`, without loading transformers; ValueError if there is none."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{directory} has no tokenizer.json, wanted one of the tokenizers library")

@@ -55,10 +55,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> ModelT:
-    """Build `model` from `values`; `where` says what they describe, the start of each line of the error.
-
-    ValueError if a key is unknown, missing or holds a wrong value; names each such key.
-    """
+    """Build `model` from `values`; ValueError names each key at fault in a line that starts with `where`."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:

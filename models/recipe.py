@@ -313,11 +313,7 @@ class Recipe(Frozen):
 
 
 def _require_read(recipe: Recipe) -> None:
-    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it.
-
-    A key that another of its own table makes pointless is refused by that table, and one that an engine would not read
-    with a family of drafts by the engine (`require_draft`).
-    """
+    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it."""
     _require_read_stages(recipe)
     first: Any = recipe.distill
     refresh: Any = recipe.refresh_distill()
@@ -374,10 +370,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Read and parse a recipe that ships, by its name, or a TOML file.
-
-    ValueError if there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
-    """
+    """Read a recipe that ships, by its name, or a TOML file; ValueError names the file, key or value at fault."""
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
     if not path.is_file():
@@ -390,8 +383,5 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from the tables of a TOML file; `where` is the start of each error.
-
-    ValueError if a table, key, method or value is wrong.
-    """
+    """Build a recipe from a TOML file's tables; ValueError starts with `where` and names the key or method at fault."""
     return validate(Recipe, tables, where)

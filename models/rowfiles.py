@@ -126,10 +126,7 @@ def usable(
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a file has: exact for Parquet and JSON, its lines for the others.
-
-    ValueError as `read_rows`.
-    """
+    """Return how many rows a file has, exact for Parquet and JSON, else its lines; ValueError as `read_rows`."""
     _require_readable(path)
     try:
         if _kind(path) == ".parquet":

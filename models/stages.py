@@ -210,10 +210,7 @@ TABLES: dict[str, type[Frozen]] = {
 
 
 def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
-    """Raise ValueError if a stage has no text to work on, wants more than there is, or loses what one before it made.
-
-    A table is None where the stage is switched off.
-    """
+    """Raise ValueError if a stage has no text to work on, wants more than there is, or loses what one before made."""
     for name, table in tables.items():
         if table is not None and not text:
             raise ValueError(f"[{name}] works on text, so the recipe needs a table [text.DOMAIN]")

@@ -11,10 +11,7 @@ from tokenizers import Tokenizer
 
 
 def differing_tokens(directory: Path, like: Path) -> list[str]:
-    """Return the tokens that don't have one id in the tokenizers of two model directories, sorted.
-
-    ValueError if one of them has no tokenizer.json.
-    """
+    """Return the tokens without one id in both model directories, sorted; ValueError if one has no tokenizer.json."""
     for one in (directory, like):
         if not (one / "tokenizer.json").is_file():
             raise ValueError(f"{one.name} has no tokenizer.json, so its vocabulary can't be compared")

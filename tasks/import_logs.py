@@ -32,9 +32,8 @@ from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.conversations import Answer, Conversation, given, read_conversation
+from models.conversations import Answer, Conversation, given, paired, read_conversation, structure
 from models.engines import Engine, Sampling
-from models.exchanges import paired, structure
 from models.recipe import Recipe
 from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, read_rows
 from models.targets import describe, stop_ids

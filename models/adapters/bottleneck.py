@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.params import BaseParams
 
 PAPER = "Houlsby et al., Parameter-Efficient Transfer Learning for NLP, ICML 2019 (arXiv:1902.00751), section 2.1"

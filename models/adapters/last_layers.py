@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.params import BaseParams
 
 PAPER = "none: the usual baseline, such as in arXiv:1902.00751, section 3.3"

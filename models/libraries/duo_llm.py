@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.learning import binary_head
 from models.core.learning.binary_head import BinaryHead
 from models.regimes import Regime

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
 from models.core.layers.integers import Integers
-from models.core.layers.layout import Block, blocks
-from models.core.layers.linears import Rows, calibrate, linears
+from models.core.layers.linears import Block, Rows, blocks, calibrate, linears
 from models.quantize import Grid, Quantized, assemble, check, check_documents
 from models.targets import MODEL_TYPES
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.params import BaseParams
 from models.regimes import Regime
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.partial import make_partial, make_whole
 from models.params import BaseParams, unread
 from models.regimes import Batch, Skipping

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import Norm, blocks
+from models.core.layers.linears import Norm, blocks
 from models.core.layers.reshape import head_dim
 from models.core.learning.training import cut
 from models.params import BaseParams, TrainingParams

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.reshape import spread_layers, take_layers
 from models.params import TrainingParams, unread
 from models.shrink import Measured, choose, pieces, read, shape_of

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from models.core.checkpoints.invariants import keep_zeroes
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.reshape import Kept, head_dim, take_layers, take_widths
 from models.core.learning.training import OnProgress, cut, num_steps, train
 from models.params import TrainingParams

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.layers.reshape import Kept, head_dim, take_widths
 from models.params import TrainingParams
 from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape

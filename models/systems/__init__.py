@@ -13,7 +13,7 @@ machine can, and else counts both with times that were measured here part by par
 
 from typing import NamedTuple
 
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import WideDecoder
 from models.core.throughput.cost import Cost
 
 

@@ -14,8 +14,7 @@ the rest h (embedding and output matrix) and a meeting s:
 
 import torch
 
-from models.core.layers.decoder import Cache
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, WideDecoder
 from models.systems import Given, Seen, Times
 
 PAPER = "arXiv:2502.02493, sections 3 and 4"

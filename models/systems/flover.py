@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from models.core.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
-from models.core.layers.decoder import Cache
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, WideDecoder
 from models.systems import Given, Seen
 
 PAPER = "arXiv:2305.13484, sections III and IV"

@@ -14,8 +14,7 @@ import time
 
 import torch
 
-from models.core.layers.decoder import Cache
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, WideDecoder
 from models.systems import Given, Seen
 
 PAPER = "arXiv:2307.02628, section 3"

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.core.layers.decoder import Cache
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, WideDecoder
 from models.systems import Given, Seen
 
 PAPER = "arXiv:2503.04398, sections 3 and 4"

@@ -29,8 +29,7 @@ from infra.installed import openmp_preload
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_named
 from models.core.evaluation.golden import first_difference
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
@@ -108,7 +107,7 @@ def write_costs(target: Path, draft: Path, params: served.Params, folder: Path) 
     """Leave the table for the engine that starts next."""
     dtype, most = str(fast_dtype("cpu")).removeprefix("torch."), max(params.num_draft_tokens, params.lookup.num_tokens)
     facts = measured_for(target, draft, dtype, params.enforce_eager is True, vllm.__version__, 1 + most)
-    costfile.save(Cost.measured(CHEAP, facts), folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    save_cost(Cost.measured(CHEAP, facts), folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
 
 
 def summarise(on: dict[str, Completion], off: dict[str, Completion]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from infra.artifacts import publish
 from infra.machine import git_commit
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, length_buckets
 from models.drafts import Rows, eagle3

@@ -34,10 +34,7 @@ def read_tensor(directory: Path, name: str) -> Tensor:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read all tensors of a model directory.
-
-    ValueError if there is no file, one can't be read, or weights are quantized in a way that can't be.
-    """
+    """Read all tensors of a model directory; ValueError if there are none, or one can't be read or restored."""
     return factors.join(read_parts(directory))
 
 

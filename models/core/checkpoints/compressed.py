@@ -49,10 +49,7 @@ def packed_scheme(bits: int, group_size: int, symmetric: bool) -> dict[str, Any]
 
 
 def plain_scheme(form: str, dynamic: bool) -> dict[str, Any]:
-    """Return `quantization_config` for 8-bit weights with a scale a row, whose form is INTEGER or FLOAT.
-
-    If `dynamic`, inputs get a scale a token on the fly; else each layer has a fixed one.
-    """
+    """Return `quantization_config` for 8-bit weights with a scale a row; inputs have one a token or one in all."""
     shared = {"num_bits": 8, "type": "int" if form == INTEGER else "float", "symmetric": True}
     inputs = {**shared, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
     return _scheme(form, {**shared, "strategy": "channel"}, inputs)
@@ -71,10 +68,7 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 
 
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Put float32 weights in place of quantized ones; scales of inputs are left out.
-
-    ValueError if the checkpoint is quantized in another way than `packed_scheme` or `plain_scheme` describe.
-    """
+    """Put float32 weights in place of quantized ones, without scales of inputs; ValueError for forms of others."""
     bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -20,10 +20,7 @@ _OWN = ("config.json", "manifest.json", "golden.json", "model.safetensors.index.
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """Load a target to compute with: as an engine does that serves it, a quantized one's rounded inputs included.
-
-    ValueError if a tensor is missing, or it is quantized in a way that can't be read.
-    """
+    """Load a target to compute with, rounded inputs included; ValueError if a tensor is missing or can't be read."""
     if _is_plain(directory):
         return moved(_load_plain(directory, dtype), device)
     model = moved(load_floats(directory), dtype)
@@ -32,10 +29,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str 
 
 
 def load_floats(directory: Path) -> PreTrainedModel:
-    """Load a target in float32, to be changed or trained; quantized weights and factors are the floats they stand for.
-
-    ValueError as `load_model`.
-    """
+    """Load a target in float32, to be changed or trained, quantized weights and factors as floats; see `load_model`."""
     if _is_plain(directory):
         return _load_plain(directory, torch.float32)
     config = AutoConfig.from_pretrained(directory)
@@ -79,10 +73,7 @@ def _require_all(missing: Collection[str], directory: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: Path, like: Path) -> None:
-    """Write a model that was made of the target `like` into `directory`, in its number format and with all else of it.
-
-    Layers of low rank are written as factors where the config notes that.
-    """
+    """Write a model made of the target `like`, in its format and with all else of it, factors included."""
     config = json.loads((like / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     noted = getattr(model.config, "redraft", {})

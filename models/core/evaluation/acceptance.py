@@ -92,10 +92,7 @@ def mean_accepted_length(traces: Sequence[Trace]) -> float:
 
 
 def summarise(traces: Sequence[Trace], seed: int = 0, num_resamples: int = 2000) -> Summary:
-    """Summarise with 95% intervals from resampled requests.
-
-    ValueError if there are no traces, or a request id occurs twice.
-    """
+    """Summarise with 95% intervals from resampled requests; ValueError for no traces, or a request id twice."""
     _check_ids(traces)
     counts, looping = _counts(traces), np.array([is_looping(trace.token_ids) for trace in traces])
     rate, tau = _rate_and_tau(counts, seed, num_resamples)
@@ -175,8 +172,7 @@ def _check_ids(traces: Sequence[Trace]) -> None:
 def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
     """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
 
-    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did. ValueError
-    if the steps don't fit each other.
+    Of steps see `Trace`; a match is not 0 where the draft did not draft, and without matches it always did.
     """
     place, found = 1, []
     for of_step, kept, match in zip(drafted, accepted, matches or [0] * len(drafted), strict=True):

@@ -114,10 +114,7 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
-    """Return what is known after one more request of at least one step; it is tested by the spread of those before it.
-
-    `gain` is the promised τ − 1, above 0.
-    """
+    """Return what is known after one more request, tested by the spread before it; gain is τ − 1, above 0."""
     mean_steps = np.where(before.requests > 0, before.steps / np.maximum(before.requests, 1), steps)
     own = np.where(before.requests > 0, before.accepted / np.maximum(before.steps, 1), gain)
     variance = (before.squares + FIRST_WEIGHT * (FIRST_SPREAD * gain) ** 2) / (before.requests + FIRST_WEIGHT)

@@ -139,10 +139,7 @@ def decide(
 
 
 def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
-    """Hold a challenger against the best past draft of one domain, on the same conversations in any order.
-
-    ValueError if the two don't score the same conversations.
-    """
+    """Hold a challenger against the best past draft of one domain, on the same conversations, else ValueError."""
     sums: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
     for before, after in paired(best, challenger):
         sums[cluster_of(before)] += [before.steps, before.accepted, after.steps, after.accepted]

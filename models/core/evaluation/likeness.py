@@ -38,10 +38,7 @@ class Likeness(NamedTuple):
 def likeness(
     model: PreTrainedModel, target: PreTrainedModel, documents: Sequence[Sequence[int]], batch_size: int = 4
 ) -> list[Likeness]:
-    """Compare a changed model with its target on each document of two tokens or more, read whole, in the order given.
-
-    ValueError if there is no document of two tokens, or the vocabularies differ in size.
-    """
+    """Compare a changed model with its target on each document of two tokens or more; ValueError if there is none."""
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"model has {model.config.vocab_size} tokens, its target {target.config.vocab_size}")
     long_enough = [place for place, document in enumerate(documents) if len(document) > 1]

@@ -55,10 +55,7 @@ def read_of(sample: Sample, stops: Collection[int]) -> int:
 def compare(
     model: PreTrainedModel, samples: Sequence[Sample], stops: frozenset[int], max_len: int, rng: torch.Generator
 ) -> Estimate:
-    """Return how much likelier answers from elsewhere, one to a prompt, are to a target than its own; see `difference`.
-
-    `stops` are tokens that end an answer, and `max_len` tokens of prompt and answer are what the engine takes.
-    """
+    """Return how much likelier answers from elsewhere, one to a prompt, are to a target than its own."""
     lengths = [read_of(sample, stops) for sample in samples]
     cut = [one._replace(completion_ids=one.completion_ids[:num]) for one, num in zip(samples, lengths, strict=True)]
     own = answer(model, cut, lengths, stops, max_len, rng)

@@ -106,10 +106,7 @@ def gain(found: Clusters) -> Estimate:
 
 
 def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score, Score]]:
-    """Return the scores of each conversation by both, in the first's order.
-
-    ValueError for no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
-    """
+    """Return each conversation's scores by both, in the first's order; ValueError names what the two don't agree in."""
     by_id = {score.id: score for score in second}
     if not first or len(by_id) < len(second) or len({score.id for score in first}) < len(first):
         raise ValueError("wanted at least one conversation, and each id once in a list")

@@ -21,10 +21,7 @@ class Likelihood(NamedTuple):
 def score(
     model: PreTrainedModel, documents: Sequence[Sequence[int]], max_length: int = 256, batch_size: int = 16
 ) -> list[Likelihood]:
-    """Score each document; the first token of each piece of `max_length` is given and not scored.
-
-    ValueError if a document has fewer than two tokens.
-    """
+    """Score each document but the first token of each piece; ValueError if one has fewer than two tokens."""
     short = next((number for number, document in enumerate(documents) if len(document) < 2), None)
     if short is not None or not documents:
         raise ValueError(f"document {short} has fewer than two tokens" if documents else "there are no documents")

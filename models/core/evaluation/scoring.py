@@ -75,10 +75,7 @@ def trace(
     device: str = "cpu",
     rule: BaseParams = STANDARD.greedy,
 ) -> list[Trace]:
-    """Tell step by step what serving greedy answers would draft and accept; see `score`.
-
-    ValueError if an answer was sampled, so that its steps are not those of serving it.
-    """
+    """Tell step by step what serving greedy answers would draft and accept; ValueError if one was sampled."""
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     if sampled := [s.id for s in samples if s.temperature > 0]:
         raise ValueError(f"answer {sampled[0]} was sampled; wanted greedy ones")

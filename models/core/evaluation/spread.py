@@ -28,10 +28,7 @@ class Mean(float):
     documents: tuple[float, ...]
 
     def __new__(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
-        """Take the mean of one value a document, which count for their weights, such as tokens; without these alike.
-
-        ValueError if there is no document, or there are not as many weights.
-        """
+        """Take the mean of one value a document, which count for their weights, if given; ValueError for none."""
         weights = [1.0] * len(values) if weights is None else weights
         if not values:
             raise ValueError("a mean over documents needs at least one")
@@ -83,10 +80,7 @@ def _quantile(confidence: float, freedom: float) -> float:
 
 
 def differences(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Subtract a baseline seed by seed, and document by document where both are of type `Mean`.
-
-    ValueError if the two are not of equally many seeds, or of a seed not of equally many documents.
-    """
+    """Subtract a baseline seed by seed, and document by document where both are `Mean`, of equally many."""
     return [_difference(value, base) for value, base in zip(values, baseline, strict=True)]
 
 

@@ -1,19 +1,55 @@
-"""The one walk over a model's linear layers, and calibration inputs caught on the way."""
+"""Decoder blocks of Llama's layout, the one walk over their linear layers, and calibration inputs caught on the way.
+
+transformers makes the real parts, for each architecture of classes of its own, and what an `nn.Module` holds has no
+type unless a class says so. None of those here is ever made: `blocks` promises them to type checkers.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from models.core.layers.layout import Block, blocks
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # Tokens for each input of the widest layer below which methods that solve for weights fit the sample instead.
 ENOUGH = 4
 _SPARED = "spared"
+
+
+class Norm(nn.Module):
+    weight: nn.Parameter
+
+
+class Attention(nn.Module):
+    config: PreTrainedConfig
+    head_dim: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
+
+class Mlp(nn.Module):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+
+class Block(nn.Module):
+    input_layernorm: Norm
+    self_attn: Attention
+    post_attention_layernorm: Norm
+    mlp: Mlp
+
+
+def blocks(model: PreTrainedModel) -> Sequence[Block]:
+    """Return the decoder blocks; ValueError if the model is not of Llama's layout."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} has no model.layers; models of Llama's layout are handled")
+    return cast("Sequence[Block]", layers)
 
 
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

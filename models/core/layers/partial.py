@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 
 # Block number and its input [B, T, H] to a weight a row [B], 0 or 1; a gradient that it carries is that of the block's
 # share in its output.

@@ -17,8 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from models.core.layers.layout import blocks
-from models.core.layers.linears import linears
+from models.core.layers.linears import blocks, linears
 from models.core.layers.normal_float import NormalFloatLinear
 from models.regimes import Regime
 
@@ -153,10 +152,7 @@ def _packed(model: PreTrainedModel) -> list[NormalFloatLinear]:
 
 
 def _put_in(model: PreTrainedModel, multiply: Product, always: bool = False) -> str:
-    """Let a model's attention multiply by `multiply`, in evaluation mode too if `always`; returns what it was before.
-
-    ValueError if the model is not of Llama's layout.
-    """
+    """Let a model's attention multiply so, in evaluation mode too if `always`; return what it was before."""
     before: str = model.config._attn_implementation
     for block in blocks(model):
         setattr(block.self_attn, _PAIRS, (multiply, always))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from models.core.checkpoints.loading import moved
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 
 # Which width each axis of a module's weight has; a bias has the first one's.
 _AXES: dict[str, tuple[str, ...]] = {
@@ -58,10 +58,7 @@ def spread_layers(num_layers: int, num_kept: int) -> list[int]:
 
 
 def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
-    """Return a model of the blocks whose numbers are kept; `model`, of Llama's layout, stays as it is.
-
-    ValueError if `kept` is empty, does not ascend, or names a block that is not there.
-    """
+    """Return a model of the blocks whose numbers are kept, ascending, else ValueError; `model` stays as it is."""
     num_layers = len(blocks(model))
     if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < num_layers:
         raise ValueError(f"kept layers must ascend within 0 to {num_layers - 1}; got {list(kept)}")
@@ -80,10 +77,7 @@ def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
 
 
 def take_widths(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
-    """Return a model with some of the channels, heads or tokens of `model`, which stays as it is.
-
-    ValueError if the model holds a tensor that is not of Llama's layout; names it.
-    """
+    """Return a model with some of `model`'s channels, heads or tokens; ValueError names a tensor not of Llama's."""
     width = head_dim(model.config)
     changes: dict[str, Any] = {"head_dim": width}
     for key, places in (

@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit weights and inputs: integers, or floats (e4m3)."""
+"""Linear layers of 8-bit weights and inputs: integers, or floats (e4m3). O outputs and I inputs, N tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,7 @@ HIGH = 127
 
 
 class IntegerLinear(nn.Module):
-    """Rounds its inputs to 8-bit integers, multiplies integers, scales the sums.
-
-    Letters: O outputs and I inputs, N tokens.
-    """
+    """Rounds its inputs to 8-bit integers, multiplies integers, scales the sums."""
 
     def __init__(self, weight: Integers, bias: nn.Parameter | None, input_scale: Tensor | None) -> None:
         """Take a weight [O, I], symmetric, of one scale a row, and bias [O] or None.
@@ -47,10 +44,7 @@ FLOAT_HIGH = 448.0
 
 
 class Float8Linear(nn.Module):
-    """Rounds its inputs to e4m3 with a scale a token, multiplies, and adds up in float32.
-
-    Letters: O outputs and I inputs, N tokens.
-    """
+    """Rounds its inputs to e4m3 with a scale a token, multiplies, and adds up in float32."""
 
     def __init__(self, values: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
         """Take a quantized weight: values [O, I] float8, scales [O, 1], bias [O] or None."""

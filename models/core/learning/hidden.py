@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from models.core.learning.captured import Captured, Captures
 from models.drafts import Draft, Rows
 from models.precision import fast_dtype

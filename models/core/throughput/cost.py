@@ -15,18 +15,24 @@ table alone.
 - Errors are cut at three times their usual size: a step of 100 ms among those of 10 counts as one of 12.
 """
 
+import json
 import math
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
 from models.core.throughput.curves import Curve, Line, ascending, between, passes_made
+from models.types import Frozen, Positive
 
 PAPER = "Kalman 1960, A new approach to linear filtering and prediction problems"
 
@@ -40,6 +46,7 @@ DOUBT = 0.1  # of the ratios between the two halves of a measurement
 # is a difference; of what was never measured; of how far d moves in a step, in spreads, and a point.
 KNOWN, DOUBTED, PASS, NEW = 0.1, 0.3, 0.3, 1.0
 DRIFTS, WANDERS = 0.3, 0.001
+FORMAT = 2  # of the file in which a table is kept over restarts; since 2 a step lasts until the next one begins
 
 Floats = NDArray[np.float64]
 
@@ -294,3 +301,52 @@ def _check(time: Time) -> None:
         raise ValueError(f"wanted passes over at most the step's sequences, got {time}")
     if not (math.isfinite(time.ms) and time.ms > 0):
         raise ValueError(f"wanted a step of more than 0 ms, got {time}")
+
+
+def save_cost(cost: Cost, file: Path) -> None:
+    """Write a table as JSON in place of the last one, whole or not at all."""
+    scale = math.exp(cost.drift)
+    curves = [
+        {
+            "num_sequences": curve.num_sequences,
+            "rows": curve.rows,
+            "target_ms": [scale * ms for ms in curve.points],
+            "draft_ms": None if curve.draft is None else scale * curve.draft,
+        }
+        for curve in cost.curves
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps({"format": FORMAT, "measured_for": cost.measured_for, "curves": curves}))
+    os.replace(new, file)
+
+
+def load_cost(file: Path, measured_for: str) -> Cost:
+    """Read a table; ValueError if there is none, it is torn, or its times hold for something else."""
+    try:
+        saved = _File.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{file.name} is no table of what steps take: {first_line}") from error
+    if saved.measured_for != measured_for:
+        raise ValueError(f"{file.name} was measured for {saved.measured_for}, wanted {measured_for}")
+    orders: list[list[float]] = [[curve.num_sequences for curve in saved.curves]]
+    orders += [curve.rows for curve in saved.curves]
+    rising = all(left < right for numbers in orders for left, right in pairwise(numbers))
+    if not rising or any(len(curve.rows) != len(curve.target_ms) for curve in saved.curves):
+        raise ValueError(f"{file.name} is no table of what steps take: its points are in no order")
+    curves = (Curve(one.num_sequences, tuple(one.rows), ascending(one.target_ms), one.draft_ms) for one in saved.curves)
+    return Cost(tuple(curves), measured_for, grows=False)
+
+
+class _Curve(Frozen):
+    num_sequences: int = Field(ge=1)
+    rows: list[Positive] = Field(min_length=1)
+    target_ms: list[Positive]
+    draft_ms: Positive | None
+
+
+class _File(Frozen):
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    measured_for: str
+    curves: list[_Curve] = Field(min_length=1)

@@ -51,11 +51,7 @@ class Line(NamedTuple):
         return on_line(self.rows, self.ms, rows)
 
     def step_ms(self, rows: float, num_passes: float) -> float:
-        """Return what a step takes; rows and passes may be means.
-
-        A draft that says all of its tokens in one pass makes one, whatever number it is asked for. ValueError if no
-        pass was ever measured.
-        """
+        """Return what a step takes, rows and passes may be means; ValueError if no pass was ever measured."""
         return self.target_ms(rows) + self.passes_ms(num_passes)
 
     def passes_ms(self, num_passes: float) -> float:

@@ -86,10 +86,7 @@ class Seen(NamedTuple):
 
 
 def expected_speedup(seen: Seen, most: int, costs: Costs, way: str) -> float:
-    """Return how many times plain decoding's tokens a second are expected with at most so many drafted tokens.
-
-    At least one step was seen of this way, which has this name in `costs.draft_ms`.
-    """
+    """Return how many times plain decoding's tokens a second are expected with at most so many drafted tokens."""
     drafting = costs.draft_ms.get(way, seen.drafting)
     tokens = sum(1 + min(step.accepted, most) for step in seen.steps)
     sizes = [min(step.proposed, most) for step in seen.steps]
@@ -106,10 +103,7 @@ class Option(NamedTuple):
 
 
 def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list[Option]:
-    """Return every way with the number of tokens that is best for it, of `sizes`, the fastest first.
-
-    A way that can't be cut has its own size.
-    """
+    """Return every way with the number of tokens that is best for it, of `sizes` or its own, the fastest first."""
     found = []
     for way, one in seen.items():
         choices = [size for size in sizes if size <= one.most] if one.cut else []
@@ -119,10 +113,7 @@ def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list
 
 
 def read_costs(file: Path) -> Costs:
-    """Read a table that `redraft advise` wrote, or one of the same form.
-
-    ValueError if the file can't be read, or is no such table.
-    """
+    """Read a table of the form that `redraft advise` writes; ValueError if the file can't be read, or is none."""
     try:
         return Costs.model_validate_json(file.read_text(encoding="utf-8"))
     except OSError as error:

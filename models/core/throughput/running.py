@@ -97,10 +97,7 @@ class Acceptance:
         self.num_swaps += 1
 
     def promise(self, domain: str, accepted: Sequence[float]) -> None:
-        """Learn what the gate saw of the present draft in one more domain; what was seen since stays.
-
-        ValueError if a share is not from 0 to 1.
-        """
+        """Learn what the gate saw of the draft in one more domain; ValueError if a share is not from 0 to 1."""
         if not accepted or not all(0 <= share <= 1 for share in accepted):
             raise ValueError(f'domain "{domain}": wanted shares from 0 to 1, got {list(accepted)}')
         self._before[domain] = [min(share / last, 1.0) if last else 0.0 for last, share in pairwise([1.0, *accepted])]

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost
+from models.core.throughput.cost import Cost, load_cost
 from models.engines import LookUp
 from models.lengths import Plan
 from models.params import BaseParams
@@ -196,7 +195,7 @@ class Setup:
         if file is None or not file.exists():
             return None
         try:
-            return replace(costfile.load(file, self.measured_for), one_pass=self.one_pass)
+            return replace(load_cost(file, self.measured_for), one_pass=self.one_pass)
         except ValueError as error:
             log.warning("what steps take is measured anew: %s", error)
             return None

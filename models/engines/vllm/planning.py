@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from models import catalog
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, save_cost
 from models.core.throughput.curves import passes_made
 from models.core.throughput.running import Acceptance, Source
 from models.core.throughput.speeds import DomainShare, Speeds
@@ -261,7 +260,7 @@ class Planner:
         if file is None or cost.doubted:
             return
         try:
-            costfile.save(cost, file)
+            save_cost(cost, file)
         except OSError as error:  # in the engine's step: a full disk costs the next start its table, not this engine
             log.warning("the table of costs was not written: %s", error)
 

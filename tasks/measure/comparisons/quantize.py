@@ -29,8 +29,7 @@ from models.core.checkpoints.loading import load_model
 from models.core.checkpoints.sparsity import Pattern
 from models.core.evaluation.perplexity import score
 from models.core.evaluation.spread import nats_per_token, perplexity
-from models.core.layers.layout import blocks
-from models.core.layers.linears import enough_tokens
+from models.core.layers.linears import blocks, enough_tokens
 from models.core.layers.reshape import head_dim
 from models.core.learning import training
 from models.params import TrainingParams

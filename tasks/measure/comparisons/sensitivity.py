@@ -13,8 +13,7 @@ import torch
 
 from models.core.checkpoints import mixed
 from models.core.checkpoints.loading import load_floats, moved
-from models.core.layers.layout import blocks
-from models.core.layers.linears import enough_tokens
+from models.core.layers.linears import blocks, enough_tokens
 from models.stages import Quantize
 from models.together import FLOAT
 from tasks.measure import likeness

@@ -23,9 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from infra.views.comparison import Comparison, number
 from infra.views.results import Grid, Report
 from models import catalog, systems
-from models.core.layers.decoder import Cache, Decoder, Sublayers
+from models.core.layers.decoder import Cache, Decoder, Sublayers, WideDecoder
 from models.core.layers.reshape import head_dim
-from models.core.layers.wide import WideDecoder
 from models.core.throughput.cost import Cost, Time
 from models.systems import Times
 from tasks.measure import lesson

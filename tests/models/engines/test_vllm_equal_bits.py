@@ -15,8 +15,7 @@ import vllm
 from safetensors.torch import load_file, save_file
 
 from models.core.layers import quantized_weights
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
@@ -55,7 +54,7 @@ def engine(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
     build_on_grids(target)
     draft = make_draft(target, folder, seed=0)
     facts = measured_for(target, draft, "bfloat16", True, vllm.__version__, 1 + LOOKED_UP)
-    costfile.save(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    save_cost(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
     params = Params(
         dtype="bfloat16",
         enforce_eager=True,

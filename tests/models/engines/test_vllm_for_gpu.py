@@ -18,8 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from models import catalog
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines.vllm import Params
 from models.engines.vllm.fields import OPTIONS, DraftOptions, Setup
 from models.engines.vllm.launch import RUNNER, VLLM_DRAFTS, Speculation, engine_arguments, scheduler_of
@@ -165,7 +164,7 @@ def test_a_table_of_costs_is_that_of_one_accelerator_and_one_parallel_size(
     assert len({setup.costs for setup in setups}) == len(PLACES)
     for setup in setups:
         assert setup.costs is not None
-        costfile.save(Cost.measured([Time(1, 1, 0, 10.0)], setup.measured_for), setup.costs)
+        save_cost(Cost.measured([Time(1, 1, 0, 10.0)], setup.measured_for), setup.costs)
         assert setup.known_cost() is not None
         others = [replace(other, costs=setup.costs) for other in setups if other is not setup]
         assert all(other.known_cost() is None for other in others)  # a file that was copied tells of itself

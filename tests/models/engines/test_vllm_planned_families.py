@@ -16,8 +16,7 @@ import vllm
 from vllm import SamplingParams
 
 from models.core.drafting.draft_families import family_named, family_of
-from models.core.throughput import costfile
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
@@ -58,7 +57,7 @@ def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest
     random.build(random.Params(num_layers=NUM_LAYERS), target)
     save_tiny(family_named(request.param), target, draft, scale=0.01, served=True)
     facts = measured_for(target, draft, "float32", True, vllm.__version__)
-    costfile.save(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    save_cost(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
     params = Params(
         dtype="float32",  # in bfloat16 near ties of a random model would make drafts differ
         enforce_eager=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import WideDecoder
 from models.core.throughput.cost import Cost, Time
 from models.systems import Times
 from models.targets import random

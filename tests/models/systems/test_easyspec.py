@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import WideDecoder
 from models.systems import Given, easyspec
 from tests.models.systems import planted
 

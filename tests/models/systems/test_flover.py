@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.core.layers.decoder import Cache
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import Cache, WideDecoder
 from models.systems import Given, flover
 from models.systems.flover import Answer, Request
 from tests.models.systems import planted

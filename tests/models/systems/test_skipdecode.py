@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import WideDecoder
 from models.systems import Given, skipdecode
 from tests.models.systems import planted
 

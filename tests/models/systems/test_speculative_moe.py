@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.core.layers.wide import WideDecoder
+from models.core.layers.decoder import WideDecoder
 from models.systems import Given, speculative_moe
 from models.systems.speculative_moe import Layer, Routed
 from tests.models.systems import planted

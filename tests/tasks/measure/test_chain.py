@@ -11,7 +11,7 @@ import torch
 from models import catalog
 from models.core.checkpoints.invariants import noted, require
 from models.core.checkpoints.loading import load_floats, load_model
-from models.core.layers.layout import blocks
+from models.core.layers.linears import blocks
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink
 from tasks.measure.comparisons import all as forms

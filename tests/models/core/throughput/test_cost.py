@@ -1,10 +1,12 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from models.core.throughput.cost import Cost, Time
+from models.core.throughput.cost import Cost, Time, load_cost, save_cost
 
 TIMES = [
     *(Time(1, rows, 0, ms) for rows, ms in ((1, 10.0), (4, 13.0))),
@@ -206,3 +208,41 @@ def test_how_far_a_plain_step_may_be_off_is_known(every: int) -> None:
     print(f"one plain step in {every}: within two of its doubt in {within} of 60, doubt {np.mean(doubts):.3f}")
     assert within >= 54
     assert np.mean(doubts) < {4: 0.03, 40: 0.06, 10**9: 0.3}[every]
+
+
+def test_a_table_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    file, cost = tmp_path / "cost.json", TABLE
+    for _ in range(50):
+        cost = cost.after(Time(4, 8, 1, 35.0))
+    save_cost(cost, file)
+    read = load_cost(file, "this machine")
+    for step in ((1, 3, 2), (2, 5, 0), (4, 8, 1), (9, 18, 1)):
+        assert read.step_ms(*step) == pytest.approx(cost.step_ms(*step))
+    assert not read.grows
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda text: text[: len(text) // 2], "no table"),
+        (lambda text: "", "no table"),
+        (lambda text: text.replace("this machine", "another one"), "measured for another one, wanted this machine"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), "no table"),
+        (lambda text: text.replace("10.0", "-10.0"), "no table"),
+        (lambda text: text.replace("10.0", "NaN"), "no table"),
+        (lambda text: text.replace("[10.0, 13.0]", "[10.0]"), "no table"),
+    ],
+)
+def test_a_torn_or_foreign_table_is_refused(tmp_path: Path, change: Callable[[str], str], fault: str) -> None:
+    file = tmp_path / "cost.json"
+    save_cost(TABLE, file)
+    text = change(file.read_text())
+    assert text != file.read_text()
+    file.write_text(text)
+    with pytest.raises(ValueError, match=fault):
+        load_cost(file, "this machine")
+
+
+def test_a_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cost.json is no table"):
+        load_cost(tmp_path / "cost.json", "this machine")
