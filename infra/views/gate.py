@@ -11,23 +11,13 @@ from markupsafe import Markup
 
 from infra.views import MEANING
 from infra.views.charts import interval_chart, write_charts
-from models.types import (
-    PASSED,
-    REFUSED,
-    UNDECIDED,
-    DomainEvidence,
-    Estimate,
-    GateParams,
-    GateReport,
-    GateTest,
-    GateVerdict,
-)
+from models.types import DomainEvidence, Estimate, GateParams, GateReport, GateTest, GateVerdict
 
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.svg"
-TITLES = {
-    PASSED: "Gate passed",
-    UNDECIDED: "Gate undecided",
-    REFUSED: "Gate refused",
+TITLES: dict[GateVerdict | None, str] = {
+    "passed": "Gate passed",
+    "undecided": "Gate undecided",
+    "refused": "Gate refused",
     None: "No gate: the first draft of its line",
 }
 
@@ -41,7 +31,7 @@ def headline(report: GateReport) -> str:
         return f"{TITLES[report.verdict]}: {report.reasons[0]}{more}."
     gain = report.test.gain
     against = f"against draft {report.test.parent}, at least {gain.low:+.3f}"
-    return f"{TITLES[PASSED]}: {gain.value:+.3f} tokens a step {against}."
+    return f"{TITLES['passed']}: {gain.value:+.3f} tokens a step {against}."
 
 
 def explain(report: GateReport) -> str:
@@ -175,9 +165,9 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams)
 
 
 def _consequence(verdict: GateVerdict | None, champion: int | None) -> str:
-    if verdict == PASSED:
+    if verdict == "passed":
         return "So it may serve."
-    return f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
+    return f"So it {'learns on' if verdict == 'undecided' else 'is given up'}, and draft {champion} stays."
 
 
 def _origin(test: GateTest) -> str:
