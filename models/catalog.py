@@ -55,11 +55,7 @@ def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
 
 @dataclass(frozen=True)
 class Method:
-    """Marks a pydantic field as the parameters of one of a family's methods, to be parsed from that method's table.
-
-    Written `Annotated[BaseParams, Method("sources")]`; the value is of the method's own `Params`, and stays whole when
-    it is serialized.
-    """
+    """Marks a field as the parameters of a family's method, as in `Annotated[BaseParams, Method("sources")]`."""
 
     family: str
 

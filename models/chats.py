@@ -232,11 +232,7 @@ def named(template: str) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def content_format(template: str) -> Format:
-    """Return how a template takes the content of messages: as text, or as OpenAI's list of parts.
-
-    Decided as vLLM 0.32 does (`vllm.renderers.hf._detect_content_format`): by a loop over the content of a message.
-    ValueError if it is no template.
-    """
+    """Return how a template takes content, by a loop over it, as vLLM 0.32 does (`hf._detect_content_format`)."""
     tree = _tree(template)
     messages = ["messages"]
     for name in messages:  # grows

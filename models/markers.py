@@ -83,8 +83,7 @@ class Markers:
         return self._backend.id_to_token(token_id) is not None
 
     def _decoded(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def broken(self, value: Any, named: Collection[str], own: bool = False) -> Any:
         """Return a value of JSON whose texts and keys hold no marker, and can't become a part of one.

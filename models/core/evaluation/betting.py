@@ -47,8 +47,7 @@ def log_growth(values: Floats, weights: Floats, mean: float, bound: float) -> Fl
 
 def log_wealth(growth: Floats) -> Floats:
     """Return the log of the wealth over all bets, whose logs have grown by [..., B]: [...]."""
-    found: Floats = np.logaddexp.reduce(growth + np.log(PARTS), axis=-1)
-    return found
+    return np.asarray(np.logaddexp.reduce(growth + np.log(PARTS), axis=-1))
 
 
 class MeanTest(Frozen):

@@ -100,10 +100,7 @@ def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[s
 
 
 def num_tests(groups: Mapping[str | None, int]) -> int:
-    """Return how many of a domain's conversations would count if all of them were held out: of a group, one.
-
-    `groups` are of what they were said to belong to, None for nothing, to their number.
-    """
+    """Return how many conversations would count if all of a domain's groups [group → number] were held out."""
     most = _most_of_group(sum(groups.values()))
     return sum(1 if group is not None and number <= most else number for group, number in groups.items())
 

@@ -140,5 +140,4 @@ def compare_percentiles(
 
 def _speed_ratio(rows: Floats) -> Floats:
     """[..., 4] tokens and seconds of two sides → [...]"""
-    ratio: Floats = (rows[..., 0] / rows[..., 1]) / (rows[..., 2] / rows[..., 3])
-    return ratio
+    return np.asarray((rows[..., 0] / rows[..., 1]) / (rows[..., 2] / rows[..., 3]))

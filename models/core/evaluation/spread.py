@@ -50,10 +50,7 @@ class Spread(NamedTuple):
     freedom: float = 0.0
 
     def reach(self, confidence: float, num_seeds: int | None = None) -> float:
-        """Return what Student's interval reaches to either side of the mean, infinite where nothing tells.
-
-        `num_seeds` is as if there were so many; None takes those that there are.
-        """
+        """Return what Student's interval of so many seeds reaches to either side, infinite where nothing tells."""
         count = num_seeds or self.num_seeds
         freedom = self.freedom * count or count - 1
         if freedom < 1:

@@ -53,8 +53,7 @@ class Kept(NamedTuple):
 
 def spread_layers(num_layers: int, num_kept: int) -> list[int]:
     """Return `num_kept` of `num_layers` blocks, evenly spread from the first to the last."""
-    kept: list[int] = np.linspace(0, num_layers - 1, num_kept).round().astype(int).tolist()
-    return kept
+    return list(np.linspace(0, num_layers - 1, num_kept).round().astype(int).tolist())
 
 
 def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
@@ -109,8 +108,7 @@ def take_widths(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
 
 def head_dim(config: Any) -> int:
     """Return the width of an attention head."""
-    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return width
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _block_of(name: str) -> int | None:

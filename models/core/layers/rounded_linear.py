@@ -32,10 +32,7 @@ class IntegerLinear(nn.Module):
 
 
 def token_scales(rows: Tensor) -> Tensor:
-    """[N, I] to [N, 1], the scale by which a token's largest magnitude becomes 127; 1 for a token of zeros.
-
-    It is NaN for a token that holds NaN, which integers would hide.
-    """
+    """[N, I] to [N, 1], by which a token's largest magnitude becomes 127; 1 for zeros, NaN where it holds NaN."""
     scales = rows.abs().amax(-1, keepdim=True) / HIGH
     return torch.where(scales == 0, 1.0, scales)
 

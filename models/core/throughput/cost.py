@@ -239,10 +239,7 @@ class Cost:
         return replace(self, curves=tuple(curves), drift=self.drift + float(by[0]), covariance=covariance)
 
     def _target(self, num_sequences: int, num_rows: float) -> list[tuple[int, int, float]]:
-        """Return what f is made of: (curve, point, how much of it).
-
-        Between two curves rows a sequence are what is alike; outside of them only rows are.
-        """
+        """Return what f is made of, (curve, point, share); between curves by rows a sequence, outside by rows."""
         return [
             (at, place, weight * share)
             for at, weight in between([curve.num_sequences for curve in self.curves], num_sequences)

@@ -165,14 +165,11 @@ class Acceptance:
         if source == "head" and domain in self._before:
             chances = self._before[domain]
             return chances[min(place, len(chances) - 1)]
-        guess, pooled = self._first_guess(source, kind, place), self._pooled.get((source, kind))
+        guess, pooled = FIRST_GUESS[source, kind], self._pooled.get((source, kind))
+        if source == "head" and self._before:  # what the gate saw in other domains
+            seen = [chances[min(place, len(chances) - 1)] for chances in self._before.values()]
+            guess = sum(seen) / len(seen)
         return guess if pooled is None else max(guess, pooled[place].chance(guess, GUESS_WEIGHT))
-
-    def _first_guess(self, source: Source, kind: int, place: int) -> float:
-        """Return a_j where nothing was seen at all: what the gate saw in other domains, else a constant."""
-        if source == "head" and self._before:
-            return sum(chances[min(place, len(chances) - 1)] for chances in self._before.values()) / len(self._before)
-        return FIRST_GUESS[source, kind]
 
 
 def _places() -> list[_Place]:
