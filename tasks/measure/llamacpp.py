@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.installed import INTERPRETER
 from infra.client import Answer
+from infra.installed import INTERPRETER
 from models import catalog
 from models.recipe import Recipe
 from models.sources import Prompt

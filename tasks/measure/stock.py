@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 
-from infra.installed import SUFFIX_TREES, suffix_version
-from infra.installed import openmp_preload
+from infra.installed import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.serving import SERVED_NAME
