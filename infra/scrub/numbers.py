@@ -141,7 +141,8 @@ def _is_remote(text: str) -> bool:
 
 def _phones(text: str) -> Iterator[tuple[int, int]]:
     yield from (match.span() for match in _PHONE.finditer(text) if _has_length_of_phone(match[0]))
-    unsure = [(match, regions) for pattern, regions in _SHAPES for match in pattern.finditer(text)]
+    unsure: list[tuple[re.Match[str], tuple[str, ...]]] = []
+    unsure += [(match, regions) for pattern, regions in _SHAPES for match in pattern.finditer(text)]
     unsure += [(match, REGIONS) for match in _ANY_PHONE.finditer(text) if _CALLED.search(_before(text, match))]
     for number, (match, regions) in enumerate(unsure):
         if number >= MAX_CHECKED or _is_valid(match[0], regions):
