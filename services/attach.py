@@ -79,7 +79,6 @@ class AttachConfig(ServiceConfig):
 
     @property
     def rollout(self) -> Path:
-        """The file that says where the servers stand."""
         return self.file(PREFIX, *self.servers)
 
     def file(self, prefix: str, *servers: str) -> Path:
@@ -101,7 +100,6 @@ class ServerConfig(AttachConfig):
 
     @property
     def memory(self) -> Path:
-        """The file that remembers good and refused drafts of this server over a restart."""
         return self.file("", self.server)
 
 
