@@ -80,7 +80,6 @@ class AttachConfig(ServiceConfig):
 
     @property
     def rollout(self) -> Path:
-        """The file that says where the servers stand."""
         return self.file(PREFIX, *self.servers)
 
     def file(self, prefix: str, *servers: str) -> Path:
@@ -102,7 +101,6 @@ class ServerConfig(AttachConfig):
 
     @property
     def memory(self) -> Path:
-        """The file that remembers good and refused drafts of this server over a restart."""
         return self.file("", self.server)
 
 

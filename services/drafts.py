@@ -236,23 +236,15 @@ class ShortOfMemory(Exception):
     """A second draft does not fit beside the one that serves, now."""
 
 
-def read_memory(path: Path) -> DraftHistory:
-    """Read what the replica before this one knew; empty if there is nothing yet, ValueError if it is damaged."""
+def recall(path: Path, counts: Counter[str]) -> DraftHistory:
+    """Read what the replica before this one knew, if anything; a damaged file, counted in `errors`, is as none."""
     try:
         return DraftHistory.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return DraftHistory()
     except ValidationError as error:
-        raise ValueError(f"{path} is not a memory of drafts: {error.error_count()} faults") from error
-
-
-def recall(path: Path, counts: Counter[str]) -> DraftHistory:
-    """Read the memory; a damaged one, counted in `errors`, is as none."""
-    try:
-        return read_memory(path)
-    except ValueError as error:
         counts["errors"] += 1
-        log.warning("%s; starting without it", error)
+        log.warning("%s is not a memory of drafts: %d faults; starting without it", path, error.error_count())
         return DraftHistory()
 
 

@@ -65,9 +65,9 @@ class FairQueue:
     def cost(self, key: str | None, body: Mapping[str, Any], num_bytes: int) -> Cost:
         """Return what a request may take, of its JSON after `check_limits` and the length of that; RequestError 400."""
         prompts = body.get("prompt")
-        several = isinstance(prompts, list) and not isinstance(prompts[0] if prompts else 0, int)
+        several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
         choices = max(_number(body, "n", 1), _number(body, "best_of", 1))
-        sequences = choices * (len(prompts) if several and isinstance(prompts, list) else 1)
+        sequences = choices * (len(prompts or ()) if several else 1)
         if sequences > (most := self._most(key)):
             message = f"n times the number of prompts is {sequences}; at most {most} run at once for a key"
             raise RequestError(400, message, "n" if choices > 1 else "prompt")

@@ -72,7 +72,6 @@ class AnswerReader:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the server told the token ids of prompt and answer."""
         return bool(self._prompt_ids and self._token_ids)
 
     def _read(self, body: dict[str, Any]) -> None:

@@ -99,7 +99,6 @@ class Reasoning:
         return cls(small, target, vocabulary, tokenizer, length, served_name, methods)
 
     async def close(self) -> None:
-        """End the small model's engine."""
         await self._small.close()
 
     async def answer(

@@ -181,7 +181,6 @@ class Recording:
         self._asking = asyncio.create_task(self._versions.run())
 
     async def close(self) -> None:
-        """Write what is due."""
         self._asking.cancel()
         self._versions.close()
         log.info("%s", json.dumps(self.app.status()))
@@ -240,15 +239,11 @@ def _client(verify: ssl.SSLContext) -> aiohttp.ClientSession:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Listen, so that whoever connects from now on is answered; ValueError if the address can't be bound."""
-    listened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family, is_6 = (socket.AF_INET6, True) if ":" in host else (socket.AF_INET, False)
     try:
-        listened.bind((host, port))
-        listened.listen(BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_6)
     except OSError as error:
-        listened.close()
         raise ValueError(f"port {port} of {host} can't be bound: {error.strerror}") from error
-    return listened
 
 
 async def _serve(recording: Recording, listened: socket.socket) -> None:

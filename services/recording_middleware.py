@@ -144,7 +144,6 @@ class DraftVersions:
                 await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """Settle what is due without asking."""
         for _, settle in self._due:
             settle("")
 

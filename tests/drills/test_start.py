@@ -23,7 +23,7 @@ from services.drafts import (
     Loaded,
     choose_boot_draft,
     label,
-    read_memory,
+    recall,
     remember,
     start_engine,
 )  # fmt: skip
@@ -74,7 +74,7 @@ def test_f35_a_good_draft_that_the_machine_did_not_start_with_waits_and_is_never
     assert restart({newer: "memory", older: "torn"}) == [newer, older, 0]
     assert restart({newer: "sockets"}) == [newer, older]  # the torn copy was fetched again
     assert (counts["postponed"], counts["refused"]) == (3, 0)
-    boot, _ = choose_boot_draft(source, read_memory(state), counts)
+    boot, _ = choose_boot_draft(source, recall(state, counts), counts)
     champion = world.registry.champion("draft")
     assert boot is not None
     assert champion is not None

@@ -51,7 +51,7 @@ from services.drafts import (
     DraftSource,
     Loaded,
     label,
-    read_memory,
+    recall,
     remember,
     start_engine,
 )
@@ -294,7 +294,7 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
     assert (running.serving(), running.counts["swaps"]) == (2, 1)
     assert running.loop.state.proof is not None
     assert (running.loop.state.proof.weight_error, running.loop.state.proof.promised_tau) == (0.0, 1.0)
-    assert [version.number for version in read_memory(running.config.memory).good] == [2, 1]
+    assert [version.number for version in recall(running.config.memory, Counter()).good] == [2, 1]
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
     assert reason in running.loop.state.refused[label(bad)]
     assert reason in running.registry.get("draft", bad.number).tags["quarantined"]
     assert running.champion() == 1
-    assert read_memory(running.config.memory).refused == {label(bad): running.loop.state.refused[label(bad)]}
+    assert recall(running.config.memory, Counter()).refused == {label(bad): running.loop.state.refused[label(bad)]}
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_a_draft_for_another_target_or_of_a_family_that_a_newer_release_has_is_l
     running.tick(3)
     assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
     assert named in running.loop.state.refused[label(other)]
-    assert read_memory(running.config.memory).refused == {}
+    assert recall(running.config.memory, Counter()).refused == {}
 
 
 def test_files_that_are_not_what_was_registered_are_refused(running: World) -> None:
@@ -499,7 +499,7 @@ def test_a_draft_of_another_k_asks_for_a_new_replica_which_boots_with_its_k(runn
 def test_a_good_draft_of_another_k_is_not_fallen_back_to(world: World) -> None:
     for k in (3, 5):
         world.serve({"num_draft_tokens": str(k)})
-    assert [version.number for version in read_memory(world.config.memory).good] == [2, 1]
+    assert [version.number for version in recall(world.config.memory, Counter()).good] == [2, 1]
     world.faults["2"] = "refuses"
     world.push({"num_draft_tokens": "5"}, fault="corrupts")
     world.tick()
@@ -625,7 +625,7 @@ def test_a_draft_that_the_engine_did_not_start_with_waits_and_is_then_served(
     running.make_due()
     running.tick()
     assert (running.serving(), running.is_quarantined(version)) == (2, False)
-    assert read_memory(running.config.memory).failed_starts == {}
+    assert recall(running.config.memory, Counter()).failed_starts == {}
 
 
 def test_a_draft_that_only_the_target_starts_without_asks_for_a_new_replica_after_its_wait(world: World) -> None:
@@ -645,12 +645,12 @@ def test_a_draft_that_only_the_target_starts_without_asks_for_a_new_replica_afte
 
 def test_when_nothing_starts_no_draft_is_blamed(running: World) -> None:
     version = running.push()
-    before = read_memory(running.config.memory)
+    before = recall(running.config.memory, Counter())
     running.unstartable = {"2": MACHINE[0], "1": MACHINE[0], "": RuntimeError("the target does not start")}
     for _ in range(MAX_FAILED_STARTS + 1):
         with pytest.raises(RuntimeError, match="the target does not start"):
             running.boot()
-    assert read_memory(running.config.memory) == before
+    assert recall(running.config.memory, Counter()) == before
     running.unstartable.clear()
     assert running.boot() == 2
     running.tick()
@@ -724,7 +724,7 @@ def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried
     running.clear(version)
     running.tick()
     assert (running.serving(), running.champion(), running.is_quarantined(version)) == (2, 2, False)
-    assert read_memory(running.config.memory).refused == {}
+    assert recall(running.config.memory, Counter()).refused == {}
 
 
 @pytest.mark.slow
@@ -752,11 +752,11 @@ def test_a_draft_that_fails_again_after_it_was_cleared_is_quarantined_again(runn
 
 def test_a_refusal_that_the_registry_could_not_be_told_of_is_reported_after_a_restart(running: World) -> None:
     version = running.push()
-    remember(running.config.memory, read_memory(running.config.memory).with_refused(version, "bad"), Counter())
+    remember(running.config.memory, recall(running.config.memory, Counter()).with_refused(version, "bad"), Counter())
     running.boot()
     running.tick()
     assert (running.serving(), running.champion(), running.is_quarantined(version)) == (1, 1, True)
-    assert read_memory(running.config.memory).unreported == ()
+    assert recall(running.config.memory, Counter()).unreported == ()
 
 
 @pytest.mark.slow
@@ -1053,7 +1053,7 @@ def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World
     running.tick()
     assert (running.serving(), running.engine.speculating) == (None, False)
     assert running.loop.state.fallback == "draft 1 was quarantined"
-    assert read_memory(running.config.memory).good == ()
+    assert recall(running.config.memory, Counter()).good == ()
 
 
 @pytest.mark.slow
@@ -1074,17 +1074,19 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}x", '{"good": 1}'])
-def test_a_damaged_state_is_refused_and_a_missing_one_is_empty(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "state.json"
-    assert read_memory(path) == DraftHistory()
+def test_a_damaged_state_is_counted_and_as_empty_as_a_missing_one(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, counts = tmp_path / "state.json", Counter[str]()
+    assert (recall(path, counts), counts) == (DraftHistory(), {})
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"state\.json"):
-        read_memory(path)
+    assert (recall(path, counts), counts) == (DraftHistory(), {"errors": 1})
+    assert f"{path} is not a memory of drafts" in caplog.text
 
 
 def test_a_state_survives_writing(world: World) -> None:
     state = DraftHistory().with_good(world.push()).with_refused(world.push(), "bad")
     remember(world.config.memory, state, Counter())
-    assert read_memory(world.config.memory) == state
+    assert recall(world.config.memory, Counter()) == state
     assert state.with_refused(state.good[0], "too").good == ()
     assert list(world.home.glob(".state*")) == []
