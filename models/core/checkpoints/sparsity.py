@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 class Pattern(Frozen):
-    """Where zeroes may stand: a share of any weights, in a recipe `0.5`, or all but N kept of each group M, `"2:4"`."""
+    """Where zeroes may stand; a recipe may write `0.5` or `"2:4"` for it.
+
+    Attributes:
+        sparsity: share of zeroes where any weight may be one.
+        kept: N, how many of each group are kept where the zeroes are regular.
+        group: M, neighbours along a row.
+    """
 
     sparsity: float | None = Field(None, gt=0, lt=1)
     kept: int | None = Field(None, ge=1)
