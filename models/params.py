@@ -54,13 +54,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"{hint}; there are: {', '.join(choices) or 'none'}"
 
 
-def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> ModelT:
-    """Build `model` from `values`; ValueError names each key at fault in a line that starts with `where`."""
+def validate(model: type[ModelT], values: Mapping[str, Any], where: str, wrong_first: bool = False) -> ModelT:
+    """Build `model` from `values`; ValueError names each key at fault in a line that starts with `where`.
+
+    With `wrong_first` it names what is missing only where nothing is wrong: a wrong name may be what is missing.
+    """
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        faults = "\n".join(f"{where}: {_fault(model, detail)}" for detail in error.errors())
-        raise ValueError(faults) from error
+        details = error.errors()
+        if wrong_first:
+            details = [detail for detail in details if detail["type"] != "missing"] or details
+        raise ValueError("\n".join(f"{where}: {_fault(model, detail)}" for detail in details)) from error
 
 
 def without_defaults(value: Any) -> Any:

@@ -384,4 +384,4 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from a TOML file's tables; ValueError starts with `where` and names the key or method at fault."""
-    return validate(Recipe, tables, where)
+    return validate(Recipe, tables, where, wrong_first=True)

@@ -106,7 +106,7 @@ def api_reference() -> str:
         _grid(("header", "meaning"), [(f"`{name}`", said) for name, said in access.RESPONSE_HEADERS.items()]),
         "## Errors",
         f"{ERRORS} What vLLM itself refuses is a 400 or 404 with its message.",
-        _grid(("status", "code", "message"), sorted(set(_refusals()))),
+        _grid(("status", "code", "message"), sorted(set(request_errors()))),
     )
 
 
@@ -331,11 +331,11 @@ def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, 
             yield from _fields(inner, f"{path}{name}{keyed}.")
 
 
-def _refusals() -> Iterator[tuple[str, str, str]]:
-    """Yield status, code and message of every Refusal in services/ whose status and message stand there."""
+def request_errors() -> Iterator[tuple[str, str, str]]:
+    """Yield status, code and message of every RequestError in services/ whose status and message stand there."""
     for file in sorted((ROOT / "services").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "Refusal" and len(node.args) > 1):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "RequestError" and len(node.args) > 1):
                 continue
             status, message, *rest = node.args
             named = {keyword.arg: keyword.value for keyword in node.keywords}

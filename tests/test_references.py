@@ -12,6 +12,10 @@ def test_a_reference_is_what_the_code_says(name: str) -> None:
     assert written == references.REFERENCES[name](), f"{name} is out of date; run: make references"
 
 
+def test_the_errors_of_the_service_are_found() -> None:
+    assert ("413", "`body_too_large`") in {(status, code) for status, code, _ in references.request_errors()}
+
+
 def test_every_key_of_a_recipe_says_what_it_means() -> None:
     assert references.undocumented() == []
 
