@@ -384,4 +384,9 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from a TOML file's tables; ValueError starts with `where` and names the key or method at fault."""
-    return validate(Recipe, tables, where)
+    try:
+        return validate(Recipe, tables, where)
+    except ValueError as error:
+        faults = str(error).splitlines()
+        wrong = [fault for fault in faults if not fault.endswith(" is missing")]  # told before what is not there
+        raise ValueError("\n".join(wrong or faults)) from error
