@@ -131,10 +131,11 @@ _KEYS: dict[str, dict[str, str]] = {
     "services/reverse_proxy.py": {"serving.Serve": "front port"},
     "services/reasoning.py": {"serving.Reasoning": "model engine methods"},
     "services/reconciler.py": {
-        "serving.Serve": "poll_s min_swap_interval_s min_free_memory_gib probation canary",
+        "serving.Serve": "poll_s min_free_memory_gib probation canary",
         "serving.Probation": "num_prompts tolerance timeout_s put_back_s",
-        "evaluation.canary": "period_s max_in_flight timeout_s",
+        "evaluation.canary": "timeout_s",
     },
+    "services/swap.py": {"serving.Serve": "min_swap_interval_s", "evaluation.canary": "period_s max_in_flight"},
     "services/service.py": {
         "serving.Serve": "drain_s merge_streams tool_parser limits structured seeded drift_detector capture reasoning",
         "evaluation.drift_detector": "period_s",

@@ -71,8 +71,10 @@ def read_stored(directory: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors |= load_file(file)
-        except (OSError, ValueError, SafetensorError) as error:
+        except OSError as error:
             raise ValueError(f"{file.name} of {directory.name} can't be read: {error}") from error
+        except (ValueError, SafetensorError) as error:
+            raise ValueError(f"{file.name} of {directory.name} is not a safetensors file: {error}") from error
     return tensors
 
 
