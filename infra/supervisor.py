@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -166,7 +167,9 @@ class Supervisor:
             self._pause_s[name] = program.first_pause_s if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
             self._due_s[name] = now_s + self._pause_s[name]
             self._ready.discard(name)
-            said = self._children[name].tail(1)
+            said = ""
+            with suppress(OSError):  # its log may have been taken away
+                said = self._children[name].tail(1)
             log.warning("%s ended with %s (%s); restarting in %g s", name, code, said, self._pause_s[name])
             self._tell()
         elif now_s >= self._due_s[name] and (now_s >= self._due_s[name] + HELD_S or not _port_held(program)):
