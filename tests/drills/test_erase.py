@@ -24,6 +24,7 @@ from infra.environment import environment_of
 from infra.erase import erase_subject
 from infra.erasures import Erasures
 from infra.registry import open_registry
+from infra.settings import load_settings
 from tests.infra.erase.planted import WHO, check_erased
 import mlflow, mlflow.store.tracking.sqlalchemy_store
 
