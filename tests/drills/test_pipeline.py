@@ -103,7 +103,7 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
     cli, log, artifacts = cli_in(home), QueryLog(home / "queries.db"), home / "artifacts"
     log.append(rows)
     wild = Path(recipe).with_name("wild.toml")
-    wild.write_text(Path(recipe).read_text().replace("num_epochs = 12", "num_epochs = 12, learning_rate = 1e30"))
+    wild.write_text(Path(recipe).read_text().replace("num_epochs = 24", "num_epochs = 24, learning_rate = 1e30"))
 
     def require_unchanged(num_attempts: int, error: str) -> None:
         champion, attempt = registry_of(home).champion("draft"), log.stats().attempt

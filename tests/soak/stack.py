@@ -102,7 +102,7 @@ class Stack(Served):
         text = RECIPE.read_text()
         self._port = free_port()
         changed = text.replace("port = 0", f"port = {self._port}").replace("poll_s = 1.0", "poll_s = 0.5")
-        changed = changed.replace("num_epochs = 12", f"num_epochs = {NUM_EPOCHS}")
+        changed = changed.replace("num_epochs = 24", f"num_epochs = {NUM_EPOCHS}")
         recipe.write_text(f'name = "tiny"\n{changed}{SCHEDULE}')
         self._recipe = str(recipe)
         self.cli.run("build", "--recipe", self._recipe)
