@@ -18,7 +18,8 @@ from infra import installed
 from infra.settings import Settings
 
 ENGINE_VERSION = "0.32.0"
-WANTED_PYTHON, WANTED_DISK_GIB = ">=3.11", 5
+WANTED_PYTHON = ">=3.11"
+WANTED_DISK_GIB = 5
 # Where vLLM says what its suffix trees need.
 SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decoding"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")

@@ -19,7 +19,8 @@ from infra.logfile import ENDED, LogFile
 from infra.windows import Window, shrink_claim
 from models.types import Frozen
 
-ERASED, DONE = "the error was erased with rows of the window", -1
+ERASED = "the error was erased with rows of the window"
+DONE = -1
 BY_AGE = "time_ms < ?1"
 BY_SUBJECT = """seq IN (
     SELECT seq FROM rows WHERE subject IN (SELECT value FROM json_each(?1)) UNION

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-NAME, NUM_BYTES = "split.key", 32
+NAME = "split.key"
+NUM_BYTES = 32
 
 
 def home_secret(home: Path, name: str = NAME) -> bytes:

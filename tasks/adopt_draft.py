@@ -12,7 +12,7 @@ from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.measure_draft import scored_by, tau_of
-from tasks.stages import cached_step, sha256_of
+from tasks.stages import cached_step, json_sha256
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
 from tasks.stages.task import task
@@ -52,7 +52,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
         raise ValueError(f"--layers is for drafts in which others are nested, and those of {name_of(family)} have none")
     # The files that an import reads: hub caches hold links to them, which a manifest refuses.
     read = sorted(file for pattern in READ for file in source.glob(pattern))
-    sha256 = sha256_of({file.name: file_sha256(file) for file in read})
+    sha256 = json_sha256({file.name: file_sha256(file) for file in read})
 
     def make(directory: Path, _: Path) -> None:
         draft = family.adopt(source, open_artifact(target))

@@ -26,10 +26,19 @@ from models.core.learning.hidden import Sample
 from models.precision import is_out_of_memory
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
-from tasks.stages import cached_step, sha256_of, stage_key
+from tasks.stages import cached_step, json_sha256, stage_key
 from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import SIDES, Side, Split, by_domain, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.samples import (
+    SPLITS,
+    Split,
+    TrafficSplit,
+    by_domain,
+    draw_per_domain,
+    read_samples,
+    usable,
+    write_samples,
+)
 from tasks.stages.shares import rows_of_others
 from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, stands_for
 from tasks.stages.task import task
@@ -212,7 +221,7 @@ class _Traffic(NamedTuple):
     """The log's rows up to a window's last one, and the first draft's samples, with their clusters."""
 
     rows: list[Conversation]
-    first: dict[Side, list[Sample]]
+    first: dict[TrafficSplit, list[Sample]]
     secret: bytes
 
     @property
@@ -227,10 +236,10 @@ class _Traffic(NamedTuple):
 def _read_traffic(pair: Pair, first_samples: Artifact, last_seq: int) -> _Traffic:
     settings = load_settings()
     secret = home_secret(settings.home)
-    first = {side: read_samples(first_samples, side) for side in SIDES}
+    first = {side: read_samples(first_samples, side) for side in SPLITS}
     both = first["train"] + first["held_out"]
     clustered = cluster_log(settings.querylog, secret, pair.target_files.path, both, last_seq)
-    named = {side: [one._replace(cluster=clustered.first[one.id]) for one in first[side]] for side in SIDES}
+    named = {side: [one._replace(cluster=clustered.first[one.id]) for one in first[side]] for side in SPLITS}
     return _Traffic(clustered.rows, named, secret)
 
 
@@ -280,7 +289,7 @@ def _write_parts(
             write_samples(directory, part, samples)
 
     content = {part: [list(sample) for sample in samples] for part, samples in parts.items()}
-    params, code = {"sha256": sha256_of(content)}, (make, write_samples)
+    params, code = {"sha256": json_sha256(content)}, (make, write_samples)
     of_window = {sample.id for sample in traffic}
     ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
     roles: dict[Role, list[str]] = {

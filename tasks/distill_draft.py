@@ -151,7 +151,15 @@ def _train(
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}{tau}")
 
             report = distill.train(
-                *(draft, target_dir, rows, params, number, work, seed, on_progress, device),
+                draft,
+                target_dir,
+                rows,
+                params,
+                number,
+                work,
+                seed,
+                on_progress,
+                device,
                 state=before,
                 state_out=after,
                 captured=captured,

@@ -24,7 +24,7 @@ from tasks.prepare_text import in_turn
 from tasks.select_data import read_prompts
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress
-from tasks.stages.samples import SIDES, append_samples, by_domain, read_written, write_samples
+from tasks.stages.samples import SPLITS, append_samples, by_domain, read_written, write_samples
 from tasks.stages.task import task
 
 ANSWERS = "answers.jsonl"
@@ -42,7 +42,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     def make(directory: Path, work: Path) -> None:
         folder, max_len = open_artifact(prompts), recipe.engine.max_model_len
         encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(open_artifact(target)))
-        parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in SIDES}
+        parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in SPLITS}
         golden_prompts = in_turn(by_domain(parts["held_out"]))[: recipe.generate.num_golden]
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
         wanted = [prompt for part in asked.values() for prompt in part]

@@ -39,7 +39,7 @@ from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, r
 from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
-from tasks.stages import sha256_of
+from tasks.stages import json_sha256
 from tasks.stages.reporting import progress
 from tasks.stages.task import task
 
@@ -148,7 +148,7 @@ class _Reader:
         Of one that the target is to answer it is by what is asked.
         """
         said = exchange.temperature if exchange.completion is None else exchange.completion.ids
-        return f"{ELSEWHERE}{sha256_of([self._target_version, exchange.subjects, exchange.prompt.ids, said])[:32]}"
+        return f"{ELSEWHERE}{json_sha256([self._target_version, exchange.subjects, exchange.prompt.ids, said])[:32]}"
 
     def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         for file in files:

@@ -21,7 +21,7 @@ from models.drafts import Draft
 from models.engines import Rules
 from models.recipe import Recipe
 from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateReport
-from tasks.stages import cached_step, sha256_of
+from tasks.stages import cached_step, json_sha256
 from tasks.stages.reporting import table
 from tasks.stages.samples import by_domain, captures_of, read_samples, tell_captured
 from tasks.stages.task import task
@@ -82,7 +82,7 @@ class Scorer:
         """Return each draft's scores."""
         if not samples:
             return {name: [] for name in drafts}
-        sha256 = sha256_of([list(sample) for sample in samples])
+        sha256 = json_sha256([list(sample) for sample in samples])
         shared = load_settings().artifacts / "work" / f"scores-{sha256[:16]}"
 
         def scored(opened: Draft, own: Path) -> list[object]:

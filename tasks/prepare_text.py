@@ -16,7 +16,7 @@ from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded
 from models.stages import Text
 from tasks.stages import cached_step, content_of
-from tasks.stages.samples import SIDES, Side
+from tasks.stages.samples import SPLITS, TrafficSplit
 from tasks.stages.task import task
 
 T = TypeVar("T")
@@ -28,14 +28,14 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
 
     def make(directory: Path, _: Path) -> None:
         chosen = [choose_documents(domain, table, seed) for domain, table in text.items()]
-        for part in SIDES:
+        for part in SPLITS:
             write_documents(directory, part, [document for parts in chosen for document in parts[part]])
 
     params = {"seed": seed, "text": {domain: content_of(table) for domain, table in text.items()}}
     return cached_step("text", "text", params, make)
 
 
-def choose_documents(domain: str, text: Text, seed: int) -> dict[Side, list[Document]]:
+def choose_documents(domain: str, text: Text, seed: int) -> dict[TrafficSplit, list[Document]]:
     """Return part to documents, under the recipe's name of the domain; ValueError if the source has too few.
 
     Parts share no group.
@@ -44,13 +44,13 @@ def choose_documents(domain: str, text: Text, seed: int) -> dict[Side, list[Docu
     return draw_parts(documents, text.sizes(), domain, seed)
 
 
-def write_documents(directory: Path, part: Side, documents: Iterable[Document]) -> None:
+def write_documents(directory: Path, part: TrafficSplit, documents: Iterable[Document]) -> None:
     """Write one part of a "text" directory."""
     lines = "".join(document.model_dump_json() + "\n" for document in documents)
     (directory / f"{part}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def read_documents(directory: Path, part: Side) -> list[Document]:
+def read_documents(directory: Path, part: TrafficSplit) -> list[Document]:
     """Read one part of a "text" directory."""
     lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Document.model_validate_json(line) for line in lines]

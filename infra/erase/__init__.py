@@ -26,7 +26,8 @@ from infra.keys import keys_path, read_keys
 from infra.querylog import QueryLog
 from infra.settings import Settings
 
-FOLDER, WAIT_S = "erasures", 3600.0
+FOLDER = "erasures"
+WAIT_S = 3600.0
 HASHED = re.compile(r"[0-9a-f]{64}")
 
 # Whatever keeps text of rows, or what was computed from it, in files of its own registers here. A store takes the job,

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from infra.consent import QueryRow
 
 WIDTH, CHUNK_BYTES, BATCH_FORMS = 24, 1 << 22, 4000
-FACTOR, MIX, TABLE_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), 24
+FACTOR, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+TABLE_BITS = 24
 MARK = re.compile(r"<\|[^|<>]{1,32}\|>|</?s>|\[/?INST\]")  # a template's, between what people wrote
 IDS = re.compile(rb"[\d, ]+")
 

@@ -8,7 +8,8 @@ from infra.views import MEANING, shown
 from infra.views.charts import bar_chart
 from infra.views.page import Card, Figure, Table, render
 
-TEMPLATE, RELOAD_S = "dashboard.html", 5
+TEMPLATE = "dashboard.html"
+RELOAD_S = 5
 
 
 def dashboard(status: ServiceStatus, now: datetime) -> str:

@@ -36,7 +36,7 @@ from models.params import BaseParams
 PAPER = "arXiv:2406.14066, section 4"
 PLANS = ("margin", "rest_after")
 
-RECENT = 32  # steps of a sequence that drafted, which it is judged by
+RECENT = 32  # steps of a sequence that drafted, which its estimate rests on
 DWELL = 16  # steps between two changes of k, unless load or draft changed
 RESTED = 1.5  # of the margin: what it must promise to begin again after a rest
 EAGER = 500  # steps after a swap or a change of load in which what was put by is spent

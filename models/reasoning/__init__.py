@@ -26,7 +26,7 @@ class Step(NamedTuple):
     token_ids: tuple[int, ...]  # at least one
     by: By
     score: int | None = None  # from 0 to 9, of the small model's step; None if the target was not asked, or had no room
-    given_up: int = 0  # tokens that the small model wrote here in vain
+    given_up: int = 0  # tokens of the small model that were rejected here
 
 
 Steps = AsyncGenerator[Step, None]

@@ -52,7 +52,7 @@ from tasks.measure.comparisons import Bench, Metrics, Row
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import prepare_text, read_documents, tokenise
 from tasks.stages import code_hashes, code_version, methods_in
-from tasks.stages.samples import SIDES
+from tasks.stages.samples import SPLITS
 
 ROOMS = ("models", __name__.rpartition(".")[0])  # what figures depend on: algorithms, and what measures them
 DTYPE = "float32"  # what models are trained, pruned and quantized in
@@ -218,7 +218,7 @@ def open_bench(recipe: Recipe, budget: float) -> Bench:
         raise ValueError(f"recipe {recipe.name} has no [text.DOMAIN] table; methods are compared on text")
     target_dir = open_artifact(prepare_target.fn(recipe.target))
     text_dir = open_artifact(prepare_text.fn(recipe.text, recipe.seed))
-    train, held_out = (tokenise(read_documents(text_dir, part), target_dir) for part in SIDES)
+    train, held_out = (tokenise(read_documents(text_dir, part), target_dir) for part in SPLITS)
     number, draft_dir, settings = _champion(recipe), None, load_settings()
     if number is not None:
         registry = open_registry()

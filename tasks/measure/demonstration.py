@@ -299,7 +299,7 @@ class Demonstration:
         gaps: bool = False,
         speculation: Speculation = "head",
     ) -> None:
-        """Send prompts, drafted by the head alone unless speed is what is measured."""
+        """Send prompts, drafted head-only unless speed is what is measured."""
         asyncio.run(
             self.client.send(
                 as_chats(prompts, self.recipe.traffic),

@@ -35,7 +35,7 @@ from tasks.promote import open_champions
 QUESTION = "does speculation ever lose?"
 BAD, FIRST, CHAMPION = DRAFTS = ("bad", "first", "champion")
 FLOOR = 0.97  # a line in the picture: below it speculation loses
-NUM_WARM = 24  # of each draft and domain before it is timed: of the first requests most are drafted by the head alone
+NUM_WARM = 24  # of each draft and domain before it is timed: of the first requests most are drafted head-only
 
 Row = dict[str, Any]
 

@@ -39,7 +39,7 @@ PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
 OURS = "pair"  # what is started for the pair
 UNHELD = "not held to them"  # the verdict on an output of other number formats
-# Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
+# Of each domain before the pair is timed: of a domain's first requests most are drafted head-only.
 NUM_WARM = 24
 
 Row = dict[str, Any]

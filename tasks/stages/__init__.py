@@ -91,10 +91,10 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "code": code_version(*modules, *methods_in(params)),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    return sha256_of(parts)[:KEY_LENGTH]
+    return json_sha256(parts)[:KEY_LENGTH]
 
 
-def sha256_of(value: object) -> str:
+def json_sha256(value: object) -> str:
     """Return the sha256 of a value's canonical JSON as 64 hexadecimal digits."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
@@ -108,7 +108,7 @@ def local_content(path: str) -> dict[str, str]:
     if not path or not root.exists():
         return {}
     files = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file()]
-    return {"sha256": sha256_of({file.relative_to(root).as_posix(): file_sha256(file) for file in files})}
+    return {"sha256": json_sha256({file.relative_to(root).as_posix(): file_sha256(file) for file in files})}
 
 
 def content_of(table: BaseModel) -> dict[str, object]:
@@ -122,7 +122,7 @@ def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
     here; `stage_key` adds the methods that a stage's params name. ValueError if there is no such module.
     """
-    return sha256_of(code_hashes(*modules, rooms=rooms))
+    return json_sha256(code_hashes(*modules, rooms=rooms))
 
 
 def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, str]:

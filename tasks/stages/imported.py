@@ -18,7 +18,7 @@ from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
-from tasks.stages import cached_step, sha256_of
+from tasks.stages import cached_step, json_sha256
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import device_of, throttled
@@ -99,6 +99,6 @@ def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[
 
 def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Sequence[Sample], make: Make) -> Artifact:
     content = [[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked]
-    params = {"asked": sha256_of(content), "max_model_len": recipe.engine.max_model_len, "seed": recipe.seed}
+    params = {"asked": json_sha256(content), "max_model_len": recipe.engine.max_model_len, "seed": recipe.seed}
     work = throttled(make, device_of(recipe.refresh_distill()))
     return cached_step(stage, kind, params, work, {"target": target}, (own_answers, write_samples))

@@ -26,9 +26,9 @@ from models.types import MIN_COMPLETION
 from tasks.stages.reporting import run_logger
 from tasks.stages.shares import cap_per_key
 
-Side = Literal["train", "held_out"]
-Split = Side | Literal["regression"]
-SIDES: tuple[Side, ...] = ("train", "held_out")
+TrafficSplit = Literal["train", "held_out"]
+Split = TrafficSplit | Literal["regression"]
+SPLITS: tuple[TrafficSplit, ...] = ("train", "held_out")
 OfT = TypeVar("OfT", bound="Of")
 
 

@@ -24,8 +24,7 @@ from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor, tensor_names
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import WEIGHTS as WEIGHTS
-from models.core.drafting.draft_files import fused, require_llama_layout, require_vocab_size
+from models.core.drafting.draft_files import WEIGHTS, fused, require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.drafts import EngineWeights, require_width
 from models.params import BaseParams

@@ -1,6 +1,6 @@
 """The three layers of a DREAM draft, how they read a text and its images, and how they draft.
 
-An image is a run of image tokens. It is judged by the token that comes after it, as soon as the target has read that:
+An image is a run of image tokens. It is scored by the token that comes after it, as soon as the target has read that:
 what it looks at most is kept, and rows of later tokens don't see the rest. What saw the rest before stays as it is.
 
 Letters beyond those of `models.drafts`: m tokens of a text that layers 0 and 2 hold, n rows of a pass, u tokens that a

@@ -87,7 +87,7 @@ class Passes(NamedTuple):
 class StepPlan(NamedTuple):
     """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
 
-    Passes are the plan's, and K over rows that are drafted by the head alone, each over what needs them. A sequence in
+    Passes are the plan's, and K over rows that are drafted head-only, each over what needs them. A sequence in
     none of them is left without keys for what the step computes.
     """
 
