@@ -14,14 +14,16 @@ from infra.locks import lock_file
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rows (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, time_ms INTEGER NOT NULL, subject TEXT,
-    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT);
+    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT, server TEXT);
 CREATE INDEX IF NOT EXISTS rows_by_domain ON rows (domain, consent, seq);
+CREATE INDEX IF NOT EXISTS rows_by_server ON rows (server, json_extract(body, '$.draft_version'), seq)
+    WHERE server IS NOT NULL;
 CREATE INDEX IF NOT EXISTS rows_by_subject ON rows (subject);
 CREATE INDEX IF NOT EXISTS rows_with_aliases ON rows (seq) WHERE json_extract(body, '$.aliases') IS NOT NULL;
 CREATE INDEX IF NOT EXISTS rows_by_time ON rows (time_ms);

@@ -52,9 +52,9 @@ class QueryLog(LogFile):
             for row in rows:
                 body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
                 num_new += db.execute(
-                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group),
+                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash, server)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group, row.server),
                 ).rowcount
             count(db, "duplicates", len(rows) - num_new)
             count(db, "dropped", dropped)
@@ -117,16 +117,21 @@ class QueryLog(LogFile):
         return 1 + accepted / steps if steps else 1.0
 
     def acceptance_counts(
-        self, draft_version: int, after_seq: int, num_rows: int
+        self, draft_version: int, after_seq: int, num_rows: int, server: str | None = None
     ) -> list[tuple[int, str, int, int, int]]:
-        """Return (seq, domain, steps, drafted, accepted) of a draft's newest rows that it drafted alone, by seq."""
-        query = """SELECT seq, domain, json_array_length(body, '$.drafted'),
+        """Return (seq, domain, steps, drafted, accepted) of a draft's newest rows that it drafted alone, by seq.
+
+        Only rows that name their server count, and of one server its own.
+        """
+        of_server = "server = ?" if server is not None else "server IS NOT ?"
+        query = f"""SELECT seq, domain, json_array_length(body, '$.drafted'),
             (SELECT sum(value) FROM json_each(body, '$.drafted')),
             (SELECT sum(value) FROM json_each(body, '$.accepted')) FROM rows
-            WHERE seq > ? AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
+            WHERE {of_server} AND seq > ?
+            AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
             AND NOT json_extract(body, '$.structured') AND json_array_length(body, '$.drafted') > 0
             ORDER BY seq DESC LIMIT ?"""
-        return self.connection().execute(query, (after_seq, draft_version, num_rows)).fetchall()[::-1]
+        return self.connection().execute(query, (server, after_seq, draft_version, num_rows)).fetchall()[::-1]
 
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from models.engines import Completion
+from models.engines.vllm.redraft_vllm.served import COMMENT, ServedBy, read_told
 
 # A key of JSON has no backslash before its last quote, so that no text of an answer looks like one. A stream's frame
 # finds the caches cold, so this starts with a byte that few places have, and replaces without a template.
@@ -38,6 +39,7 @@ class AnswerReader:
     def __init__(self, added: Added) -> None:
         self.fault, self._added = "", added
         self._began_s = self._first_s = self._last_s = time.monotonic()
+        self.served_by = ServedBy()
         self._prompt_ids, self._token_ids = list[int](), list[int]()
         self._told: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
@@ -52,7 +54,7 @@ class AnswerReader:
             return body
         return without_ids(body) if self._added.ids else body
 
-    def completion(self, request_id: str, draft_version: str, structured: bool) -> Completion:
+    def completion(self, request_id: str, structured: bool) -> Completion:
         """Return what was answered so far; ValueError if its counts don't fit."""
         drafted = tuple(self._told.get("per_step_drafted") or ())
         return Completion(
@@ -65,8 +67,9 @@ class AnswerReader:
             finish_reason="stop" if self._finish_reason == "tool_calls" else self._finish_reason,
             first_token_ms=1000 * (self._first_s - self._began_s),
             per_token_ms=1000 * (self._last_s - self._first_s) / max(1, len(self._token_ids) - 1),
-            draft_version=draft_version,
+            draft_version=self.served_by.draft_version,
             speculating=bool(drafted),
+            server=self.served_by.server,
             structured=structured,
         )
 
@@ -121,6 +124,9 @@ class StreamReader(AnswerReader):
     def _passed(self, frame: bytes) -> bytes:
         held, self._held = self._held, b""
         told = frame.strip()
+        if frame.startswith(COMMENT):
+            self.served_by = read_told(told[len(COMMENT) :])
+            return held
         if not told.startswith(b"data:") or (told := told[len(b"data:") :].strip()) == b"[DONE]":
             return held + frame
         try:

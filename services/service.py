@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from infra.busy import Busy, cores, gpus
@@ -103,7 +104,8 @@ class Service:
             reasoning = await _reasoning(config, engine, built)
             settle = None if capture is None else capture.settle
             writer = BackgroundWriter(QueryLog(config.settings.querylog))
-            recorder = Recorder(writer, ChatEncoder.of(built.tokenizer).rewrite, config.target_version, settle=settle)
+            rewrite, own = ChatEncoder.of(built.tokenizer).rewrite, f"{gethostname()}:{config.serve.port}"
+            recorder = Recorder(writer, rewrite, config.target_version, settle=settle, server=own)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
         except BaseException:
             await engine.close()

@@ -86,7 +86,7 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
             (directory / "weights").write_text(name)
         champion = registry.register("draft", tmp_path / name, draft_tags(tau=json.dumps({"code": 2.5, "chat": 2.5})))
     registry.promote("draft", champion.number)
-    journal, one = QueryLog(querylog), {"drafting": "head", "drafted": [3] * 20, "speculating": True}
+    journal, one = QueryLog(querylog), {"drafting": "head", "drafted": [3] * 20, "server": "host:1"}
     for at, (domain, draft, accepted) in enumerate([("code", 2, 0), ("chat", 2, 2), ("chat", 1, 0)] * 40):
         said = one | {"draft_version": draft, "accepted": [accepted] * 20}
         journal.append([row(f"r{at}", domain).model_copy(update=said)])
