@@ -210,15 +210,8 @@ class Recorder:
 
     def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
         """Return the acceptance of each domain's last requests that began with a draft."""
-        figures: dict[str, DomainAcceptance] = {}
-        for domain, tallies in sorted(self._rolling.get(draft_version, {}).items()):
-            drafted, accepted = sum(one.drafted for one in tallies), sum(one.accepted for one in tallies)
-            figures[domain] = DomainAcceptance(
-                requests=len(tallies),
-                acceptance_rate=accepted / drafted if drafted else None,
-                mean_accepted_length=1 + accepted / sum(one.steps for one in tallies),
-            )
-        return figures
+        found = sorted(self._rolling.get(draft_version, {}).items())
+        return {domain: DomainAcceptance.of([one[2:] for one in tallies]) for domain, tallies in found}
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
         """Return the last requests that began with a draft, oldest first: of a domain so many, and after a number."""
