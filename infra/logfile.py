@@ -1,14 +1,17 @@
 """The query log's file: one SQLite database in WAL mode, with its schema and its transactions.
 
-Everything is written with full durability, and erased text is overwritten in the file (secure_delete).
+Everything is written with full durability, and erased text is overwritten in the file (secure_delete). Text of a row
+whose consent is not "full" is refused here, whatever the caller did before.
 """
 
+import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from infra.consent import QueryRow, require_loggable
 from infra.files import replacing
 from infra.locks import lock_file
 
@@ -102,6 +105,31 @@ class LogFile:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         with writing(self.connection()) as db:
             yield db
+
+    def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
+        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
+
+        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
+        sqlite3.Error leaves all unwritten.
+        """
+        for row in rows:
+            require_loggable(row)
+        with self.transaction() as db:
+            num_new = 0
+            for row in rows:
+                body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
+                num_new += db.execute(
+                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash, server)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group, row.server),
+                ).rowcount
+            count(db, "duplicates", len(rows) - num_new)
+            count(db, "dropped", dropped)
+        return num_new
+
+    def last_erasure(self) -> int:
+        """Return the number of the last erasure, 0 before the first."""
+        return int(self.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
     def empty_wal(self) -> bool:
         """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""

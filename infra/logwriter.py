@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 
 from infra.consent import QueryRow, require_loggable
-from infra.querylog import QueryLog
+from infra.logfile import LogFile
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class BackgroundWriter:
     to the log with the next batch that succeeds.
     """
 
-    def __init__(self, log: QueryLog, capacity: int = 1024, batch: int = 64) -> None:
+    def __init__(self, log: LogFile, capacity: int = 1024, batch: int = 64) -> None:
         self.written = 0
         self.dropped = 0
         self.last_error: str | None = None
