@@ -37,11 +37,12 @@ class QueryRow(Frozen):
 
     `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many
     subjects. `aliases` are those of the other names that the request has for who asked. `group` is a hash too, of what
-    the client says that the request belongs with. `drafted` and `accepted` count tokens per verification step;
-    `drafted_ids` holds the tokens of each step, and `matches` of those that were looked up how many tokens matched, 0
-    of the draft's, −1 of those for which neither was run. `drafting` says how the request was drafted: by the "head"
-    alone and up to K, as "auto" found fastest, or "off". `structured` is an answer that a grammar constrained. The log
-    gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
+    the client says that the request belongs with. `server` is the host name and port of what answered, None if that is
+    not known. `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each step,
+    and `matches` of those that were looked up how many tokens matched, 0 of the draft's, −1 of those for which neither
+    was run. `drafting` says how the request was drafted: by the "head" alone and up to K, as "auto" found fastest, or
+    "off". `structured` is an answer that a grammar constrained. The log gives `seq`; before that it is None. `domain`
+    and `finish_reason` are words, so that no text hides in them.
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
@@ -58,6 +59,7 @@ class QueryRow(Frozen):
     consent: Consent
     scrubber_revision: int
     target_version: int
+    server: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     draft_version: int | None
     prompt: str | None = None
     completion: str | None = None

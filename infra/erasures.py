@@ -116,9 +116,6 @@ class Erasures:
             _enter(db, certificate, 0 if certificate.rows else DONE)
         return certificate
 
-    def last(self) -> int:
-        return int(self._file.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
-
     def unfinished(self) -> list[tuple[int, Certificate]]:
         """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""
         query = "SELECT step, certificate FROM erasures WHERE step >= 0 ORDER BY number"

@@ -1,26 +1,31 @@
 """The query log's file: one SQLite database in WAL mode, with its schema and its transactions.
 
-Everything is written with full durability, and erased text is overwritten in the file (secure_delete).
+Everything is written with full durability, and erased text is overwritten in the file (secure_delete). Text of a row
+whose consent is not "full" is refused here, whatever the caller did before.
 """
 
+import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from infra.consent import QueryRow, require_loggable
 from infra.files import lock_file, replacing
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rows (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, time_ms INTEGER NOT NULL, subject TEXT,
-    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT);
+    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT, server TEXT);
 CREATE INDEX IF NOT EXISTS rows_by_domain ON rows (domain, consent, seq);
+CREATE INDEX IF NOT EXISTS rows_by_server ON rows (server, json_extract(body, '$.draft_version'), seq)
+    WHERE server IS NOT NULL;
 CREATE INDEX IF NOT EXISTS rows_by_subject ON rows (subject);
 CREATE INDEX IF NOT EXISTS rows_with_aliases ON rows (seq) WHERE json_extract(body, '$.aliases') IS NOT NULL;
 CREATE INDEX IF NOT EXISTS rows_by_time ON rows (time_ms);
@@ -99,6 +104,31 @@ class LogFile:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         with writing(self.connection()) as db:
             yield db
+
+    def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
+        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
+
+        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
+        sqlite3.Error leaves all unwritten.
+        """
+        for row in rows:
+            require_loggable(row)
+        with self.transaction() as db:
+            num_new = 0
+            for row in rows:
+                body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
+                num_new += db.execute(
+                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash, server)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group, row.server),
+                ).rowcount
+            count(db, "duplicates", len(rows) - num_new)
+            count(db, "dropped", dropped)
+        return num_new
+
+    def last_erasure(self) -> int:
+        """Return the number of the last erasure, 0 before the first."""
+        return int(self.connection().execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
     def empty_wal(self) -> bool:
         """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""

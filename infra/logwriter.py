@@ -7,9 +7,7 @@ import threading
 from contextlib import suppress
 
 from infra.consent import QueryRow, require_loggable
-from infra.querylog import QueryLog
-
-IDLE_S = 0.1
+from infra.logfile import LogFile
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +19,13 @@ class BackgroundWriter:
     to the log with the next batch that succeeds.
     """
 
-    def __init__(self, log: QueryLog, capacity: int = 1024, batch: int = 64) -> None:
+    def __init__(self, log: LogFile, capacity: int = 1024, batch: int = 64) -> None:
         self.written = 0
         self.dropped = 0
         self.last_error: str | None = None
         self._log = log
         self._batch = batch
-        self._queue: queue.Queue[QueryRow] = queue.Queue(capacity)
+        self._queue: queue.Queue[QueryRow | None] = queue.Queue(capacity)  # None wakes the thread at the end
         self._unrecorded = 0  # dropped, and not yet counted in the log
         self._failing = False
         self._lock = threading.Lock()
@@ -48,18 +46,17 @@ class BackgroundWriter:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and end the thread; what is not written after `timeout_s` seconds counts as dropped."""
-        with self._lock:
+        with self._lock, suppress(queue.Full):  # then it is awake
             self._closing = True
+            self._queue.put_nowait(None)
         self._thread.join(timeout_s)
         with self._lock:
             self._drop(len(self._take(self._queue.qsize())))
 
     def _drain(self) -> None:
         while not (self._closing and self._queue.empty()):
-            rows: list[QueryRow] = []
-            with suppress(queue.Empty):
-                rows = [self._queue.get(timeout=IDLE_S), *self._take(self._batch - 1)]
-            self._write(rows)
+            first = self._queue.get()
+            self._write([*([] if first is None else [first]), *self._take(self._batch - 1)])
         self._write([])
         self._log.close()
 
@@ -87,7 +84,8 @@ class BackgroundWriter:
         rows: list[QueryRow] = []
         with suppress(queue.Empty):
             while len(rows) < limit:
-                rows.append(self._queue.get_nowait())
+                if (row := self._queue.get_nowait()) is not None:
+                    rows.append(row)
         return rows
 
     def _drop(self, num_rows: int) -> None:  # with the lock held

@@ -10,7 +10,7 @@ from infra.regression_sets import RegressionSet
 from infra.rollouts import AttachedServer, attached_servers
 from infra.service_process import last_status
 from infra.settings import Settings
-from infra.status import RunningService
+from infra.status import DomainAcceptance, RunningService
 from infra.supervisor import ProcessRecord, read_state
 from infra.triggerfile import TriggerFile
 from infra.versions import Version
@@ -18,6 +18,7 @@ from infra.waiting import Queue, Waiting, waiting_for
 from models.types import Frozen
 
 QUARANTINED = "quarantined"
+NUM_ROWS = 64  # that say how a server's draft does
 
 
 class DraftOverview(Frozen):
@@ -47,6 +48,7 @@ class Overview(Frozen):
     Attributes:
         last_refresh: the newest draft that a refresh made or tried again.
         attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
+        attached_acceptance: server's URL, then domain, to acceptance in the last rows that its present draft drafted.
     """
 
     drafts: tuple[DraftOverview, ...]
@@ -54,6 +56,7 @@ class Overview(Frozen):
     log: LogStats
     service: RunningService | None
     attached: tuple[AttachedServer, ...] = ()
+    attached_acceptance: dict[str, dict[str, DomainAcceptance]] = Field(default_factory=dict)
     programs: tuple[ProcessRecord, ...]
     waiting: Waiting
     regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
@@ -75,17 +78,26 @@ def overview(settings: Settings) -> Overview:
     made = (file if file.is_file() else settings.home).stat()
     trigger = TriggerFile(settings.querylog).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
+    attached = attached_servers(settings.home)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
         log=log.stats(),
         service=service,
-        attached=attached_servers(settings.home),
+        attached=attached,
+        attached_acceptance={row.server: _acceptance(log, row) for row in attached if row.name and row.version},
         programs=() if state is None else state.programs,
         waiting=waiting_for(champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000),
         regression_sets=log.regression_sets.by_domain(),
         post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )
+
+
+def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, DomainAcceptance]:
+    draft, counts = int(row.version.partition("-")[0]), dict[str, list[tuple[int, int, int]]]()
+    for _, domain, *sums in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
+        counts.setdefault(domain, []).append(tuple(sums))
+    return {domain: DomainAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
 
 
 def _draft(version: Version, champion: Version | None) -> DraftOverview:

@@ -1,19 +1,18 @@
 """The query log: a durable, ordered record of served requests, which windows of training data are claimed from.
 
-Rows are numbered by `seq`, and a number is never given twice, erased rows included. Text of a row whose consent is not
-"full" is refused here, whatever the caller did before.
+Rows are numbered by `seq`, and a number is never given twice, erased rows included.
 """
 
 import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from infra.consent import Consent, QueryRow, require_loggable
+from infra.consent import Consent, QueryRow
 from infra.erasures import Erasures
-from infra.logfile import LogFile, count, counter
+from infra.logfile import LogFile, counter
 from infra.regression_sets import RegressionSets, Sketches
 from infra.windows import Attempt, SetAside, Windows, attempt_at, windows_set_aside
 from models.types import Frozen
@@ -38,27 +37,6 @@ class QueryLog(LogFile):
         super().__init__(path)
         self.windows, self.erasures = Windows(self), Erasures(self)
         self.regression_sets, self.sketches = RegressionSets(self), Sketches(self)
-
-    def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
-        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
-
-        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
-        sqlite3.Error leaves all unwritten.
-        """
-        for row in rows:
-            require_loggable(row)
-        with self.transaction() as db:
-            num_new = 0
-            for row in rows:
-                body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
-                num_new += db.execute(
-                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group),
-                ).rowcount
-            count(db, "duplicates", len(rows) - num_new)
-            count(db, "dropped", dropped)
-        return num_new
 
     def rows(self, first_seq: int, last_seq: int, consent: Consent = "full") -> list[QueryRow]:
         """Return the rows of one consent level from `first_seq` to `last_seq`, both included, by seq."""
@@ -117,16 +95,21 @@ class QueryLog(LogFile):
         return 1 + accepted / steps if steps else 1.0
 
     def acceptance_counts(
-        self, draft_version: int, after_seq: int, num_rows: int
+        self, draft_version: int, after_seq: int, num_rows: int, server: str | None = None
     ) -> list[tuple[int, str, int, int, int]]:
-        """Return (seq, domain, steps, drafted, accepted) of a draft's newest rows that it drafted alone, by seq."""
-        query = """SELECT seq, domain, json_array_length(body, '$.drafted'),
+        """Return (seq, domain, steps, drafted, accepted) of a draft's newest rows that it drafted alone, by seq.
+
+        Only rows that name their server count, and of one server its own.
+        """
+        of_server = "server = ?" if server is not None else "server IS NOT ?"
+        query = f"""SELECT seq, domain, json_array_length(body, '$.drafted'),
             (SELECT sum(value) FROM json_each(body, '$.drafted')),
             (SELECT sum(value) FROM json_each(body, '$.accepted')) FROM rows
-            WHERE seq > ? AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
+            WHERE {of_server} AND seq > ?
+            AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
             AND NOT json_extract(body, '$.structured') AND json_array_length(body, '$.drafted') > 0
             ORDER BY seq DESC LIMIT ?"""
-        return self.connection().execute(query, (after_seq, draft_version, num_rows)).fetchall()[::-1]
+        return self.connection().execute(query, (server, after_seq, draft_version, num_rows)).fetchall()[::-1]
 
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""

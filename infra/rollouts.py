@@ -14,11 +14,15 @@ FOLDER, PREFIX = "attached", "rollout-"
 
 
 class AttachedServer(Frozen):
-    """Where a server stands; of wave 0 is the one that tries new drafts. `version` is "" before it is known."""
+    """Where a server stands; of wave 0 is the one that tries new drafts.
+
+    `version` is "" before it is known, and so is `name`, by which rows of the query log name the server.
+    """
 
     version: str = ""
     wave: int
     server: str
+    name: str = ""
     state: Literal["starting", "away", "serving"] = "starting"
 
 

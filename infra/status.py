@@ -4,7 +4,9 @@ The service sends `ServiceStatus` as JSON from /redraft/status. Each field descr
 """
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field, ValidationError
 
@@ -53,6 +55,13 @@ class DomainAcceptance(Frozen):
     requests: int = Field(description="number of requests that the figures are over, the last 64 at most")
     acceptance_rate: float | None = Field(description="accepted / drafted tokens; null if nothing was drafted")
     mean_accepted_length: float = Field(description="tokens a verification step yields, 1.0 is no gain")
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[int, int, int]]) -> Self:
+        """Sum up verification steps, drafted and accepted tokens of requests, of which there is one at least."""
+        steps, drafted, accepted = map(sum, zip(*counts, strict=True))
+        rate = accepted / drafted if drafted else None
+        return cls(requests=len(counts), acceptance_rate=rate, mean_accepted_length=1 + accepted / steps)
 
 
 class LogCounts(Frozen):

@@ -123,12 +123,12 @@ class Rollout(RolloutState):
         new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
         return _in_waves((*kept, *new), self.proven)
 
-    def saw(self, server: str, state: DraftState | None) -> "Rollout":
+    def saw(self, server: str, state: DraftState | None, name: str = "") -> "Rollout":
         """Return the state after a look at a server's reconciler; None of a server that does not answer."""
         seen, proven = {"state": "away"}, self.proven
         if state is not None:
             serving = "" if state.serving is None else label(state.serving.version)
-            seen = {"state": "serving", "version": serving}
+            seen = {"state": "serving", "version": serving, "name": name}
             if serving and state.proof is not None:
                 proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
         return _in_waves((row.model_copy(update=seen) if row.server == server else row for row in self.rows), proven)
@@ -276,7 +276,10 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
     def saw(state: DraftState | None) -> None:
-        rollout.become(rollout.rollout.saw(server, state))
+        rollout.become(rollout.rollout.saw(server, state, engine.server))
+
+    def recent(draft: str) -> list[AcceptanceCount]:
+        return counts_of(config, int(draft), 0, config.serve.canary.num_requests, engine.server)
 
     while True:
         engine = AttachedEngine(server, token, offer)
@@ -284,7 +287,7 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             boot = await _boot(engine, source)
             memory = recall(config.memory, counts)
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-            reconciler.hooks, was_seen, said = ReplicaHooks(tell=tell), True, ""
+            reconciler.hooks, was_seen, said = ReplicaHooks(recent=recent, tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
             while (await engine.look())["version"] == engine.draft_version:
                 saw(reconciler.state)
@@ -306,24 +309,28 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
 
 async def detect_drift(config: AttachConfig) -> None:
     """Tell the trigger by the log's rows which domains the champion's drafting fell short in."""
-    registry, journal = open_registry(config.settings), QueryLog(config.settings.querylog)
-    params = config.serve.drift_detector
+    registry, params = open_registry(config.settings), config.serve.drift_detector
     drift = DriftWatch(params, config.settings.querylog, Emitter(config.orchestrator))
-
-    def new(draft: int) -> list[AcceptanceCount]:
-        try:
-            return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, drift.last, NUM_COUNTED)]
-        finally:
-            journal.close()  # each look may come from another thread
 
     while True:
         await asyncio.sleep(params.period_s)
         try:
             if (champion := await asyncio.to_thread(registry.champion, "draft")) is not None:
                 drift.follow(champion)
-                await drift.hear(await asyncio.to_thread(new, champion.number))
+                await drift.hear(await asyncio.to_thread(counts_of, config, champion.number, drift.last, NUM_COUNTED))
         except (sqlite3.Error, OSError, ValueError) as error:
             log.warning("registry and query log don't tell how the champion does: %s", error)
+
+
+def counts_of(
+    config: AttachConfig, draft: int, after_seq: int, num_rows: int, server: str | None = None
+) -> list[AcceptanceCount]:
+    """Return what rows say of a draft that name the server which answered them, or of one server those of its name."""
+    journal = QueryLog(config.settings.querylog)
+    try:
+        return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, after_seq, num_rows, server)]
+    finally:
+        journal.close()  # each look may come from another thread
 
 
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from models.engines import Completion
+from models.engines.vllm.redraft_vllm.served import COMMENT, ServedBy, read_told
 
-# A key of JSON has no backslash before its last quote, so that no text of an answer looks like one. A stream's frame
-# finds the caches cold, so this starts with a byte that few places have, and replaces without a template.
+# A key of JSON has no backslash before its last quote, so that no text of an answer looks like one.
 KEYS = (b'"token_ids":', b'"token_ids": ', b'"prompt_token_ids":', b'"prompt_token_ids": ')
 IDS = re.compile(rb"\[(?:%s)[\d,\s]*\]" % b"|".join(rb"(?<=%s\[)" % key for key in KEYS))
+BEGIN, ENDING = b'"token_ids":[', b"\n\n"
 END = re.compile(rb"\n\r?\n")
 MAX_FRAME_BYTES = 64 << 20
 UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
@@ -38,7 +39,9 @@ class AnswerReader:
     def __init__(self, added: Added) -> None:
         self.fault, self._added = "", added
         self._began_s = self._first_s = self._last_s = time.monotonic()
+        self.served_by = ServedBy()
         self._prompt_ids, self._token_ids = list[int](), list[int]()
+        self._unread = list[bytes]()  # token ids behind those
         self._told: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._forced_usage = False
@@ -52,8 +55,9 @@ class AnswerReader:
             return body
         return without_ids(body) if self._added.ids else body
 
-    def completion(self, request_id: str, draft_version: str, structured: bool) -> Completion:
+    def completion(self, request_id: str, structured: bool) -> Completion:
         """Return what was answered so far; ValueError if its counts don't fit."""
+        self._read_ids()
         drafted = tuple(self._told.get("per_step_drafted") or ())
         return Completion(
             request_id=request_id,
@@ -65,14 +69,15 @@ class AnswerReader:
             finish_reason="stop" if self._finish_reason == "tool_calls" else self._finish_reason,
             first_token_ms=1000 * (self._first_s - self._began_s),
             per_token_ms=1000 * (self._last_s - self._first_s) / max(1, len(self._token_ids) - 1),
-            draft_version=draft_version,
+            draft_version=self.served_by.draft_version,
             speculating=bool(drafted),
+            server=self.served_by.server,
             structured=structured,
         )
 
     @property
     def has_ids(self) -> bool:
-        return bool(self._prompt_ids and self._token_ids)
+        return bool(self._prompt_ids and (self._token_ids or self._unread))
 
     def _read(self, body: dict[str, Any]) -> None:
         if "error" in body:
@@ -84,10 +89,16 @@ class AnswerReader:
             self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             if new := choice.get("token_ids"):
+                self._read_ids()
                 self._last_s = time.monotonic()
                 if not self._token_ids:
                     self._first_s = self._last_s
                 self._token_ids += new
+
+    def _read_ids(self) -> None:
+        if self._unread:
+            self._token_ids += msgspec.json.decode(b"[" + b",".join(self._unread) + b"]", type=list[int])
+            self._unread.clear()
 
 
 class StreamReader(AnswerReader):
@@ -99,6 +110,8 @@ class StreamReader(AnswerReader):
 
     def feed(self, part: bytes) -> bytes:
         """Take what came; return what of it may go on to the client now."""
+        if not self._rest and 0 < part.find(ENDING) == len(part) - len(ENDING) and b"\r" not in part:
+            return self._passed(part)
         self._rest += part
         out, begin, at = [], 0, self._searched
         while found := END.search(self._rest, at):
@@ -120,7 +133,12 @@ class StreamReader(AnswerReader):
 
     def _passed(self, frame: bytes) -> bytes:
         held, self._held = self._held, b""
+        if self._added.ids and (usual := self._without_ids(frame)):
+            return held + usual
         told = frame.strip()
+        if frame.startswith(COMMENT):
+            self.served_by = read_told(told[len(COMMENT) :])
+            return held
         if not told.startswith(b"data:") or (told := told[len(b"data:") :].strip()) == b"[DONE]":
             return held + frame
         try:
@@ -139,6 +157,29 @@ class StreamReader(AnswerReader):
         except UNREADABLE:
             self.fault = "a frame that can't be read"
         return held + frame
+
+    def _without_ids(self, frame: bytes) -> bytes:
+        """Return a frame of which only the token ids are to be read, without them; b"" for every other one.
+
+        Most are such, and a frame finds the processor's caches cold: neither parser nor regular expression is run.
+        """
+        begin = frame.find(BEGIN) + len(BEGIN)
+        end = frame.find(b"]", begin)
+        if (
+            begin < len(BEGIN)
+            or end <= begin
+            or b'"finish_reason":null' not in frame
+            or b'"delta":{}' in frame
+            or b'"usage"' in frame
+            or b'"metrics"' in frame
+            or b'"prompt_token_ids":[' in frame
+        ):
+            return b""
+        self._last_s = time.monotonic()
+        if not self._unread and not self._token_ids:
+            self._first_s = self._last_s
+        self._unread.append(frame[begin:end])
+        return frame[: begin - 1] + b"null" + frame[end + 1 :]
 
 
 def without_ids(answer: bytes) -> bytes:

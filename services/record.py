@@ -3,9 +3,9 @@
     python -m services.record --config FILE
 
 A process of its own without Ray, MLflow, torch or vLLM, so that it starts in a second and goes on while all else of
-redraft is down. What may be logged becomes a row as in a replica of ours (services/recorder.py). A row says which draft
-answered only where the server said the same version before the request began and after it ended; without the plugin's
-token it says none.
+redraft is down. What may be logged becomes a row as in a replica of ours (services/recorder.py). A row names the server
+and the draft that answered where the server's plugin tells them with the answer (redraft_vllm/served.py), which it does
+to those who have its token.
 
 What belongs to one connection is each side's own. A client that leaves is told to the server at once, by closing the
 connection; an answer that the server cuts is cut for the client too.
@@ -33,17 +33,18 @@ from uvicorn.loops.auto import auto_loop_factory
 from yarl import URL
 
 from infra.keys import keys_path
+from infra.logfile import LogFile
 from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
 from infra.secret import home_secret
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
+from models.engines.vllm.redraft_vllm.served import proof
 from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
 from services.access import Keys, RequestError
 from services.listener import BACKLOG, made_ready
 from services.recorder import SAMPLING, Recorder
-from services.recording_middleware import ClientLeft, DraftVersions, RawHeaders, RecordingMiddleware, RequestBody
+from services.recording_middleware import ClientLeft, RawHeaders, RecordingMiddleware, RequestBody
 
 CONNECT_S, DRAIN_S = 10.0, 20.0
 KEEP_S = 3.0  # vLLM closes an idle connection after 5 s
@@ -163,26 +164,22 @@ class Recording:
         self.markers = markers = thread.submit(Markers.read, target.target_dir)  # ValueError if they can't be read
         thread.shutdown(wait=False)
         self._recorder = Recorder(
-            BackgroundWriter(QueryLog(target.settings.querylog)),
+            BackgroundWriter(LogFile(target.settings.querylog)),
             lambda ids, change: markers.result().rewrite(ids, change),
             target.target_version,
         )
-        self._versions = DraftVersions(server, token)
         self.app = RecordingMiddleware(
             server,
             target.models,
             self._recorder,
-            self._versions,
+            proof(token) if token else b"",
             Keys(keys_path(target.settings), loopback=False),
             home_secret(target.settings.home),
             default_sampling(target.target_dir),
             lambda token_id: not markers.done() or markers.result().knows(token_id),
         )
-        self._asking = asyncio.create_task(self._versions.run())
 
     async def close(self) -> None:
-        self._asking.cancel()
-        self._versions.close()
         log.info("%s", json.dumps(self.app.status()))
         await asyncio.to_thread(self._recorder.close)
 

@@ -117,6 +117,8 @@ class Recorder:
 
     Of the completion tokens served, `tokens`, those that were drafted are `accepted`: by the draft, `head`, looked up
     in earlier text, `lookup`, and of answers that a grammar constrained, `structured`.
+
+    A row names the server that an answer names, otherwise `server`.
     """
 
     def __init__(
@@ -126,11 +128,13 @@ class Recorder:
         target_version: int,
         capacity: int = 1024,
         settle: Settle | None = None,
+        server: str = "",
     ) -> None:
         self.dropped = self.tokens = 0
         self.accepted = Counter(head=0, lookup=0, structured=0)
         self.coverage = VocabularyCoverage()
         self._writer, self._rewrite, self._target_version, self._settle = writer, rewrite, target_version, settle
+        self._server = server
         self._running, self._left = dict[str, Origin](), OrderedDict[str, Origin]()
         self._finished: dict[str, list[Completion]] = {}
         self._rolling: OrderedDict[str, dict[str, deque[AcceptanceCount]]] = OrderedDict()  # by draft, then by domain
@@ -206,15 +210,8 @@ class Recorder:
 
     def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
         """Return the acceptance of each domain's last requests that began with a draft."""
-        figures: dict[str, DomainAcceptance] = {}
-        for domain, tallies in sorted(self._rolling.get(draft_version, {}).items()):
-            drafted, accepted = sum(one.drafted for one in tallies), sum(one.accepted for one in tallies)
-            figures[domain] = DomainAcceptance(
-                requests=len(tallies),
-                acceptance_rate=accepted / drafted if drafted else None,
-                mean_accepted_length=1 + accepted / sum(one.steps for one in tallies),
-            )
-        return figures
+        found = sorted(self._rolling.get(draft_version, {}).items())
+        return {domain: DomainAcceptance.of([one[2:] for one in tallies]) for domain, tallies in found}
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
         """Return the last requests that began with a draft, oldest first: of a domain so many, and after a number."""
@@ -283,6 +280,7 @@ class Recorder:
             consent=origin.consent,
             scrubber_revision=scrub.REVISION,
             target_version=self._target_version,
+            server=completion.server or self._server or None,
             draft_version=int(completion.draft_version) if completion.draft_version else None,
             drafted=list(completion.drafted),
             accepted=list(completion.accepted),

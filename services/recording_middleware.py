@@ -19,21 +19,18 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import aiohttp
-import httpx
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infra.serving import RECORDER_HEALTH
+from models.engines.vllm.redraft_vllm.served import ASKED, TOLD, read_told
 from services.access import Keys, RequestError
 from services.frames import Added, AnswerReader, StreamReader, without_ids
 from services.questions import Domains, Origin, describe_origin, parse_body
 from services.recorder import SAMPLING, Recorder
 
 STATUS_PATH = "/redraft/recorder"
-POLL_S, ASK_S = 1.0, 5.0
-MAX_DUE = 10_000  # answers that wait until the draft's version was asked again
 EVENTS = "text/event-stream"
 FRAMING = (b"content-length", b"transfer-encoding")
 REFUSED = (400, 422)  # as a server answers that does not take what we add
@@ -118,46 +115,6 @@ class RequestBody:
         return message
 
 
-class DraftVersions:
-    """Which draft the server has, asked every second; `current` is its number in the registry, "" if not known."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.current = ""
-        self._app, self._token = app, token
-        self._due: list[tuple[str, Callable[[str], None]]] = []
-
-    def after(self, began: str, settle: Callable[[str], None]) -> None:
-        """Call `settle` with the version that a request, which ends now, was served by from the beginning, or ""."""
-        if began and len(self._due) < MAX_DUE:
-            self._due.append((began, settle))
-        else:
-            settle("")
-
-    async def run(self) -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://server") as http:
-            while self._token:
-                due, self._due = self._due, []
-                found = await self._ask(http)
-                for began, settle in due:
-                    settle(began if began == found else "")
-                self.current = found
-                await asyncio.sleep(POLL_S)
-
-    def close(self) -> None:
-        for _, settle in self._due:
-            settle("")
-
-    async def _ask(self, http: httpx.AsyncClient) -> str:
-        try:
-            async with asyncio.timeout(ASK_S):
-                answer = await http.get("/redraft/draft", headers={"Authorization": f"Bearer {self._token}"})
-            told = answer.json() if answer.status_code == HTTPStatus.OK else {}
-            version = str(told.get("version", "")) if told.get("state") != "unknown" else ""
-        except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError):
-            return ""
-        return version if version.isascii() and version.isdigit() else ""
-
-
 class RewrittenAnswer:
     """An answer on its way to the client, from which what only we asked for is taken out; REFUSED ones are kept."""
 
@@ -186,7 +143,8 @@ class RewrittenAnswer:
             self._whole += part
             if self.is_complete:
                 body = self.reader.whole(bytes(self._whole))
-                headers = [*_without_length(self._start), (b"content-length", str(len(body)).encode())]
+                kept = _without(self._start["headers"], b"content-length")
+                headers = [*kept, (b"content-length", str(len(body)).encode())]
                 await self._client({**self._start, "headers": headers})
                 await self._client({**message, "body": body})
 
@@ -203,17 +161,19 @@ class RewrittenAnswer:
         await self._client({"type": "http.response.body", "body": rest, "more_body": True})
 
     async def _begin(self, message: Message) -> None:
+        headers = Headers(raw=[(name.lower(), value) for name, value in message["headers"]])
+        message = {**message, "headers": _without(message["headers"], TOLD)}
         self.status, self._start = message["status"], message
         if self.status in REFUSED:
             return
-        headers = Headers(raw=[(name.lower(), value) for name, value in message["headers"]])
         if self.status != HTTPStatus.OK or "content-encoding" in headers:
             await self._client(message)
         elif headers.get("content-type", "").partition(";")[0].strip() == EVENTS:
             self.reader = StreamReader(self._added)
-            await self._client({**message, "headers": _without_length(message)})
+            await self._client({**message, "headers": _without(message["headers"], b"content-length")})
         else:
             self.reader = AnswerReader(self._added)
+            self.reader.served_by = read_told(headers.get(TOLD.decode(), "").encode())
 
 
 @dataclass(eq=False)
@@ -223,12 +183,13 @@ class RecordingMiddleware:
     app: ASGIApp
     models: Sequence[str]  # names by which the server knows the target; requests for others pass unlogged
     recorder: Recorder
-    versions: DraftVersions
+    proof: bytes  # that the plugin's token is known, b"" if it is not: then no server tells who answered
     keys: Keys  # of the home: their policies hold for requests with them
     secret: bytes  # of the home: groups are hashed under it
     defaults: dict[str, Any]  # sampling of requests that don't say how
     knows: Callable[[int], bool]  # whether the target has a token id
     recorded: int = 0  # answers that were given to the recorder
+    unnamed: int = 0  # those of them that did not tell which server and draft gave all of them
     passed: Counter[str] = field(default_factory=Counter)  # those that were not, by reason
     _domains: Domains = field(default_factory=Domains)
     _takes_more: bool = True
@@ -260,7 +221,7 @@ class RecordingMiddleware:
         """Return what was recorded, and what was not for which reason."""
         counts = self.recorder.counts().model_dump(exclude={"unlogged"})
         passed = dict(sorted(self.passed.items()))
-        return {"recorded": self.recorded, "passed": passed, "draft": self.versions.current, "log": counts}
+        return {"recorded": self.recorded, "unnamed": self.unnamed, "passed": passed, "log": counts}
 
     async def _consented(self, scope: Scope, body: RequestBody) -> Consented | None:
         """Return what is known of a request that may be recorded; None, and count why, if it may not."""
@@ -309,15 +270,15 @@ class RecordingMiddleware:
         return Consented(origin, sampling, structured, *_asking_more(body, raw))
 
     async def _record(self, scope: Scope, body: RequestBody, wanted: Consented, send: Send) -> None:
-        began, answer = self.versions.current, RewrittenAnswer(wanted.added, send)
-        asked = {**scope, "headers": _asking(scope["headers"], len(wanted.body))}
+        answer = RewrittenAnswer(wanted.added, send)
+        asked = {**scope, "headers": self._asking(scope["headers"], len(wanted.body))}
         try:
             await self.app(asked, body.again(wanted.body), answer.send)
         finally:
             if not (answer.is_complete or body.is_left):
                 await answer.cut()
             if answer.reader is not None:
-                self._keep(wanted, answer.reader, began)
+                self._keep(wanted, answer.reader)
             elif answer.status not in (0, *REFUSED):
                 is_error = answer.status >= HTTPStatus.BAD_REQUEST
                 self.passed["an error" if is_error else "an answer that can't be read"] += 1
@@ -336,37 +297,33 @@ class RecordingMiddleware:
 
         return seen
 
-    def _keep(self, wanted: Consented, reader: AnswerReader, began: str) -> None:
+    def _keep(self, wanted: Consented, reader: AnswerReader) -> None:
         if reason := reader.fault or ("" if reader.has_ids else "an answer without token ids"):
             self.passed[reason] += 1
             return
+        try:
+            completion = reader.completion(wanted.origin.request_id, wanted.structured)
+        except ValueError:
+            self.passed["an answer that can't be read"] += 1
+            return
+        if not self.knows(max(*completion.prompt_ids, *completion.token_ids)):
+            self.passed["ids of another target"] += 1
+            return
+        self.recorded += 1
+        self.unnamed += not (completion.server and completion.draft_version)
+        self.recorder.expect(wanted.origin)
+        self.recorder.finished(completion, SimpleNamespace(n=1, **{**self.defaults, **wanted.sampling}))
+        self.recorder.forget(wanted.origin.request_id)
 
-        def settle(version: str) -> None:
-            sampling = {**self.defaults, **wanted.sampling}
-            try:
-                completion = reader.completion(wanted.origin.request_id, version, wanted.structured)
-            except ValueError:
-                self.passed["an answer that can't be read"] += 1
-                return
-            if not self.knows(max(*completion.prompt_ids, *completion.token_ids)):
-                self.passed["ids of another target"] += 1
-                return
-            self.recorded += 1
-            self.recorder.expect(wanted.origin)
-            self.recorder.finished(completion, SimpleNamespace(n=1, **sampling))
-            self.recorder.forget(wanted.origin.request_id)
-
-        self.versions.after(began, settle)
-
-
-def _asking(headers: RawHeaders, length: int) -> RawHeaders:
-    """Return a request's headers with the length of another body, and for an answer that can be read."""
-    kept = [(name, value) for name, value in headers if name not in (*FRAMING, b"accept-encoding")]
-    return [*kept, (b"content-length", str(length).encode()), (b"accept-encoding", b"identity")]
+    def _asking(self, headers: RawHeaders, length: int) -> RawHeaders:
+        """Return a request's headers with the length of another body, for an answer that can be read and is told of."""
+        kept = _without(headers, *FRAMING, b"accept-encoding", ASKED)
+        more = [(b"content-length", str(length).encode()), (b"accept-encoding", b"identity")]
+        return [*kept, *more, *([(ASKED, self.proof)] if self.proof else [])]
 
 
-def _without_length(start: Message) -> RawHeaders:
-    return [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+def _without(headers: RawHeaders, *names: bytes) -> RawHeaders:
+    return [(name, value) for name, value in headers if name.lower() not in names]
 
 
 def _unlearnable(body: Mapping[str, Any]) -> str:

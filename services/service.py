@@ -8,14 +8,15 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
+from infra.logfile import LogFile
 from infra.logwriter import BackgroundWriter
 from infra.priority import Busy, cores, gpus
-from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME
@@ -102,8 +103,9 @@ class Service:
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
             reasoning = await _reasoning(config, engine, built)
             settle = None if capture is None else capture.settle
-            writer = BackgroundWriter(QueryLog(config.settings.querylog))
-            recorder = Recorder(writer, ChatEncoder.of(built.tokenizer).rewrite, config.target_version, settle=settle)
+            writer = BackgroundWriter(LogFile(config.settings.querylog))
+            rewrite, own = ChatEncoder.of(built.tokenizer).rewrite, f"{gethostname()}:{config.serve.port}"
+            recorder = Recorder(writer, rewrite, config.target_version, settle=settle, server=own)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
         except BaseException:
             await engine.close()
@@ -218,11 +220,11 @@ class Service:
 
     async def _follow_erasures(self) -> None:
         """Forget recent answers when rows were erased: which of them were the person's, nobody knows any more."""
-        journal = QueryLog(self.config.settings.querylog)
+        journal = LogFile(self.config.settings.querylog)
 
         def last_erasure() -> int:
             try:
-                return journal.erasures.last()
+                return journal.last_erasure()
             finally:
                 journal.close()  # each look may come from another thread
 

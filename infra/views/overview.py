@@ -43,6 +43,8 @@ def show_overview(seen: Overview, out: Console) -> None:
     for row in seen.attached:
         told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
         out.print(told, soft_wrap=True, markup=False)
+        for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
+            out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
         state = "down, restarts soon" if program.state == "down" else program.state

@@ -108,6 +108,7 @@ class Completion(Frozen):
     per_token_ms: float
     draft_version: str
     speculating: bool
+    server: str = ""  # which of several servers answered, if it said
     gaps: tuple[float, ...] = ()  # log-probability of the best token minus that of the second, by token, if asked for
     matches: tuple[int, ...] = ()  # by step
     drafting: Way = "head"

@@ -1,5 +1,6 @@
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -41,6 +42,23 @@ def test_the_writer_writes_what_it_is_offered(log: QueryLog, writer: Callable[..
     assert [found.id for found in log.rows(1, 99)] == [f"a{number}" for number in range(10)]
     assert not background.offer(row("late"))
     assert background.dropped == 1
+
+
+def test_a_writer_without_rows_is_never_woken_and_ends_at_once(writer: Callable[..., BackgroundWriter]) -> None:
+    def num_wakes() -> int:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    background = writer()
+    [thread] = [one for one in threading.enumerate() if one.name == "querylog-writer"]
+    assert background.offer(row("a1"))
+    wait_until(lambda: background.written == 1, 60, None, "a row")
+    time.sleep(0.2)
+    before = num_wakes()
+    time.sleep(0.5)
+    assert num_wakes() == before
+    background.close()
+    assert not thread.is_alive()
 
 
 def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., BackgroundWriter]) -> None:

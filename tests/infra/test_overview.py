@@ -46,9 +46,18 @@ def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) 
 
 
 def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None:
-    row = AttachedServer(version="1-abc", wave=0, server="http://a", state="serving")
-    write_rollout(settings.home / FOLDER / f"{PREFIX}a.json", RolloutState(rows=(row,)))
-    assert overview(settings).attached == (row,)
+    rows = tuple(
+        AttachedServer(version="2-abc", wave=wave, server=f"http://{wave}", name=f"host:{wave}") for wave in (0, 1)
+    )
+    write_rollout(settings.home / FOLDER / f"{PREFIX}a.json", RolloutState(rows=rows))
+    said = {"server": "host:1", "draft_version": 2, "drafted": [3, 3], "accepted": [3, 0]}
+    other = [{"draft_version": 1}, {"server": "host:2"}, {"server": None}, {"accepted": [3, 3], "domain": "code"}]
+    log = [row(f"a{at}").model_copy(update=said | one) for at, one in enumerate([{}, *other])]
+    QueryLog(settings.querylog).append(log)
+    seen = overview(settings)
+    assert seen.attached == rows
+    taus = {domain: one.mean_accepted_length for domain, one in seen.attached_acceptance["http://1"].items()}
+    assert (seen.attached_acceptance["http://0"], taus) == ({}, {"chat": 2.5, "code": 4.0})
 
 
 def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, tmp_path: Path) -> None:

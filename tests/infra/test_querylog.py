@@ -350,11 +350,12 @@ def test_served_tau_is_of_the_newest_rows_that_a_draft_drafted_alone(log: QueryL
     assert log.served_tau("chat") == 1.0
 
 
-def test_counts_of_acceptance_are_of_one_draft_and_of_what_it_drafted_alone(log: QueryLog) -> None:
-    head = {"drafting": "head", "drafted": [3, 2], "accepted": [3, 0], "draft_version": 7}
-    others = [{"draft_version": 6}, {"drafting": "auto"}, {"structured": True}, {"drafted": None}, {"drafted": []}]
-    said = [head, *(head | other for other in others), head | {"accepted": [1, 1]}]
+def test_counts_of_acceptance_are_of_one_draft_what_it_drafted_alone_and_where_that_is_known(log: QueryLog) -> None:
+    head = {"drafting": "head", "drafted": [3, 2], "accepted": [3, 0], "draft_version": 7, "server": "host:1"}
+    others = [{"draft_version": 6}, {"drafting": "auto"}, {"structured": True}, {"drafted": None}, {"server": None}]
+    said = [head, *(head | other for other in others), head | {"accepted": [1, 1], "server": "host:2"}]
     log.append([row(f"a{number}", "code").model_copy(update=one) for number, one in enumerate(said, 1)])
     first, last = (1, "code", 2, 5, 3), (7, "code", 2, 5, 2)
+    assert [log.acceptance_counts(7, 0, 9, f"host:{number}") for number in (1, 2, 3)] == [[first], [last], []]
     assert log.acceptance_counts(7, 0, 9) == [first, last]
     assert log.acceptance_counts(7, 1, 9) == log.acceptance_counts(7, 0, 1) == [last]

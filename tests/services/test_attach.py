@@ -23,7 +23,7 @@ from models.core.evaluation.golden import Golden, save_golden
 from models.engines.vllm.redraft_vllm import file_digest
 from models.targets import describe
 from services import attach as attaching
-from services.attach import AttachConfig, ServerConfig, attach, detect_drift, main, resolved
+from services.attach import AttachConfig, ServerConfig, attach, counts_of, detect_drift, main, resolved
 from tests.infra.rows import row
 from tests.services.played import PlayedServer, Request, head
 from tests.tags import draft_tags
@@ -86,7 +86,7 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
             (directory / "weights").write_text(name)
         champion = registry.register("draft", tmp_path / name, draft_tags(tau=json.dumps({"code": 2.5, "chat": 2.5})))
     registry.promote("draft", champion.number)
-    journal, one = QueryLog(querylog), {"drafting": "head", "drafted": [3] * 20, "speculating": True}
+    journal, one = QueryLog(querylog), {"drafting": "head", "drafted": [3] * 20, "server": "host:1"}
     for at, (domain, draft, accepted) in enumerate([("code", 2, 0), ("chat", 2, 2), ("chat", 1, 0)] * 40):
         said = one | {"draft_version": draft, "accepted": [accepted] * 20}
         journal.append([row(f"r{at}", domain).model_copy(update=said)])
@@ -103,6 +103,18 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
     assert isinstance(fallen := told["code"], Fallen)
     assert (fallen.fall.draft, fallen.fall.promised, fallen.fall.served) == (champion.number, 2.5, 1.0)
     assert not isinstance(told.get("chat"), Fallen)
+
+
+def test_a_servers_draft_is_judged_by_the_rows_that_name_both(tmp_path: Path) -> None:
+    attached = AttachConfig.model_validate(config(tmp_path))
+    assert counts_of(attached, 2, 0, 9, "host:1") == []
+    head = {"drafted": [3, 3], "accepted": [1, 0], "draft_version": 2}
+    said = [{"server": "host:1"}, {"server": "host:2"}, {}, {"server": "host:1", "draft_version": 1}]
+    log = QueryLog(attached.settings.querylog)
+    log.append([row(f"r{at}").model_copy(update=head | one) for at, one in enumerate(said)])
+    log.close()
+    assert [one.number for one in counts_of(attached, 2, 0, 9, "host:1")] == [1]
+    assert [one.number for one in counts_of(attached, 2, 0, 9)] == [1, 2]
 
 
 def addresses(*hosts: str) -> list[tuple[Any, ...]]:
@@ -139,6 +151,7 @@ def home(tiny_target: Path, tiny_draft: Path, store: Path, tmp_path: Path) -> Pa
 def with_plugin(draft: Path) -> Callable[[Request], AsyncIterator[bytes]]:
     """Play a server that drafts with a draft, and generates nothing."""
     told = {"version": "1", "digest": file_digest(draft / "model.safetensors"), "state": "serving", "worst": 0.0}
+    told |= {"server": "host:8000"}
 
     async def play(request: Request) -> AsyncIterator[bytes]:
         found = json.dumps(told).encode() if request.target == "/redraft/draft" else b"{}"

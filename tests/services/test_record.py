@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 
@@ -28,11 +27,12 @@ from infra.serving import RECORDER_HEALTH
 from infra.settings import Settings
 from infra.supervisor import ProcessRecord, read_state
 from models.chats import ChatEncoder
+from models.engines.vllm.redraft_vllm.served import ASKED, COMMENT, TOLD, proof
 from models.markers import Markers
 from models.targets.random import byte_tokenizer
 from services.frames import without_ids
-from services.record import ForwardingApp, RecordConfig, main, record
-from services.recording_middleware import STATUS_PATH, DraftVersions
+from services.record import RecordConfig, main, record
+from services.recording_middleware import STATUS_PATH
 from tests.imports import ROOT
 from tests.services.played import (
     CHAT,
@@ -50,6 +50,7 @@ from tests.services.played import (
     chunk,
     frames,
     head,
+    whole,
 )
 
 pytestmark = pytest.mark.anyio
@@ -322,59 +323,35 @@ async def test_with_a_log_that_takes_no_rows_requests_pass_and_rows_are_counted(
         assert (await made.status())["log"]["written"] == 0
 
 
-async def test_a_row_names_the_draft_that_answered_from_its_beginning_to_its_end(tmp_path: Path) -> None:
-    """The server has draft 7, and 8 from the moment at which the second request is answered."""
-    serves, usual, swaps = "7", answering(STEPS), False
+@pytest.mark.parametrize("body", [TEXT, TEXT | STREAM], ids=["whole", "stream"])
+async def test_a_row_names_the_server_and_the_draft_that_the_answer_names(tmp_path: Path, body: dict[str, Any]) -> None:
+    """One router before two servers, of which the second does not know what drafted, and one that says nothing."""
+    said = [["one:8000", "7"], ["two:8000", ""], None]
 
     async def play(request: Request) -> AsyncIterator[bytes]:
-        nonlocal serves
-        if request.target == "/redraft/draft":
-            known = request.headers["authorization"] == "Bearer token"
-            told = json.dumps({"version": serves if known else "", "state": "serving"}).encode()
-            yield head("application/json", length=len(told)) + told
-            return
-        async for part in usual(request):
-            yield part
-            serves = "8" if swaps else serves
+        known = request.headers.get(ASKED.decode()) == proof("token").decode()
+        told = json.dumps(said[len(made.server.requests) % 3 - 1]).encode() if known else b"null"
+        named = b"" if told == b"null" else b"\r\n" + TOLD + b": " + told
+        if request.body.get("stream"):
+            *sent, done = frames(request.body, STEPS)
+            yield head()
+            for frame in (*sent, *([COMMENT + told + b"\n\n"] if named else []), done):
+                yield chunk(frame)
+            yield chunk(b"")
+        else:
+            found = whole(request.body, STEPS)
+            yield head("application/json", length=len(found))[:-4] + named + b"\r\n\r\n" + found
 
-    async with recording(play, tmp_path, token="token") as made, asyncio.timeout(WAIT_S):
-
-        async def wait_for(version: str) -> None:
-            while (await made.status())["draft"] != version:
-                await asyncio.sleep(0.02)
-
-        await wait_for("7")
-        await post(made, made.url, "/v1/completions", TEXT | STREAM)
-        await made.rows(1)
-        swaps = True
-        await post(made, made.url, "/v1/completions", TEXT | STREAM)
-        await wait_for("8")
-        await post(made, made.url, "/v1/completions", TEXT | STREAM)
-        assert [row.draft_version for row in await made.rows(3)] == [7, None, 8]
-
-
-@pytest.mark.parametrize(
-    ("told", "version"),
-    [
-        ({"version": "7"}, "7"),
-        ({"version": "start-up"}, ""),
-        ({"version": "7", "state": "unknown"}, ""),
-        (["7"], ""),
-        (None, ""),
-    ],
-)
-async def test_what_is_no_number_of_the_registry_is_no_version(told: object, version: str) -> None:
-    async def play(request: Request) -> AsyncIterator[bytes]:
-        said = json.dumps(told).encode()
-        yield head("application/json", "200 OK" if told else "401 Unauthorized", len(said)) + said
-
-    async with PlayedServer(play) as server, aiohttp.ClientSession() as http:
-        versions = DraftVersions(ForwardingApp(http, server.url), "token")
-        asking = asyncio.create_task(versions.run())
-        settled = asyncio.get_running_loop().create_future()
-        versions.after("7", settled.set_result)
-        assert await settled == version
-        asking.cancel()
+    async with recording(play, tmp_path, token="token") as made:
+        asked = f"{made.url}/v1/completions"
+        passed = [await made.http.post(asked, json=body, headers=FULL) for _ in said]
+        direct = await made.http.post(f"{made.server.url}/v1/completions", json=body, headers=FULL)
+        assert [(one.content, one.headers) for one in passed] == [(direct.content, direct.headers)] * 3
+        rows = await made.rows(3)
+        assert [(row.server, row.draft_version) for row in rows] == [("one:8000", 7), ("two:8000", None), (None, None)]
+        assert (await made.status())["unnamed"] == 2
+        await made.http.post(asked, json=body)
+        assert ASKED.decode() not in made.server.requests[-1].headers
 
 
 def test_the_process_has_none_of_the_heavy_libraries_even_when_it_scrubs(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from infra.keys import operator_key
 from infra.querylog import QueryLog
 from infra.service_process import write_recording
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, Settings, load_settings
+from models.engines.vllm.redraft_vllm.served import TellingMiddleware
+from models.engines.vllm.redraft_vllm.swapper import Swapper
 from models.params import validate
 from models.targets.random import byte_tokenizer
 from services.record import RecordedServer, RecordedTarget
@@ -30,7 +32,7 @@ WAIT_S = 60.0
 
 
 def server(steps: list[Step], told: dict[str, Any] | None = None, status: int = 200, breaks: bool = False) -> Starlette:
-    """Return an app that answers as vLLM's; a status other than 200 is of requests that ask for token ids."""
+    """Return an app that answers as vLLM's with the plugin; status is that of requests that ask for token ids."""
     told = {name: value for name, value in (told or {}).items() if name != "piece"}
 
     async def answer(request: Request) -> Response:
@@ -49,13 +51,13 @@ def server(steps: list[Step], told: dict[str, Any] | None = None, status: int = 
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def draft(request: Request) -> Response:
-        known = request.headers["authorization"] == "Bearer token"
-        return JSONResponse({"version": "7", "state": "serving"} if known else {}, 200 if known else 401)
-
     paths = ("/v1/chat/completions", "/v1/completions")
     asked = [Route(path, answer, methods=["POST"]) for path in paths]
-    return Starlette(routes=[*asked, Route("/redraft/draft", draft)])
+    app = Starlette(routes=asked)
+    app.add_middleware(TellingMiddleware)
+    app.state.redraft_swapper = Swapper(None, server="host:8000")
+    app.state.redraft_swapper.version = "7"
+    return app
 
 
 @asynccontextmanager
@@ -99,16 +101,17 @@ async def test_with_and_without_it_a_client_gets_the_same_bytes(
     async with httpx.AsyncClient(transport=httpx.ASGITransport(server(steps, told)), base_url="http://a") as http:
         direct = await http.post(path, json=body)
     async with recorded(server(steps, told), tmp_path, monkeypatch) as http:
-        while (await status(http, tmp_path))["draft"] != "7":
-            await asyncio.sleep(0.02)
         passed = await http.post(path, json=body, headers=FULL)
         assert (passed.status_code, passed.content, passed.headers) == (200, direct.content, direct.headers)
         assert (await http.get(STATUS_PATH)).status_code == 401
     log = QueryLog(Settings(home=tmp_path).querylog)
     rows = log.latest(2)
     log.close()
-    expected = [(PROMPT_IDS, [one for step in steps for one in step.ids], "code", 3)]
-    found = [(row.prompt_ids, row.completion_ids, row.domain, row.target_version) for row in rows]
+    expected = [(PROMPT_IDS, [one for step in steps for one in step.ids], "code", 3, "host:8000", 7)]
+    found = [
+        (row.prompt_ids, row.completion_ids, row.domain, row.target_version, row.server, row.draft_version)
+        for row in rows
+    ]
     assert found == (expected if learnt else [])
 
 

@@ -99,6 +99,15 @@ def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Reco
     assert row.sampling == {"temperature": 0.0, "top_p": 1.0, "max_tokens": 32}
 
 
+def test_a_row_names_the_server_that_the_answer_names_or_the_recorders_own(querylog: QueryLog) -> None:
+    recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=2, server="host:1")
+    record(recorder, 1)
+    record(recorder, 2, server="host:2")
+    recorder.close()
+    assert [row.server for row in querylog.rows(1, 9)] == ["host:1", "host:2"]
+    querylog.close()
+
+
 def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Recorder, querylog: QueryLog) -> None:
     record(recorder, 1, "metadata")
     record(recorder, 2, "none")

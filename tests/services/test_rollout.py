@@ -56,6 +56,11 @@ def test_the_first_server_takes_a_new_draft_and_the_rest_once_it_is_proven_there
     assert (may_take(proven, NEW), may_take(proven, OLD)) == ("abc", "abc")  # the way back has no waves
 
 
+def test_a_server_keeps_the_name_that_rows_have_while_it_is_away() -> None:
+    away = BEGUN.saw(A, serves(1), "host:1").saw(A, None)
+    assert [(row.state, row.name) for row in away.rows] == [("away", "host:1"), ("starting", ""), ("starting", "")]
+
+
 def test_a_draft_that_a_server_was_started_with_is_proven_by_nothing() -> None:
     assert may_take(seen(BEGUN, a=unproven(2)), NEW) == "a"
 

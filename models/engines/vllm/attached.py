@@ -28,7 +28,10 @@ class NoPlugin(ValueError):
 
 
 class AttachedEngine:
-    """Follows the protocol `models.engines.Engine`; `digest` is that of the weights that the server drafts with."""
+    """Follows the protocol `models.engines.Engine`.
+
+    `digest` is that of the weights that the server drafts with, `server` the name that its answers tell.
+    """
 
     speculating = True  # always
 
@@ -38,7 +41,7 @@ class AttachedEngine:
         self._http = httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S, trust_env=False)
         self._token, self._offer = {"Authorization": f"Bearer {token}"}, offer
         self._model = ""
-        self.draft_version = self.digest = ""
+        self.draft_version = self.digest = self.server = ""
 
     async def look(self) -> dict[str, Any]:
         """Return what the server says of its draft; NoPlugin if it says something else, httpx.HTTPError if nothing."""
@@ -46,7 +49,7 @@ class AttachedEngine:
         if answer.status_code != httpx.codes.OK:
             raise NoPlugin(f"{self.url}/redraft/draft answers {answer.status_code}: {_detail(answer)}; {WANTED}")
         found: dict[str, Any] = answer.json()
-        self.digest = found["digest"]
+        self.digest, self.server = found["digest"], found["server"]
         self.draft_version = self.draft_version or found["version"]
         return found
 

@@ -10,7 +10,7 @@ from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
 from infra.rollouts import AttachedServer
-from infra.status import RunningService
+from infra.status import DomainAcceptance, RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
@@ -179,13 +179,15 @@ def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told:
     assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
 
 
-def test_attached_servers_are_told_with_draft_and_wave() -> None:
+def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
     rows = (
         AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving"),
         AttachedServer(wave=1, server="http://b:8000"),
     )
-    assert shown(attached=rows)[-2:] == [
+    found = {rows[0].server: {"code": DomainAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
+    assert shown(attached=rows, attached_acceptance=found)[-3:] == [
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
+        "  code: τ 2.00 over its last 2 requests",
         "attached server http://b:8000: starting, draft unknown, wave 1",
     ]
 

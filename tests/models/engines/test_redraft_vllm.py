@@ -34,7 +34,8 @@ from models.engines import NotSwitchable
 from models.engines.vllm import child_environment
 from models.engines.vllm.attached import AttachedEngine, NoPlugin
 from models.engines.vllm.redraft_vllm import EXTENSION, OLDEST, announce
-from models.engines.vllm.redraft_vllm.routes import TOKEN, unsupported
+from models.engines.vllm.redraft_vllm.routes import unsupported
+from models.engines.vllm.redraft_vllm.served import TOKEN
 from models.engines.vllm.redraft_vllm.swapper import Broken, Order, Refused, Swapper
 from services.record import RecordConfig
 from tests.conftest import make_draft

@@ -7,6 +7,7 @@
 - `worker`: the extension of vLLM's worker: stage, commit, verify, each on every rank;
 - `swapper`: what the ranks are told one after the other, for the embedded engine as well, and the fetching of a file;
 - `routes`: `POST` and `GET /redraft/draft`;
+- `served`: which server and draft gave an answer, told with it;
 - `sampling`: the kernel that vLLM's CPU build lacks.
 
 It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32; the sources of

@@ -7,15 +7,16 @@ import asyncio
 import hmac
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 
 from . import EXTENSION, ROUTES, file_digest, too_old
+from .served import TOKEN, TellingMiddleware
 from .swapper import Broken, NotFetched, Order, Refused, Swapper
 
-TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 METRICS = "--per-request-spec-decode-metrics detailed"
 STATUSES: dict[type[Exception], int] = {Refused: 409, NotFetched: 502, Broken: 500}
 
@@ -29,7 +30,7 @@ class DraftRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; of vLLM's protocol."""
+        """Add the routes, and what tells who answered; of vLLM's protocol."""
         router = APIRouter()
 
         @router.get("/redraft/draft")
@@ -49,6 +50,7 @@ class DraftRoutes:
             raise HTTPException(501, "speculation of a stock server can't be switched; replace its draft instead")
 
         app.include_router(router)
+        app.add_middleware(TellingMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Find out whether drafts can be replaced here, and say what is missing; of vLLM's protocol."""
@@ -57,7 +59,7 @@ class DraftRoutes:
             log.error("redraft can't replace drafts of this server: %s", reason)
         state.redraft_unsupported = reasons
         digest = "" if reasons else await asyncio.to_thread(_start_digest, engine_client.vllm_config)
-        state.redraft_swapper = Swapper(engine_client, digest)
+        state.redraft_swapper = Swapper(engine_client, digest, server=f"{socket.gethostname()}:{args.port}")
 
 
 def unsupported(config: Any, args: Any) -> list[str]:

@@ -65,8 +65,11 @@ class Swapper:
     could not be brought back.
     """
 
-    def __init__(self, engine: Any, digest: str = "", tolerance: float = TOLERANCE) -> None:
+    def __init__(self, engine: Any, digest: str = "", tolerance: float = TOLERANCE, server: str = "") -> None:
+        """Take the name by which a stock server is told from others."""
+        self.server = server
         self._engine, self._tolerance = engine, tolerance
+        self._loads = 0  # how often a load began or ended
         self.lock = asyncio.Lock()  # held by whoever stages, commits or verifies
         self._cleaning: asyncio.Task[None] | None = None
         self.version, self.digest, self.state = "start-up", digest, "serving"
@@ -80,7 +83,11 @@ class Swapper:
         drafts = since.get("drafts", 0.0)
         tau = 1 + since.get("accepted", 0.0) / drafts if drafts else None
         told = {"version": self.version, "digest": self.digest, "state": self.state, "worst": self.worst}
-        return told | {"since": since | {"mean_accepted_length": tau}}
+        return told | {"server": self.server} | {"since": since | {"mean_accepted_length": tau}}
+
+    def served(self) -> tuple[int, str] | None:
+        """Return how often a draft was loaded, and the version; None while it is not known what drafts."""
+        return None if self._loads % 2 or self.state == "unknown" else (self._loads, self.version)
 
     async def swap(self, order: Order) -> dict[str, Any]:
         """Serve another draft; raises Refused, NotFetched or Broken."""
@@ -89,23 +96,30 @@ class Swapper:
             if await self._engine.is_sleeping():
                 raise Refused("the server sleeps; wake it first")
             await self.stage(order)
-            loading = time.monotonic()
-            emptied = await self.commit(order)
-            loaded_s = time.monotonic() - loading
+            self._loads += 1
             try:
-                worst = await self.verify(order)
-            except Refused as refused:
-                await self._revert(str(refused))
-                raise
-            await self._engine.update_weight_version(order.version)
-            self.version, self.digest, self.worst, self._since = order.version, order.sha256, worst, _counters()
-            self._note_cache(emptied)
+                loaded_s = await self._load(order)
+            finally:
+                self._loads += 1
             return {
                 **self.status(),
-                "worst": worst,
                 "load_ms": 1000 * loaded_s,
                 "ms": 1000 * (time.monotonic() - began),
             }
+
+    async def _load(self, order: Order) -> float:
+        began = time.monotonic()
+        emptied = await self.commit(order)
+        loaded_s = time.monotonic() - began
+        try:
+            worst = await self.verify(order)
+        except Refused as refused:
+            await self._revert(str(refused))
+            raise
+        await self._engine.update_weight_version(order.version)
+        self.version, self.digest, self.worst, self._since = order.version, order.sha256, worst, _counters()
+        self._note_cache(emptied)
+        return loaded_s
 
     async def stage(self, order: Order) -> None:
         """Have every rank read and check a draft while it serves; raises Refused or NotFetched."""
