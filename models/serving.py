@@ -46,7 +46,7 @@ class Structured(Frozen):
         max_memory_mib: memory that compiling may take.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     max_bytes: int = Field(default=16384, ge=1)
     max_depth: int = Field(default=16, ge=1, le=64)
     max_regex: int = Field(default=512, ge=1)
@@ -56,7 +56,7 @@ class Structured(Frozen):
     @model_validator(mode="after")
     def _is_on(self) -> Self:
         if not self.enabled:
-            require_unsaid(self, type(self).model_fields, "structured", "enabled is false")
+            require_unsaid(self, type(self).model_fields.keys() - {"enabled"}, "structured", "enabled is false")
         return self
 
 
@@ -152,7 +152,8 @@ class Serve(Frozen):
             of fewer than so many each step's tokens are sent as they come; 0 never waits.
         seeded: how a request with a seed and a temperature is decoded: "plain", without drafts, which change what the
             seed draws, or "draft", like any other.
-        tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
+        tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "auto" finds it in
+            the chat template, and where that shows no calls that are known, tools are refused, as by "".
         limits: what clients can take.
         structured: whether clients can name the form of an answer.
         probation: the checks after a draft was loaded.
@@ -170,7 +171,7 @@ class Serve(Frozen):
     front: Literal["auto", "haproxy", "ray"] = "auto"
     merge_streams: int = Field(default=16, ge=0)
     seeded: Literal["plain", "draft"] = "plain"
-    tool_parser: str = ""
+    tool_parser: str = "auto"
     limits: Limits = Limits()
     structured: Structured = Structured()
     probation: Probation = Probation()

@@ -26,8 +26,14 @@ from services.failures import place_of
 
 OPEN_PATHS = ("/healthz",)
 # Whose keys reach a path, by its start; the others are the operators'.
-ROLES_OF: dict[str, tuple[Role, ...]] = {"/v1/": ("client", "operator"), "/metrics": ("scraper", "operator")}
+CLIENTS: tuple[Role, ...] = ("client", "operator")
 OPERATORS: tuple[Role, ...] = ("operator",)
+ROLES_OF: dict[str, tuple[Role, ...]] = {
+    **dict.fromkeys(("/v1/", "/tokenize", "/version"), CLIENTS),
+    "/metrics": ("scraper", "operator"),
+}
+# Anthropic's API: the paths that begin so have its header for the key and its shape of errors.
+MESSAGES = "/v1/messages"
 # A page is opened by a browser, which asks its user for a password and sends that on this path alone.
 PAGE_PATH = "/redraft/dashboard"
 # What of a request's headers reaches a handler, and what an answer has beyond HTTP's own.
@@ -36,6 +42,7 @@ REQUEST_HEADERS = {
     "made. `/redraft/dashboard` also takes a browser's `Basic`, with any name and the key as password.",
     "Content-Type": "`application/json`, required with a body.",
     "Host": "As in HTTP. Without a key it must be a name of this machine.",
+    "X-Api-Key": "The key on `/v1/messages`, as Anthropic's clients send it, where `Authorization` is not sent.",
     "X-Redraft-Detail": "`steps` adds what was drafted and accepted in each step to `usage.redraft`; operators only.",
     "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it. What "
     "a key names beyond its first 16 counts for `other`.",
@@ -72,20 +79,23 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self._challenge = status, message, param, code, challenge
 
-    def response(self) -> JSONResponse:
-        """Return it in OpenAI's error shape."""
+    def response(self, path: str = "") -> JSONResponse:
+        """Return it in the shape of a path's API."""
         headers = {
             401: {"WWW-Authenticate": self._challenge},
             408: {"Connection": "close"},  # the rest of the body may never come
             429: {"Retry-After": "1"},
             503: {"Retry-After": "5"},
         }
-        return JSONResponse(self.body(), self.status, headers.get(self.status))
+        return JSONResponse(self.body(path), self.status, headers.get(self.status))
 
-    def body(self) -> dict[str, Any]:
-        """Return the error's JSON."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the error's JSON, in OpenAI's shape or in Anthropic's."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        if path.startswith(MESSAGES):
+            kinds = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+            return {"type": "error", "error": {"type": kinds.get(self.status, kind), "message": self.message}}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -122,6 +132,8 @@ class Keys:
             challenge = 'Basic realm="redraft", charset="UTF-8"'
             if scheme == "basic":
                 scheme, sent = "bearer", _password(sent)
+        if path.startswith(MESSAGES) and "authorization" not in headers:
+            scheme, sent = "bearer", headers.get("x-api-key", "").strip()
         found = self._find(sha256_of(sent))
         roles = next((roles for start, roles in ROLES_OF.items() if path.startswith(start)), OPERATORS)
         if found is not None and scheme == "bearer":
@@ -215,11 +227,11 @@ class Admission:
         except RequestError as refusal:
             if started:
                 raise
-            await refusal.response()(scope, receive, counted)
+            await refusal.response(scope["path"])(scope, receive, counted)
         except Exception as error:
             log.error("request %s failed: %s", request_id, place_of(error))  # noqa: TRY400 - its text may quote the request
             if not started:
-                await INTERNAL_ERROR.response()(scope, receive, counted)
+                await INTERNAL_ERROR.response(scope["path"])(scope, receive, counted)
             elif not ended:
                 raise  # the server must cut the connection: a body that just stopped would look whole
         finally:

@@ -13,25 +13,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from infra.views.dashboard import dashboard
-from models.engines.vllm.openai import Answer, EngineStopped, Refused
+from models.engines.vllm.openai import VERSION, Answer, EngineStopped, Refused
 from models.engines.vllm.tap import EngineEnded
 from services import metrics
-from services.access import INTERNAL_ERROR, PAGE_PATH, UNAVAILABLE, RequestError
+from services.access import CLIENTS, INTERNAL_ERROR, MESSAGES, PAGE_PATH, ROLES_OF, UNAVAILABLE, RequestError
 from services.bodies import bounded
 from services.failures import place_of
 from services.fair_queue import QueuedRequest
-from services.questions import Origin, check_limits, describe_origin, parse_body, wants_steps
+from services.questions import RESPONSES, Origin, as_chat, check_limits, describe_origin, parse_body, wants_steps
 from services.reasoning import HEADER
 from services.service import Service
 from services.stream import opened
 
 NOT_IMPLEMENTED = 501
-# What reading a tool's odd parameters fails with; anything else is a failure of ours.
+# What reading a tool's odd parameters or an odd item fails with; anything else is a failure of ours.
 ODD = (LookupError, AttributeError, RecursionError)
 
 Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
@@ -97,6 +98,15 @@ def routes(service: Service) -> FastAPI:
         """OpenAI's list of models: the target, by its served name."""
         return JSONResponse(await service.handlers.models())
 
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        """One of them."""
+        served = {one["id"]: one for one in (await service.handlers.models())["data"]}
+        if name not in served:
+            message = f"there is no such model; there is: {', '.join(served)}"
+            raise RequestError(404, message, "model", "model_not_found")
+        return JSONResponse(served[name])
+
     @app.post("/v1/chat/completions")
     async def chat(raw: Request) -> Response:
         """OpenAI's chat completions, whole or streamed; `usage.redraft` says what speculation did."""
@@ -107,9 +117,32 @@ def routes(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(raw: Request) -> Response:
         """OpenAI's completions of raw prompts: special tokens in them are special, unlike in chats; else as above."""
-        if HEADER in raw.headers:
-            raise RequestError(400, f"{HEADER} is for chats", HEADER, "unsupported")
         return await _generate(service, service.handlers.complete, raw)
+
+    @app.post(RESPONSES)
+    async def respond(raw: Request) -> Response:
+        """OpenAI's responses, as chats. None is stored: what needs a stored one is refused."""
+        return await _generate(service, service.handlers.respond, raw)
+
+    @app.post(MESSAGES)
+    async def message(raw: Request) -> Response:
+        """Anthropic's messages, as chats; also with the key in `X-Api-Key`, and with errors in Anthropic's shape."""
+        return await _generate(service, service.handlers.message, raw)
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count_tokens(raw: Request) -> Response:
+        """How many tokens a request to `/v1/messages` has, `{"input_tokens": …}`."""
+        return await _count(service, service.handlers.count_tokens, raw)
+
+    @app.post("/tokenize")
+    async def tokenize(raw: Request) -> Response:
+        """vLLM's: the token ids of a chat's `messages`, or of a `prompt`, as they would be answered."""
+        return await _count(service, service.handlers.tokenize, raw)
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        """vLLM's, `{"version": …}`."""
+        return JSONResponse({"version": VERSION})
 
     return app
 
@@ -119,11 +152,14 @@ async def _body(raw: Request) -> dict[str, Any]:
 
 
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
+    path = raw.scope["path"]
+    if HEADER in raw.headers:
+        raise RequestError(400, f"{HEADER} is for /v1/chat/completions", HEADER, "unsupported")
     body = await _body(raw)
-    check_limits(body)
+    said = _limited(path, body)
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
     usage = partial(recorder.usage, request_id, wants_steps(raw.headers, raw.scope["redraft.caller"]))
-    origin, turn = await _turn(service, raw, body)
+    origin, turn = await _turn(service, raw, said)
     recorder.expect(origin._replace(domain=service.domains.admit(origin.key, origin.domain)))
     try:
         answer = await answered(handler(body | {"priority": turn.priority}, raw), body)
@@ -135,13 +171,25 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
             answer["usage"]["redraft"] = told
         recorder.forget(request_id)
         return JSONResponse(answer)
-    return _stream(await opened(answer, from_error, usage, partial(recorder.forget, request_id)))
+    return _stream(await opened(answer, from_error, usage, partial(recorder.forget, request_id), path))
 
 
-async def _turn(service: Service, raw: Request, body: dict[str, Any]) -> tuple[Origin, QueuedRequest]:
-    """Say what is known of a request, and wait until it may run."""
-    origin = describe_origin(raw.scope["redraft.id"], raw.headers, body, raw.scope["redraft.caller"], service.secret)
-    turn = await service.turns.take(origin.key, service.turns.cost(origin.key, body, len(await raw.body())))
+async def _count(service: Service, handler: Handler, raw: Request) -> Response:
+    """Answer how a prompt is encoded, in turn with what generates: that takes one thread, whoever asks."""
+    body = await _body(raw)
+    await _turn(service, raw, {**_limited(raw.scope["path"], body), "max_tokens": 1})
+    return JSONResponse(await answered(handler(body, raw), body))
+
+
+def _limited(path: str, body: dict[str, Any]) -> Mapping[str, Any]:
+    check_limits(said := as_chat(path, body))
+    return said
+
+
+async def _turn(service: Service, raw: Request, said: Mapping[str, Any]) -> tuple[Origin, QueuedRequest]:
+    """Say what is known of a request, by `as_chat`, and wait until it may run."""
+    origin = describe_origin(raw.scope["redraft.id"], raw.headers, said, raw.scope["redraft.caller"], service.secret)
+    turn = await service.turns.take(origin.key, service.turns.cost(origin.key, said, len(await raw.body())))
     raw.scope["redraft.at_end"].append(turn.end)
     return origin, turn
 
@@ -164,15 +212,23 @@ async def _in_turn(service: Service, raw: Request) -> Response:
     return _stream(await opened(answer, from_error, lambda: None, lambda: None))
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(raw: Request, error: Exception) -> Response:
+    path = raw.scope["path"]
     if isinstance(error, HTTPException):
-        told = {404: "there is no such path", 405: "this path takes another method"}
+        told = {404: f"there is no such path; there are {_served(raw)}", 405: "this path takes another method"}
         error = RequestError(error.status_code, told.get(error.status_code, "bad request"))
-    return error.response() if isinstance(error, RequestError) else INTERNAL_ERROR.response()
+    return (error if isinstance(error, RequestError) else INTERNAL_ERROR).response(path)
+
+
+def _served(raw: Request) -> str:
+    """Return the paths that are there for clients."""
+    starts = tuple(start for start, roles in ROLES_OF.items() if roles == CLIENTS)
+    paths = {route.path for route in raw.app.routes if isinstance(route, APIRoute)}
+    return ", ".join(sorted(path for path in paths if path.startswith(starts)))
 
 
 async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answer:
-    """Return a handler's answer. What reads the parameters of a body's tools fails in more ways than it names."""
+    """Return a handler's answer. What reads a body's tools or a response's input fails in more ways than it names."""
     try:
         return await running
     except Refused as error:
@@ -180,10 +236,10 @@ async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answe
     except EngineStopped as error:
         raise UNAVAILABLE from error
     except ODD as error:
-        if not body.get("tools"):
+        if not (param := next((name for name in ("tools", "input") if body.get(name)), "")):
             raise
-        log.warning("a request's tools could not be used: %s", place_of(error))
-        raise RequestError(400, "tools can't be used as they are", "tools", "invalid_schema") from error
+        log.warning("a request's %s could not be used: %s", param, place_of(error))
+        raise RequestError(400, f"the request's {param} can't be used", param, "invalid_schema") from error
 
 
 def from_error(body: dict[str, Any]) -> RequestError:

@@ -63,7 +63,7 @@ class FairQueue:
         self._queue: deque[str | None] = deque()  # the keys that wait, the one whose turn it is first
 
     def cost(self, key: str | None, body: Mapping[str, Any], num_bytes: int) -> Cost:
-        """Return what a request may take, of its JSON after `check_limits` and the length of that; RequestError 400."""
+        """Return what a request may take, of what `as_chat` and `check_limits` left of it and its length in bytes."""
         prompts = body.get("prompt")
         several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
         choices = max(_number(body, "n", 1), _number(body, "best_of", 1))
@@ -71,7 +71,7 @@ class FairQueue:
         if sequences > (most := self._most(key)):
             message = f"n times the number of prompts is {sequences}; at most {most} run at once for a key"
             raise RequestError(400, message, "n" if choices > 1 else "prompt")
-        default = self._max_model_len if "messages" in body else COMPLETION_TOKENS
+        default = self._max_model_len if body.keys() & {"messages", "input"} else COMPLETION_TOKENS
         answer = _number(body, "max_completion_tokens", _number(body, "max_tokens", default))
         return Cost(sequences, num_bytes // BYTES_PER_TOKEN + sequences * min(answer, self._max_model_len))
 

@@ -18,8 +18,9 @@ from infra.consent import (
     subject_of,
     subjects_named,
 )
-from services.access import Caller, RequestError
+from services.access import MESSAGES, Caller, RequestError
 
+RESPONSES = "/v1/responses"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPECULATION = ("on", "off", "head")
 MAX_CHOICES = 16
@@ -39,6 +40,9 @@ UNSUPPORTED = {
         for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority")
     },
 }
+# What of a response's request needs one that is stored, and is refused.
+STORED = ("background", "conversation", "previous_response_id", "previous_input_messages", "prompt")
+TOOLS = ("function", "custom", "namespace")  # that vLLM shows the target; it drops the others
 
 
 class Origin(NamedTuple):
@@ -75,23 +79,60 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
     return value
 
 
+def as_chat(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is limited, counted and named of a request, in a chat's words where its API has others.
+
+    What its API does not read is left out, or a client could tell one thing to who counts and another to the engine.
+    RequestError 400 for what needs a stored response, and for tools that the target would not be shown.
+    """
+    common = {name: body[name] for name in ("store", "safety_identifier", *UNSUPPORTED) if name in body}
+    if path == RESPONSES:
+        for name in STORED:
+            if body.get(name):
+                message = f"{name} is not served, for no response is stored; send all in input"
+                raise RequestError(400, message, name, "unsupported")
+        for tool in tools if isinstance(tools := body.get("tools"), list) else ():
+            if isinstance(tool, Mapping) and tool.get("type") not in TOOLS:
+                raise RequestError(400, f"a tool's type must be one of {', '.join(TOOLS)}", "tools", "unsupported")
+        items = [_as_message(item) for item in entries] if isinstance(entries := body.get("input"), list) else []
+        said = {"max_tokens": body.get("max_output_tokens"), "user": body.get("user"), "stop": body.get("stop")}
+        return {**common, **said, "input": items}
+    if path.startswith(MESSAGES):
+        user = metadata.get("user_id") if isinstance(metadata := body.get("metadata"), Mapping) else None
+        kept = {name: body.get(name) for name in ("max_tokens", "messages", "stop_sequences")}
+        return {**common, **kept, "user": user}
+    return body
+
+
+def _as_message(item: Any) -> Any:
+    """Return an item of a response's input as a message of a chat, which a call of a tool is too."""
+    if not isinstance(item, Mapping) or "role" in item:
+        return item
+    return {"role": "assistant", "tool_calls": [{"function": {"arguments": item.get("arguments")}}]}
+
+
 def check_limits(body: Mapping[str, Any]) -> None:
     """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
     for name, message in UNSUPPORTED.items():
         if body.get(name):
             raise RequestError(400, message, name, "unsupported")
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, Mapping) and message.get("role") not in ROLES:
-            raise RequestError(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
-        _require_shallow_arguments(message)
+    for name in ("messages", "input"):
+        for message in messages if isinstance(messages := body.get(name), list) else ():
+            if isinstance(message, Mapping) and message.get("role") not in ROLES:
+                raise RequestError(400, f"a message's role must be one of {', '.join(ROLES)}", name)
+            _require_shallow_arguments(message, name)
     for name in ("n", "best_of"):
         number = body.get(name)  # a text would be read as a number further in
         if number is not None and not (isinstance(number, int) and 1 <= number <= MAX_CHOICES):
             raise RequestError(400, f"{name} must be an integer from 1 to {MAX_CHOICES}", name)
     prompts = body.get("prompt")
     texts = isinstance(prompts, list) and not any(isinstance(entry, int) for entry in prompts[:1])
-    limits = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS, "prompt": MAX_PROMPTS if texts else None}
+    limits = {
+        "stop": MAX_STOPS,
+        "stop_sequences": MAX_STOPS,
+        "bad_words": MAX_BAD_WORDS,
+        "prompt": MAX_PROMPTS if texts else None,
+    }
     for name, most in limits.items():
         if most is not None and isinstance(entries := body.get(name), list) and len(entries) > most:
             raise RequestError(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
@@ -152,7 +193,7 @@ def _require_shallow(value: dict[str, Any]) -> None:
     raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep")
 
 
-def _require_shallow_arguments(message: Any) -> None:
+def _require_shallow_arguments(message: Any, param: str) -> None:
     """Refuse deep JSON in the text of a tool call's arguments, which is parsed for the prompt."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     for call in calls if isinstance(calls, list) else ():
@@ -161,7 +202,7 @@ def _require_shallow_arguments(message: Any) -> None:
         try:
             _require_shallow({"arguments": json.loads(said) if isinstance(said, str) and said.strip() else None})
         except (ValueError, RecursionError) as error:
-            raise RequestError(400, "a tool call's arguments are not JSON, or nested too deeply", "messages") from error
+            raise RequestError(400, "a tool call's arguments are not JSON, or nested too deeply", param) from error
 
 
 def _no_constant(name: str) -> NoReturn:

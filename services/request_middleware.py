@@ -32,7 +32,9 @@ NO_REPLICA = RequestError(503, "no replica is running; ask again in a few second
 SIZES = f"at most {HEADER_LINES} headers are taken, of {HEADER_BYTES} bytes"
 TOO_LARGE = RequestError(400, SIZES, code="headers_too_large")
 LOST = RequestError(503, "the replica that answered was lost; ask again", code="replica_lost")
-LOST_FRAMES = f"data: {json.dumps(LOST.body(), separators=(',', ':'))}\n\ndata: [DONE]\n\n".encode()
+# One end for the streams of all APIs: OpenAI's clients look for `error`, Anthropic's for the event's name.
+LOST_BODY = json.dumps({"type": "error", **LOST.body()}, separators=(",", ":"))
+LOST_FRAMES = f"event: error\ndata: {LOST_BODY}\n\ndata: [DONE]\n\n".encode()
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class RequestMiddleware:
                 raise RequestError(404, "there is no such path")
             body = await read_body(headers, receive, self._limits)
         except RequestError as refusal:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         answer = _Answer(send)
         try:
@@ -72,7 +74,7 @@ class RequestMiddleware:
         except Exception as error:  # noqa: BLE001 - the edge
             log.error("the proxy failed on a request: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
         if not answer.started:
-            await answer.refusal.response()(scope, receive, send)
+            await answer.refusal.response(scope["path"])(scope, receive, send)
         elif answer.is_stream and not answer.ended:
             await send({"type": "http.response.body", "body": LOST_FRAMES})
         # Any other answer that was cut stays so: the server closes the connection on it, which its length gives away.

@@ -66,7 +66,8 @@ frontend clients
     stick-table type ipv6 size 16k expire 1m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {of_address} }}
-    http-request return status 503 errorfile {overloaded} if {{ path_beg /v1/ }} {{ be_conn(replica) ge {requests} }}
+    acl full be_conn(replica) ge {requests}
+    http-request return status 503 errorfile {overloaded} if full {{ path_beg /v1/ /tokenize }}
     http-request set-header X-Forwarded-For %[src]
     default_backend replica
 

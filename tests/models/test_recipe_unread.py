@@ -217,9 +217,9 @@ def test_a_key_that_another_of_its_method_makes_pointless_is_refused(
         catalog.parse(family, {"name": name, **settings})
 
 
-def test_settings_of_what_is_off_by_default_are_refused(tmp_path: Any) -> None:
+def test_settings_of_what_is_off_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match='structured: key "max_depth" would do nothing, since enabled is false'):
-        Structured(max_depth=9)
+        Structured(enabled=False, max_depth=9)
     with pytest.raises(ValueError, match='capture: key "keep_days" would do nothing, since share is 0'):
         Capture(keep_days=1)
     with pytest.raises(ValueError, match='reasoning: key "engine" would do nothing, since there is no model'):

@@ -75,8 +75,9 @@ def test_a_known_key_is_identified_and_anything_else_is_401(file: Path) -> None:
 def test_each_role_reaches_its_own_paths_and_what_is_not_named_is_the_operators(file: Path) -> None:
     keys = {role: f"Bearer {add_key(file, role, role)}" for role in ROLES}
     known = Keys(file, loopback=False)
-    reached = {"/v1/models": {"client", "operator"}, "/metrics": {"scraper", "operator"}}
-    for path in ("/v1/models", "/metrics", "/redraft/status", "/redraft/new", "/nothing", "/v1"):
+    reached = {"/metrics": {"scraper", "operator"}}
+    reached |= {key: {"client", "operator"} for key in ("/v1/models", "/tokenize", "/version")}
+    for path in (*reached, "/redraft/status", "/redraft/new", "/nothing", "/v1"):
         for role in ROLES:
             if role in reached.get(path, {"operator"}):
                 assert identify(known, keys[role], path, "redraft.example").role == role
@@ -183,3 +184,38 @@ def test_while_draining_new_requests_are_503_and_health_is_still_answered(open_a
     status, _, headers = ask(open_admission)
     assert (status, headers["retry-after"]) == (503, "5")
     assert ask(open_admission, "/healthz")[0] == 200
+
+
+def test_anthropics_header_is_a_key_on_its_own_paths_and_only_where_no_other_is_sent(file: Path) -> None:
+    keys = Keys(file, loopback=True)
+
+    def asked(path: str, **sent: str) -> Any:
+        headers = Headers({"host": "localhost", **{name.replace("_", "-"): value for name, value in sent.items()}})
+        try:
+            return keys.identify(headers, path)
+        except RequestError as refusal:
+            return refusal.status
+
+    assert asked("/v1/messages", x_api_key=FIRST) == asked("/v1/messages/count_tokens", x_api_key=FIRST) == KEY
+    assert asked("/v1/chat/completions", x_api_key=FIRST) == asked("/redraft/status", x_api_key=FIRST) == 401
+    assert asked("/v1/messages", x_api_key=FIRST, authorization=f"Bearer {SECOND}") == OTHER
+    assert asked("/v1/messages", x_api_key=FIRST, authorization="Bearer wrong") == 401
+    assert asked("/v1/messages", x_api_key="") == asked("/v1/messages") == 401
+
+
+def test_a_refusal_has_the_shape_of_its_paths_api(file: Path) -> None:
+    admission = Admission(Keys(file, loopback=True))
+    _, told, _ = ask(admission, "/v1/responses")
+    assert told["error"].keys() == {"message", "type", "param", "code"}
+    status, told, _ = ask(admission, "/v1/messages")
+    assert (status, told.keys(), told["error"]["type"]) == (401, {"type", "error"}, "authentication_error")
+    kinds = {400: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
+    for status, kind in {**kinds, 503: "overloaded_error"}.items():
+        told = RequestError(status, "no").body("/v1/messages/count_tokens")
+        assert told == {"type": "error", "error": {"type": kind, "message": "no"}}
+
+
+def test_a_failure_that_nobody_foresaw_is_told_in_the_shape_of_its_paths_api(file: Path) -> None:
+    status, told, _ = ask(Admission(Keys(file, loopback=True)), "/v1/messages", [("X-Api-Key", FIRST)], b"fail")
+    assert (status, told["type"], told["error"]["type"]) == (500, "error", "api_error")
+    assert "swordfish" not in str(told)

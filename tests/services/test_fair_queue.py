@@ -148,6 +148,7 @@ async def test_what_waits_is_bounded_for_a_key_and_in_all(limits: dict[str, Any]
     ("body", "cost"),
     [
         ({"messages": [], "max_tokens": 50}, Cost(1, 50)),
+        ({"input": [], "max_tokens": None}, Cost(1, 1000)),
         ({"messages": [], "max_completion_tokens": 20, "max_tokens": 50, "n": 3}, Cost(3, 60)),
         ({"messages": []}, Cost(1, 1000)),
         ({"messages": [], "max_tokens": 10**30}, Cost(1, 1000)),

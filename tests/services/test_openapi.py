@@ -13,8 +13,11 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )  # fmt: skip
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from services.access import REQUEST_HEADERS
 from services.app import routes
@@ -25,15 +28,26 @@ pytestmark = pytest.mark.engine
 
 NUM_EXAMPLES = 40
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-BODIES = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
+BODIES = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": AnthropicMessagesRequest,
+    "/v1/messages/count_tokens": AnthropicCountTokensRequest,
+    "/tokenize": TokenizeChatRequest,
+}
 SWITCH = "/redraft/speculation"
 ON = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
-PATHS = (*BODIES, SWITCH, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz")
+PATHS = (
+    *BODIES, SWITCH, "/v1/models", "/v1/models/{name}", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz",
+    "/version",
+)  # fmt: skip
 # Of a request that names any of them hardly anything else is looked at.
 REFUSED = (
     "min_p", "logit_bias", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority",
+    "background", "previous_response_id", "previous_input_messages",
 )  # fmt: skip
-REFUSED_HEADERS = ("X-Redraft-Reasoning",)
+REFUSED_HEADERS = ("X-Redraft-Reasoning", "X-Api-Key")  # the second is read where no other key is sent
 TEXT = {"type": "string"}
 # What is wrong in a header follows from what is right: where any text is right, nothing could be sent that is not.
 HEADERS = {
@@ -72,6 +86,27 @@ ERROR = {
     "additionalProperties": False,
 }
 
+PART = {"type": "object", "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": TEXT}}
+CALL = {"type": "object", "properties": {"type": {"const": "function_call"}, "arguments": TEXT, "name": TEXT}}
+ITEM = {
+    "anyOf": [MESSAGE, CALL, {**MESSAGE, "properties": {"role": TEXT, "content": {"type": "array", "items": PART}}}]
+}
+TOOLS = {"type": "array", "maxItems": 2, "items": {"type": "object", "properties": {"type": TEXT, "name": TEXT}}}
+OTHER_ERROR = {  # Anthropic's
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": TEXT, "message": {"type": "string", "minLength": 1}},
+            "required": ["type", "message"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "error"],
+    "additionalProperties": False,
+}
+
 
 def document() -> dict[str, Any]:
     """Return the document of the service's own routes, with the headers and the bodies that it reads by hand."""
@@ -79,24 +114,29 @@ def document() -> dict[str, Any]:
     ours = [name for name in REQUEST_HEADERS if name.startswith("X-")]
     assert {*HEADERS, *REFUSED_HEADERS} == {*ours}
     sent = [{"name": name, "in": "header", "schema": schema} for name, schema in HEADERS.items()]
-    refused = {"description": "a refusal", "content": {"application/json": {"schema": ERROR}}}
     for path, operations in told["paths"].items():
+        error = OTHER_ERROR if path.startswith("/v1/messages") else ERROR
+        refused = {"description": "a refusal", "content": {"application/json": {"schema": error}}}
         for operation in operations.values():
             kinds: dict[str, Any] = {kind: {} for kind in ("text/event-stream", "text/plain", "text/html")}
             kinds["application/json"] = {"schema": {"type": "object"}}
             operation["responses"] = {"200": {"description": "an answer", "content": kinds}, "4XX": refused}
-            operation["parameters"] = sent
+            operation["parameters"] = [*operation.get("parameters", ()), *sent]
         if path in BODIES:
             body = BODIES[path].model_json_schema(ref_template="#/components/schemas/{model}")
             told.setdefault("components", {}).setdefault("schemas", {}).update(body.pop("$defs", {}))
             shorter = {"type": "integer", "minimum": -1, "maximum": 8}
-            body["properties"] |= {"model": {"const": MODEL}, "max_tokens": shorter, "n": shorter}
+            most = "max_output_tokens" if "input" in body["properties"] else "max_tokens"
+            body["properties"] |= {"model": {"const": MODEL}, most: shorter, "n": shorter}
             if "messages" in body["properties"]:
                 messages = {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3}
                 body["properties"] |= {"messages": messages, "max_completion_tokens": shorter}
+            if "input" in body["properties"]:
+                items = {"type": "array", "items": ITEM, "maxItems": 3}
+                body["properties"] |= {"input": {"anyOf": [TEXT, items]}, "tools": TOOLS, "tool_choice": TEXT}
             for name in REFUSED:
                 body["properties"].pop(name, None)
-            body["required"] = sorted({*body.get("required", []), "max_tokens"})
+            body["required"] = sorted({*body.get("required", []), most})
             _take(operations["post"], body)
         elif path == SWITCH:
             _take(operations["post"], ON)

@@ -11,7 +11,7 @@ from infra.consent import OTHER_DOMAINS, subject_of
 from infra.keys import sha256_of
 from services import questions
 from services.access import Caller, RequestError
-from services.questions import MAX_DEPTH, Domains, check_limits, describe_origin, parse_body, wants_steps
+from services.questions import MAX_DEPTH, Domains, as_chat, check_limits, describe_origin, parse_body, wants_steps
 
 FIRST, SECOND = "first-key-123", "second-key-123"
 SECRET = b"s" * 32
@@ -89,6 +89,54 @@ def test_ordinary_settings_pass_the_limits() -> None:
     check_limits(
         {"min_p": 0, "logit_bias": {}, "n": 16, "best_of": None, "stop": "end", "prompt": [1] * 500, "temperature": 0.7}
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"conversation": {"id": "conv_1"}}, "conversation"),
+        ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ("/v1/responses", {"tools": [{"type": "mcp", "server_url": "http://a"}]}, "tools"),
+        ("/v1/responses", {"logit_bias": {"5": 1}}, "logit_bias"),
+        ("/v1/responses", {"stop": ["a"] * 17}, "stop"),
+        ("/v1/responses", {"input": [{"role": "root", "content": "x"}]}, "input"),
+        ("/v1/responses", {"input": [{"type": "function_call", "arguments": "[1"}]}, "input"),
+        ("/v1/messages", {"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ("/v1/messages", {"messages": [{"role": "root", "content": "x"}]}, "messages"),
+        ("/v1/messages", {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ],
+    ids=str,
+)
+def test_what_chats_refuse_is_refused_by_the_name_that_it_has_in_the_other_apis(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_limits(as_chat(path, body))
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_what_an_api_does_not_read_counts_for_nothing_in_it() -> None:
+    """A client could tell one limit to what counts tokens and another one to the engine."""
+    body = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 900, "n": 4, "prompt": [], "input": "x"}
+    said = as_chat("/v1/responses", body)
+    assert (said["max_tokens"], said.keys() & {"max_completion_tokens", "n", "prompt"}) == (900, set())
+    said = as_chat("/v1/messages/count_tokens", {**body, "max_tokens": 700, "messages": []})
+    assert (said["max_tokens"], said.keys() & {"max_completion_tokens", "n", "prompt", "input"}) == (700, set())
+    assert as_chat("/v1/chat/completions", body) is body
+
+
+def test_ordinary_items_pass_the_limits_of_a_response() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'}
+    output = {"type": "function_call_output", "call_id": "c", "output": "2"}
+    check_limits(as_chat("/v1/responses", {"input": [{"role": "user", "content": "x"}, call, output], "store": False}))
+    check_limits(as_chat("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "add"}]}))
+
+
+def test_whom_a_message_is_for_is_named_by_its_metadata() -> None:
+    body = {"metadata": {"user_id": "ada"}, "user": "bob", "store": True, "messages": []}
+    named = origin({}, dict(as_chat("/v1/messages", body)), KEY)
+    assert (named.subject, named.consent) == (subject_of(KEY.key, "ada"), "full")
+    assert origin({}, dict(as_chat("/v1/responses", {"metadata": {"user_id": "ada"}})), KEY).subject == named.key
 
 
 def origin(headers: dict[str, str], body: dict[str, Any], key: Caller | None = None) -> Any:

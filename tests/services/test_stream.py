@@ -27,13 +27,16 @@ async def frames(*texts: str, error: Exception | None = None) -> AsyncGenerator[
 
 
 def collect(
-    source: AsyncGenerator[str, None], take: int | None = None, usage: dict[str, Any] | None = USAGE
+    source: AsyncGenerator[str, None],
+    take: int | None = None,
+    usage: dict[str, Any] | None = USAGE,
+    path: str = "/v1/chat/completions",
 ) -> tuple[list[str], int]:
     """Return the frames that came out (at most `take`, then the client leaves) and how often the end was told."""
     ends: list[None] = []
 
     async def run() -> list[str]:
-        stream = await opened(source, refuse, lambda: usage, lambda: ends.append(None))
+        stream = await opened(source, refuse, lambda: usage, lambda: ends.append(None), path)
         got = []
         async for text in stream:
             got.append(text)
@@ -97,3 +100,43 @@ def test_a_source_that_fails_at_once_tells_the_end() -> None:
     with pytest.raises(RuntimeError, match="at once"):
         asyncio.run(opened(frames(error=RuntimeError("at once")), refuse, lambda: None, lambda: ends.append(None)))
     assert len(ends) == 1
+
+
+def named(name: str, body: dict[str, Any]) -> str:
+    return f"event: {name}\n{frame({'type': name, **body})}"
+
+
+OTHERS = {
+    "/v1/responses": ("response.completed", {"response": {"usage": {"input_tokens": 3}}}),
+    "/v1/messages": ("message_delta", {"delta": {}, "usage": {"output_tokens": 3}}),
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_of_another_api_only_the_event_with_the_usage_is_changed(path: str) -> None:
+    name, body = OTHERS[path]
+    start, text = named("start", {"usage": {}}), named("delta", {"text": f"event: {name}\n"})
+    got, _ = collect(frames(start, text, named(name, body)), path=path)
+    assert got[:2] == [start, text]
+    head, _, data = got[2].partition("data: ")
+    told = json.loads(data)
+    assert (head, told["type"]) == (f"event: {name}\n", name)
+    assert told.get("response", told)["usage"]["redraft"] == USAGE
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("path", OTHERS)
+def test_an_error_is_told_as_the_streams_api_does_and_ends_it(path: str, breaks: bool) -> None:
+    failure = [] if breaks else [frame({"error": {"code": 500, "message": "swordfish"}})]
+    source = frames(
+        named("start", {}), named("delta", {}), *failure, error=RuntimeError("swordfish") if breaks else None
+    )
+    got, _ = collect(source, path=path)
+    message = "the server failed to answer this request" if breaks else "told"
+    code = "internal_error" if breaks else None
+    wanted = {
+        "/v1/responses": {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 2},
+        "/v1/messages": {"type": "error", "error": {"type": "api_error", "message": message}},
+    }
+    head, _, data = got[2].partition("data: ")
+    assert (head, json.loads(data), len(got)) == ("event: error\n", wanted[path], 3)

@@ -34,6 +34,23 @@ _SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
 _OWN = "drafts are swapped and accepted tokens are counted through it"
 _TURNS = "what checks a draft goes before traffic or after it"
 _SERVE = "it is the endpoint's; set tool_parser in [serve]"
+# What stands in chat templates that show the model how to write tool calls, all of a row, and the name of vLLM's parser
+# of such calls; the first row that fits counts. What two of the parsers could mean is left out.
+TOOL_MARKS = (
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<|python_start|>",), "llama4_pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "arguments"), "hermes"),
+)
 # Engine arguments that have one place to be set already, or that would break what this package promises.
 OWNED = {
     **dict.fromkeys(("model", "model_weights", "hf_config_path", "revision", "code_revision"), _TARGET),
@@ -161,8 +178,13 @@ def require_serving(serve: "Serve", draft: BaseParams) -> None:
 def require_tool_parser(name: str) -> None:
     """Raise ValueError if the endpoint has no such parser of tool calls; without vLLM installed any name is taken."""
     known = tool_parsers()
-    if known is not None and name not in known:
+    if known is not None and name not in ("auto", *known):
         raise ValueError(f'vLLM has no tool_parser "{name}"{did_you_mean(name, known)}')
+
+
+def tool_parser_of(template: str) -> str:
+    """Return the parser of the calls that a chat template shows, "" if it is none of TOOL_MARKS."""
+    return next((name for marks, name in TOOL_MARKS if all(mark in template for mark in marks)), "")
 
 
 @cache

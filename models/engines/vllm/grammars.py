@@ -4,6 +4,9 @@ A schema, a grammar or a regex is a program for a compiler: a small one may take
 So each is first compiled, and asked for its first tokens, in a child that may take so much memory and time and no more.
 The child is a fork of one that has read the vocabulary, so a new one costs milliseconds. What it compiled the engine
 compiles too, with the same compiler; it is known then to end soon. Run as a program this module is the parent of forks.
+
+Of a string whose length a schema bounds, xgrammar lets control characters through as they are, which are no JSON; the
+engine is given such a schema as the grammar that xgrammar makes of it, without them.
 """
 
 import asyncio
@@ -21,7 +24,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import xgrammar
 from vllm.config import VllmConfig
+from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -34,6 +39,9 @@ MIB = 1 << 20
 MOST_CHECKING_S, CHECKS = 0.05, 3
 MOST_REMEMBERED = 256
 TOO_LONG, TOO_MUCH_MEMORY = "it takes too long", "it takes too much memory"
+# What xgrammar 0.2 writes for a character of a string with a length, and what JSON has in its place.
+ANY_CHARACTER, JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+LENGTHS = ('"minLength"', '"maxLength"')
 BAD_ALLOC = "std::bad_alloc"  # which reaches Python as another error than MemoryError
 LENGTH = struct.Struct("<I")
 
@@ -48,10 +56,10 @@ class Grammars:
         self._config, self._bounds = config, bounds
         self._child: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
-        self._taken: OrderedDict[str, None] = OrderedDict()
+        self._taken: OrderedDict[str, StructuredOutputsParams] = OrderedDict()
 
-    async def require(self, wanted: StructuredOutputsParams) -> None:
-        """Return if the engine can be given this.
+    async def require(self, wanted: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return what the engine can be given for this, see `as_json`.
 
         VLLMValidationError if such answers are not given here, or if this is too large, too deep, makes no sense, or
         takes more than it may.
@@ -71,14 +79,15 @@ class Grammars:
         _require_bounded(spec, bounds)
         if text in self._taken:
             self._taken.move_to_end(text)
-            return
+            return copy.deepcopy(self._taken[text])
         async with self._turn:
             verdict = await self._ask(wanted)
         if verdict != "ok":
             raise VLLMValidationError(f"the form of the answer can't be used: {verdict}")
-        self._taken[text] = None
+        self._taken[text] = as_json(wanted)
         if len(self._taken) > MOST_REMEMBERED:
             self._taken.popitem(last=False)
+        return copy.deepcopy(self._taken[text])
 
     def close(self) -> None:
         child, self._child = self._child, None
@@ -112,6 +121,17 @@ class Grammars:
         child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **own})
         _told(child, (self._config, self._bounds))
         return child
+
+
+def as_json(wanted: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return a form whose strings are JSON also where a schema, of the answer or in its tags, bounds their length."""
+    text = wanted.structural_tag if wanted.json is None else wanted.json
+    text = text if isinstance(text, str | None) else json.dumps(text)
+    if text is None or not any(name in text for name in LENGTHS) or "structures" in json.loads(text):
+        return wanted
+    make = xgrammar.Grammar.from_structural_tag if wanted.json is None else xgrammar.Grammar.from_json_schema
+    grammar = str(make(text)).replace(ANY_CHARACTER, JSON_CHARACTER)
+    return replace(wanted, json=None, structural_tag=None, grammar=grammar)
 
 
 def _told(child: "subprocess.Popen[bytes]", value: object) -> str:
@@ -182,8 +202,7 @@ class _Compiler:
                     break
             else:
                 return TOO_LONG
-            assert params.structured_outputs is not None
-            grammar = self._backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
+            grammar = self._backend.compile_grammar(*get_structured_output_key(as_json(wanted)))
             first = self._backend.allocate_token_bitmask(1)
             grammar.fill_bitmask(first, 0)
             if not first.any():

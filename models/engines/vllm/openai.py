@@ -1,24 +1,36 @@
-"""vLLM's own OpenAI handlers over the engine: chat, completions and models.
+"""vLLM's own handlers over the engine: OpenAI's chat, completions, responses and models, Anthropic's messages, tokens.
 
-They answer with a dict, or with server-sent events as text. vLLM's cancellation decorator is left out on purpose: under
-Ray Serve it leaks the running generation, and Serve cancels the handler itself.
+They answer with a dict, or with server-sent events as text, in which a failure is the same frame for every API. vLLM's
+cancellation decorator is left out on purpose: under Ray Serve it leaks the running generation, and Serve cancels the
+handler itself.
 """
 
+import json
+import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
+import vllm
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.exceptions import VLLMError
+from vllm.parser import ParserManager
+from vllm.renderers.hf import resolve_chat_template
 
+from models.engines.vllm import tool_parser_of
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
 from models.engines.vllm.patches.renderer import require_guarded
@@ -28,7 +40,12 @@ from models.serving import Structured
 RequestT = TypeVar("RequestT", bound=BaseModel)
 Answer = dict[str, Any] | AsyncGenerator[str, None]
 REFUSABLE = (VLLMError, ValueError, TypeError, OverflowError, NotImplementedError)
+VERSION = vllm.__version__
 MAX_FAULTS = 3
+BEFORE_TOKENS = ("response.created", "response.in_progress")
+ERROR_START = 'data: {"error"'  # of a frame that tells of a failure, as vLLM's chats write it
+
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -48,7 +65,7 @@ class EngineStopped(RuntimeError):
 
 
 class Handlers:
-    """Chat, completion and models; made by `build`."""
+    """What answers each path, by its API's own request; made by `build`."""
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
@@ -58,12 +75,15 @@ class Handlers:
     async def build(cls, engine: VllmEngine, tool_parser: str = "", structured: Structured | None = None) -> "Handlers":
         """Build vLLM's handlers over a running engine; when it is closed, what is started here ends.
 
-        Without a tool parser no tools are taken; without `structured` all forms of answers are, unchecked. ValueError
-        if vLLM renders chats of this model in a way of its own, which nothing guards.
+        Without a tool parser no tools are taken, "auto" takes that of the chat template's calls; without `structured`
+        all forms of answers are, unchecked. ValueError if vLLM renders chats of this model in a way of its own, which
+        nothing guards.
         """
         require_guarded(engine.llm.renderer)
         if structured is not None:
             engine.llm.grammars = Grammars(engine.llm.vllm_config, structured)
+        if tool_parser == "auto":
+            tool_parser = _tool_parser(engine.llm.renderer)
         state = State()
         args = Namespace(**{**vars(FrontendArgs()), **vars(engine.args)})
         args.enable_auto_tool_choice, args.tool_call_parser = bool(tool_parser), tool_parser or None
@@ -73,26 +93,86 @@ class Handlers:
     async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/chat/completions; raises Refused or EngineStopped."""
         request = _parse(ChatCompletionRequest, body)
-        if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
-            message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
-            raise _refused(501, message, "tools")
-        if request.add_special_tokens:
-            message = "special tokens are the chat template's here; add_special_tokens is taken by /v1/completions"
-            raise _refused(501, message, "add_special_tokens")
-        await self._require_form(request)
-        return await _answer(self._state.openai_serving_chat.create_chat_completion(request, raw))
+        _require_no_special_tokens(request)
+        await self._require_possible(request)
+        return _told(await _run(self._state.openai_serving_chat.create_chat_completion(request, raw)))
 
     async def complete(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/completions; raises what `chat` does."""
         request = _parse(CompletionRequest, body)
         await self._require_form(request)
-        return await _answer(self._state.openai_serving_completion.create_completion(request, raw))
+        return _told(await _run(self._state.openai_serving_completion.create_completion(request, raw)))
+
+    async def respond(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /v1/responses, and store nothing, whatever the body says; raises what `chat` does."""
+        own = {"request_id": f"resp_{raw.headers['x-request-id']}", "store": False}
+        request = _parse(ResponsesRequest, body | own)
+        await self._require_possible(request)
+        try:
+            answer = await _run(self._state.openai_serving_responses.create_responses(request, raw))
+        except Refused as error:
+            if error.body["error"].get("param") == "messages":  # as whatever renders a chat calls it
+                error.body["error"]["param"] = "input"
+            raise
+        if isinstance(answer, BaseModel):
+            return answer.model_dump(mode="json", by_alias=True)
+        return _response_events(answer)
+
+    async def message(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /v1/messages as the chat that vLLM makes of it; raises what `chat` does."""
+        serving = self._state.anthropic_serving_messages
+        request = await self._as_chat(_parse(AnthropicMessagesRequest, body))
+        request.priority = body.get("priority", 0)
+        await self._require_possible(request)
+        answer = await _run(serving.create_chat_completion(request, raw))
+        if not isinstance(answer, ChatCompletionResponse):
+            return _message_events(serving, answer)
+        for choice in answer.choices:  # a call that a limit of tokens has cut has no arguments
+            said = choice.message
+            said.tool_calls = [call for call in said.tool_calls if _is_json(call.function.arguments)]
+        return dict(serving.messages_full_converter(answer).model_dump(exclude_none=True))
+
+    async def count_tokens(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /v1/messages/count_tokens; raises what `chat` does."""
+        request = _parse(AnthropicCountTokensRequest, body)
+        await self._as_chat(request)  # what it can't make a chat of is refused
+        return _told(await _run(self._state.anthropic_serving_messages.count_tokens(request, raw)))
+
+    async def tokenize(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /tokenize, of a chat or a prompt; raises what `chat` does."""
+        kind = TokenizeChatRequest if "messages" in body else TokenizeCompletionRequest
+        request = _parse(kind, body)
+        if isinstance(request, TokenizeChatRequest):
+            _require_no_special_tokens(request)
+        return _told(await _run(self._state.serving_tokenization.create_tokenize(request, raw)))
 
     async def models(self) -> dict[str, Any]:
         """Answer /v1/models."""
         return dict((await self._state.openai_serving_models.show_available_models()).model_dump())
 
-    async def _require_form(self, request: ChatCompletionRequest | CompletionRequest) -> None:
+    async def _as_chat(self, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> ChatCompletionRequest:
+        """Return the chat that vLLM's handler makes of a request to /v1/messages; Refused if it makes none."""
+        serving, thinking = self._state.anthropic_serving_messages, request.thinking
+        is_off = thinking is not None and thinking.type == "disabled"
+        effort = await serving._get_disabled_thinking_effort() if is_off else "none"
+        try:
+            return _made(
+                AnthropicServingMessages.to_chat_completion_request,
+                request,
+                merge_inline_system=serving._merge_inline_system,
+                disabled_thinking_effort=effort,
+            )
+        except AttributeError as error:  # a block's parts are not what it looks for
+            raise _refused(400, "messages can't be used as they are", "messages") from error
+
+    async def _require_possible(self, request: ChatCompletionRequest | ResponsesRequest) -> None:
+        """Refuse tools that nothing could read the calls of, and what `_require_form` does."""
+        if request.tools and request.tool_choice != "none" and not self._state.args.enable_auto_tool_choice:
+            message = "tools are not taken here: no tool_parser is set, or none was found ([serve] in the recipe)"
+            raise _refused(501, message, "tools")
+        await self._require_form(request)
+
+    async def _require_form(self, request: ChatCompletionRequest | CompletionRequest | ResponsesRequest) -> None:
         """Refuse here what a request itself names: before its tools are joined to it, which compiles in this loop."""
         if self._grammars is None:
             return
@@ -103,9 +183,29 @@ class Handlers:
             raise Refused(create_error_response(error).model_dump()) from error
 
 
-def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
+def _tool_parser(renderer: Any) -> str:
+    """Return vLLM's parser of the calls that the chat template shows, "" if there is none that can be used."""
+    tokenizer = renderer.get_tokenizer()
+    template = resolve_chat_template(tokenizer, None, [], model_config=renderer.model_config) or ""
+    if not (name := tool_parser_of(template)):
+        log.warning("tools are not taken: the chat template shows no calls that are known; set [serve] tool_parser")
+        return ""
     try:
-        return kind.model_validate(body)
+        ParserManager.get_parser(tool_parser_name=name, enable_auto_tools=True, tokenizer=tokenizer)
+    except TypeError as error:
+        log.warning("tools are not taken: the chat template's calls are those of tool_parser %s: %s", name, error)
+        return ""
+    return name
+
+
+def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
+    return _made(kind.model_validate, body)
+
+
+def _made(make: Callable[..., RequestT], *args: Any, **options: Any) -> RequestT:
+    """Return the request that vLLM makes of what a client sent; Refused with what it says against it."""
+    try:
+        return make(*args, **options)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         named = [
@@ -117,7 +217,8 @@ def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
         raise Refused(create_error_response(error).model_dump()) from error
 
 
-async def _answer(running: Awaitable[Any]) -> Answer:
+async def _run(running: Awaitable[Any]) -> Any:
+    """Return what a handler of vLLM's answers, or raise what it means by it."""
     try:
         answer = await running
     except EngineEnded as error:
@@ -129,7 +230,71 @@ async def _answer(running: Awaitable[Any]) -> Answer:
         raise
     if isinstance(answer, ErrorResponse):
         raise Refused(answer.model_dump())
+    return answer
+
+
+def _told(answer: Any) -> Answer:
     return answer.model_dump() if isinstance(answer, BaseModel) else answer
+
+
+async def _response_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
+    """Yield the events of a response as text; those before its first token with that, so that a refusal is a status."""
+    held: list[str] = []
+    try:
+        async with aclosing(events):
+            async for one in events:
+                held.append(f"event: {one.type}\ndata: {one.model_dump_json(by_alias=True)}\n\n")
+                if one.type in BEFORE_TOKENS:
+                    continue
+                for text in held:
+                    yield text
+                held.clear()
+    except ValidationError:  # what vLLM makes of an answer that failed fits none of its events
+        yield _error_frame(RuntimeError())
+    except REFUSABLE as error:
+        yield _error_frame(error)
+
+
+async def _message_events(
+    serving: AnthropicServingMessages, frames: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    """Yield the events of a message that vLLM's handler makes of a chat's, whose errors it takes for its own."""
+    failed: list[str] = []
+
+    async def sound() -> AsyncGenerator[str, None]:
+        async with aclosing(frames):
+            async for frame in frames:
+                if frame.startswith(ERROR_START):
+                    failed.append(frame)
+                    return
+                yield frame
+
+    async with aclosing(serving.message_stream_converter(sound())) as events:
+        async for event in events:
+            if event.startswith("event: error"):
+                failed.append(_error_frame(RuntimeError()))
+                break
+            yield event
+    for frame in failed[:1]:
+        yield frame
+
+
+def _error_frame(error: Exception) -> str:
+    return f"data: {json.dumps(create_error_response(error).model_dump())}\n\n"
+
+
+def _require_no_special_tokens(request: ChatCompletionRequest | TokenizeChatRequest) -> None:
+    if request.add_special_tokens:
+        message = "special tokens are the chat template's here; add_special_tokens is taken by /v1/completions"
+        raise _refused(501, message, "add_special_tokens")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _refused(status: int, message: str, param: str | None) -> Refused:

@@ -99,7 +99,7 @@ class InstrumentedLLM(AsyncLLM):
                 would pass on what there is as a whole answer, with finish reason "abort".
         """
         if self.grammars is not None and sampling_params.structured_outputs is not None:
-            await self.grammars.require(sampling_params.structured_outputs)
+            sampling_params.structured_outputs = await self.grammars.require(sampling_params.structured_outputs)
         if draft_options is None:
             asks = self.options_of
             draft_options = DraftOptions("auto") if asks is None else asks(request_id, sampling_params)

@@ -8,11 +8,13 @@ from typing import Any
 
 import psutil
 import pytest
+import xgrammar
 from starlette.requests import Request
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams as Form
+from xgrammar.testing import _is_grammar_accept_string
 
-from models.engines.vllm.grammars import TOO_LONG, TOO_MUCH_MEMORY, Grammars, in_fork
+from models.engines.vllm.grammars import TOO_LONG, TOO_MUCH_MEMORY, Grammars, as_json, in_fork
 from models.engines.vllm.openai import Handlers, Refused
 from models.serving import Structured
 
@@ -103,8 +105,46 @@ def test_what_takes_more_memory_than_it_may_ends_alone_however_it_ends(raises: b
     assert in_fork(compile_form, Form(choice=["a"] * 256), bounds) == TOO_MUCH_MEMORY
 
 
-def test_no_route_to_a_form_is_open_unless_the_recipe_opens_it(engine: Any, loop: Loop) -> None:
-    handlers = loop.run_until_complete(Handlers.build(engine, "hermes", Structured()))
+LENGTHS = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "minLength": 4, "maxLength": 12}},
+    "required": ["a"],
+}
+
+
+def test_strings_whose_length_a_schema_bounds_are_json_of_that_length(engine: Any, loop: Loop) -> None:
+    """The target's weights are random, so that it writes control characters wherever it may."""
+    handlers = loop.run_until_complete(Handlers.build(engine, "", Structured()))
+    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**LENGTHS, "additionalProperties": False}}}
+    body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
+    try:
+        for seed in range(20):
+            asked = body | {"response_format": form, "temperature": 1, "seed": seed}
+            answer = loop.run_until_complete(handlers.chat(asked, raw))
+            assert isinstance(answer, dict)
+            if answer["choices"][0]["finish_reason"] == "stop":  # white space before the end may be without one
+                assert 4 <= len(json.loads(answer["choices"][0]["message"]["content"])["a"]) <= 12
+    finally:
+        engine.llm.grammars = None
+
+
+def test_so_are_those_of_a_tools_arguments_and_other_forms_stay_as_they_are() -> None:
+    tag = {"begin": "<a>", "content": {"type": "json_schema", "json_schema": LENGTHS}, "end": "</a>"}
+    tags = Form(structural_tag=json.dumps({"type": "structural_tag", "format": {"type": "tag", **tag}}))
+    for form in (Form(json=LENGTHS), Form(json=json.dumps(LENGTHS)), tags):
+        found = as_json(form)
+        grammar = xgrammar.Grammar.from_ebnf(found.grammar)
+        start, end = ("<a>", "</a>") if form is tags else ("", "")
+        for text, is_taken in (('{"a": "abcd"}', True), ('{"a": "abc\td"}', False), ('{"a": "abc"}', False)):
+            assert _is_grammar_accept_string(grammar, start + text + end) == is_taken, text
+    old = Form(structural_tag=json.dumps({"structures": [{**TAG, "schema": LENGTHS}], "triggers": ["<a>"]}))
+    for form in (Form(json={"type": "string"}), Form(regex="minLength"), Form(json_object=True), old):
+        assert as_json(form) is form
+
+
+def test_no_route_to_a_form_is_open_where_the_recipe_closes_it(engine: Any, loop: Loop) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine, "hermes", Structured(enabled=False)))
     raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
     schema = {"name": "x", "schema": {"type": "object"}}
     try:

@@ -1,0 +1,231 @@
+"""The other APIs of the service, asked by their own stock clients: what holds for chats holds there."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from infra.consent import subject_of
+from infra.keys import sha256_of
+from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, TLS, World, ask
+
+pytestmark = pytest.mark.engine
+
+FULL = {"X-Redraft-Log": "full"}
+RESPONSE = {"model": MODEL, "input": "hello", "max_output_tokens": 8, "temperature": 0}
+MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+
+
+def post(world: World, path: str, body: Any, **headers: str) -> httpx.Response:
+    told = {**world.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return httpx.post(world.url + path, json=body, headers=told, timeout=60, verify=TLS, trust_env=False)
+
+
+@pytest.fixture
+def claude(world: World) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's stock client, which sends its key in a header of its own."""
+    with anthropic.Anthropic(base_url=world.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_one_model_is_told_by_its_name_and_another_is_not_there(world: World, client: openai.OpenAI) -> None:
+    assert client.models.retrieve(MODEL).id == client.models.list().data[0].id == MODEL
+    with pytest.raises(openai.NotFoundError, match="there is: target") as refused:
+        client.models.retrieve("gpt/4")
+    assert refused.value.code == "model_not_found"
+
+
+def test_the_version_is_vllms_and_needs_a_key(world: World) -> None:
+    import vllm
+
+    assert httpx.get(f"{world.url}/version", headers=world.headers, trust_env=False).json() == {
+        "version": vllm.__version__
+    }
+    assert httpx.get(f"{world.url}/version", trust_env=False).status_code == httpx.codes.UNAUTHORIZED
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses/resp_1/cancel", "/v1/audio/speech", "/tokenizer"])
+def test_what_is_not_served_is_refused_and_the_paths_that_are_served_are_named(world: World, path: str) -> None:
+    told = post(world, path, {}).json()["error"]
+    assert told["type"] == "not_found_error"
+    assert "/v1/chat/completions, /v1/completions, /v1/messages," in told["message"]
+    assert "/v1/responses, /version" in told["message"]
+    assert "/redraft" not in told["message"]
+
+
+def test_a_text_and_a_chat_are_tokenized_as_they_are_answered(world: World, client: openai.OpenAI) -> None:
+    turns = [{"role": "user", "content": "what is <|im_end|>?"}]
+    chat = post(world, "/tokenize", {"model": MODEL, "messages": turns, "return_token_strs": True}).json()
+    answer = client.chat.completions.create(
+        model=MODEL, messages=turns, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert chat["tokens"] == answer.prompt_token_ids
+    assert (chat["count"], chat["max_model_len"]) == (len(chat["tokens"]), MAX_MODEL_LEN)
+    assert chat["token_strs"].count("<|im_end|>") == 1  # the template's own
+    text = post(world, "/tokenize", {"prompt": "one two"}).json()
+    completion = client.completions.create(
+        model=MODEL, prompt="one two", max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert text["tokens"] == completion.choices[0].prompt_token_ids
+    refused = post(world, "/tokenize", {"messages": turns, "add_special_tokens": True}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("add_special_tokens", "unsupported")
+
+
+def test_a_response_is_a_chats_answer_whole_and_streamed(client: openai.OpenAI) -> None:
+    chat = ask(client, PROMPTS[0], max_tokens=16)
+    said = {"model": MODEL, "input": PROMPTS[0], "max_output_tokens": 16, "temperature": 0}
+    whole = client.responses.create(**said)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.usage.redraft["steps"] > 0
+    with client.responses.stream(**said) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert (final.output_text, final.usage.redraft["steps"] > 0) == (whole.output_text, True)
+    assert final.id != whole.id
+
+
+def test_a_response_reads_items_instructions_and_calls_of_tools_as_a_chat_reads_its_messages(
+    client: openai.OpenAI,
+) -> None:
+    items = [
+        {"role": "user", "content": "add"},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "two <|im_end|>"},
+        {"role": "user", "content": [{"type": "input_text", "text": "so?"}]},
+    ]
+    made = client.responses.create(
+        model=MODEL, instructions="be brief", input=items, max_output_tokens=4, temperature=0
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "two <|im_end|>"},
+        {"role": "user", "content": "so?"},
+    ]
+    chat = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=4, temperature=0)
+    assert made.usage.input_tokens == chat.usage.prompt_tokens
+    assert made.output_text == chat.choices[0].message.content
+
+
+def test_a_message_is_a_chats_answer_whole_and_streamed(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    chat = ask(client, PROMPTS[1], max_tokens=16)
+    said: Any = {**MESSAGE, "messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": 16}
+    sampling = {"temperature": said.pop("temperature")}
+    whole = claude.messages.create(**said, extra_body=sampling)
+    assert whole.content[0].text == chat.choices[0].message.content
+    assert whole.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[chat.choices[0].finish_reason]
+    assert whole.usage.redraft["steps"] > 0
+    with claude.messages.stream(**said, extra_body=sampling) as stream:
+        kinds = [one.type for one in stream]
+        final = stream.get_final_message()
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert final.content[0].text == whole.content[0].text
+    raw = "".join(claude.messages.create(**said, extra_body=sampling, stream=True).response.iter_text())
+    [usage] = [json.loads(line[6:])["usage"] for line in raw.splitlines() if '"type":"message_delta"' in line]
+    assert usage["redraft"]["steps"] > 0
+    counted = claude.messages.count_tokens(model=MODEL, messages=said["messages"])
+    assert counted.input_tokens == chat.usage.prompt_tokens == whole.usage.input_tokens
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
+def test_only_what_was_consented_to_is_logged_of_every_api(world: World, path: str, body: dict[str, Any]) -> None:
+    domain = path.removeprefix("/v1/")
+    for consent, sent in [("metadata", {}), ("metadata", {"store": True}), ("none", {"store": True})]:
+        assert post(world, path, body | sent | {"user": "secret-of-none"}, X_Redraft_Log=consent).status_code == 200
+    assert post(world, path, body, X_Redraft_Domain=domain).status_code == 200  # says nothing
+    named = {"user": "ada"} if path == "/v1/responses" else {"metadata": {"user_id": "ada"}}
+    for store, stream in ((True, False), (None, True)):
+        said = body | named | ({} if store is None else {"store": store}) | {"stream": stream}
+        headers = {"X_Redraft_Domain": domain} | ({"X_Redraft_Log": "full"} if store is None else {})
+        assert post(world, path, said, **headers).status_code == 200
+    first, second = world.wait_for_rows(domain, 2)  # of full consent
+    assert first.subject == second.subject == subject_of(sha256_of(KEY), "ada")
+    assert first.completion_ids == second.completion_ids
+    assert first.prompt_ids == second.prompt_ids
+    assert "hello" in first.prompt
+
+
+ODD_RESULT = {"type": "tool_result", "content": [{"type": "image", "source": "no object"}]}
+REFUSED = {
+    "/v1/responses": [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
+        ({"background": True}, "background", "unsupported"),
+        ({"conversation": "conv_1"}, "conversation", "unsupported"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported"),
+        ({"min_p": 0.5}, "min_p", "unsupported"),
+        ({"priority": -1}, "priority", "unsupported"),
+        ({"stop": ["a"] * 17}, "stop", None),
+        ({"input": [{"role": "root", "content": "x"}]}, "input", None),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input", None),
+        ({"input": [{"type": "message", "role": "assistant", "content": []}]}, "input", "invalid_schema"),
+        ({"input": "x" * 5000}, "input", "context_length_exceeded"),
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"input": 5}, "input.str", None),
+    ],
+    "/v1/messages": [
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "unsupported"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences", None),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages", None),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": [ODD_RESULT]}]}, None, None),
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"max_tokens": 0}, "max_tokens", None),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_can_not_be_served_is_refused_before_a_stream_begins_and_in_the_apis_own_shape(
+    world: World, path: str, stream: bool
+) -> None:
+    valid = {"/v1/responses": RESPONSE, "/v1/messages": MESSAGE}[path]
+    for wrong, param, code in REFUSED[path]:
+        answer = post(world, path, valid | {"stream": stream} | wrong)
+        told = answer.json()
+        assert answer.status_code == (404 if code == "model_not_found" else 400), (wrong, told)
+        if path == "/v1/messages":
+            assert (told["type"], told.keys(), told["error"].keys()) == (
+                "error",
+                {"type", "error"},
+                {"type", "message"},
+            )
+            assert told["error"]["type"] in ("invalid_request_error", "not_found_error")
+        else:
+            assert (told["error"]["param"], told["error"]["code"]) == (param, code), wrong
+    assert post(world, path, valid | {"stream": stream}).status_code == 200
+
+
+def test_anthropics_header_is_a_key_on_its_own_path_alone_and_a_wrong_one_is_refused_in_its_shape(world: World) -> None:
+    def status(path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        answer = httpx.post(world.url + path, json=body, headers=headers, timeout=60, trust_env=False)
+        return answer.status_code, answer.json()
+
+    assert status("/v1/messages", MESSAGE, **{"x-api-key": OTHER_KEY})[0] == 200
+    code, told = status("/v1/messages", MESSAGE, **{"x-api-key": "wrong"})
+    assert (code, told["type"], told["error"]["type"]) == (401, "error", "authentication_error")
+    assert status("/v1/messages", MESSAGE, **{"x-api-key": KEY, "authorization": "Bearer wrong"})[0] == 401
+    assert status("/v1/responses", RESPONSE, **{"x-api-key": KEY})[0] == 401
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
+def test_a_client_who_leaves_a_stream_ends_its_generation(world: World, path: str, body: dict[str, Any]) -> None:
+    long = body | {"stream": True} | dict.fromkeys(("max_tokens", "max_output_tokens"), 200)
+    with httpx.stream(
+        "POST",
+        world.url + path,
+        json=long,
+        headers=world.headers | {"X-Redraft-Domain": "left"},
+        verify=TLS,
+        trust_env=False,
+    ) as answer:
+        next(answer.iter_text())
+    world.wait_for("the end of the request", lambda status: status["in_flight"] <= 1)
