@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.locks import lock_file
-from infra.settings import Settings
+from infra.settings import Settings, is_plain
 
 # The model's name in requests.
 SERVED_NAME = "target"
@@ -56,13 +56,14 @@ def compiled_folder(cache: Path) -> Path:
 
 def ray_folder(home: Path) -> Path:
     """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts."""
-    return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
+    folder = home / "ray"
+    return folder if len(str(folder)) <= MAX_RAY_DIR and is_plain(folder) else _short_folder() / "ray"
 
 
 def front_folder(home: Path) -> Path:
     """Return the folder of the proxy before the service, made now, closed to others; ValueError as `ray_folder`."""
     folder = home / "front"
-    if len(str(folder)) > MAX_FRONT_DIR:
+    if len(str(folder)) > MAX_FRONT_DIR or not is_plain(folder):
         folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)

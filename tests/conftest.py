@@ -57,6 +57,8 @@ LONG = (
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
 _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
+# What is special in an address, a command line or a configuration, and may be in the name of a folder.
+ODD_NAME = "a home?#% %41 of \"Zoë's\" & so on"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra import secret
 from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
-from infra.registry import Registry
-from infra.settings import load_settings
+from infra.registry import Registry, open_registry
+from infra.settings import Settings, load_settings
 from models.chats import ChatEncoder
 from models.recipe import load_recipe
 from models.sources import Prompt
 from tasks.select_data import choose_prompts
+from tests.conftest import ODD_NAME
 from tests.tasks.made import row_of
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def cli_in(orchestrator: str) -> Callable[[Path], Cli]:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     """Return a home with a finished tiny build, and what the build said. Tests copy it before they change it."""
-    cli = Cli(tmp_path_factory.mktemp("built") / "home")
+    cli = Cli(tmp_path_factory.mktemp("built") / ODD_NAME)
     cli.home.mkdir()
     (cli.home / secret.NAME).touch(0o600)
     (cli.home / secret.NAME).write_bytes(bytes(secret.NUM_BYTES))  # every split is the same each time
@@ -132,4 +133,4 @@ def home(built, tmp_path) -> Path:
 
 def registry_of(home: Path) -> Registry:
     """Return the registry of a home."""
-    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+    return open_registry(Settings(home=home))
