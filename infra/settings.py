@@ -132,7 +132,9 @@ class Settings(Frozen):
         database = sqlite_address(prefect / "prefect.db", "sqlite+aiosqlite")
         return {
             "PREFECT_HOME": str(prefect),
-            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(prefect / "results"),  # not implied by PREFECT_HOME
+            # Neither is implied by PREFECT_HOME.
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(prefect / "results"),
+            "PREFECT_SERVER_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
             # Prefect's own has the path as it is.
             **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
             "MLFLOW_TRACKING_URI": self.mlflow_uri,

@@ -29,6 +29,10 @@ def slow(*arguments: str, told: str):
     return pytest.param(arguments, told, marks=pytest.mark.slow)
 
 
+def shipped(recipe: str) -> str:
+    return (Path(cli.__file__).parents[1] / "models" / "recipes" / f"{recipe}.toml").read_text()
+
+
 def commands() -> Iterator[tuple[list[str], click.Command]]:
     """Yield each command with the words that name it."""
     for name, command in get_command(cli.app).commands.items():
@@ -111,8 +115,7 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         recipe = tmp_path / "mine.toml"
-        shipped = (Path(cli.__file__).parents[1] / "models" / "recipes" / "tiny.toml").read_text()
-        recipe.write_text(shipped.replace("port = 0", f"port = {taken.getsockname()[1]}"))
+        recipe.write_text(shipped("tiny").replace("port = 0", f"port = {taken.getsockname()[1]}"))
         busy = run(command, "--recipe", str(recipe))
     monkeypatch.setenv("REDRAFT_API_KEYS", "secret!")
     short = run(command, "--recipe", "tiny")
@@ -180,6 +183,38 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
 
     monkeypatch.setattr(cli, "load_settings", interrupted)
     assert run("doctor").exit_code == 130
+
+
+def test_a_fault_is_one_line_that_names_the_log_with_its_traceback(run, tmp_path, monkeypatch):
+    def faulty() -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(cli, "load_settings", faulty)
+    failed, file = run("doctor"), tmp_path / "home" / "logs" / "commands.log"
+    assert (failed.exit_code, failed.stderr) == (1, f"redraft: TypeError: no such thing; log: {file}\n")
+    assert "in faulty" in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_a_flow_that_fails_by_its_input_is_one_line_that_names_the_log_with_its_traceback(cli_in, tmp_path):
+    recipe, cli = tmp_path / "mine.toml", cli_in(tmp_path / "home")
+    recipe.write_text(shipped("tiny").replace("num_train = 48", "num_train = 4800"))
+    with cli.start("build", "--recipe", str(recipe)) as process:
+        output, _ = process.communicate()
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    assert "ERROR" not in output
+    file = cli.home / "logs" / "commands.log"
+    assert output.endswith(f'\nredraft: part "held_out" of the split is empty: 400 items in 80 groups; log: {file}\n')
+    assert "Traceback" in file.read_text()
+
+
+def test_a_home_that_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "file" / "home"))
+    refused = run("status")
+    assert (refused.exit_code, refused.stderr) == (2, f"redraft: {tmp_path / 'file' / 'home'}: Not a directory\n")
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ def test_f39_a_service_that_was_killed_holds_its_home_no_more(tmp_path: Path) ->
 
 
 def test_the_fronts_folder_is_for_nobody_else_and_its_sockets_path_is_never_too_long(tmp_path: Path) -> None:
-    folders = [front_folder(tmp_path / (letter * 100)) for letter in "ab"] + [front_folder(Path("/tmp", ODD_NAME))]
+    folders = [front_folder(tmp_path / (letter * 100)) for letter in "ab"] + [front_folder(Path("/", ODD_NAME))]
     with tempfile.TemporaryDirectory() as home:
         assert front_folder(Path(home)) == Path(home, "front")
     assert folders[0] != folders[1]
-    assert ray_folder(Path("/tmp", ODD_NAME)) == ray_folder(tmp_path / ("a" * 100))
+    assert ray_folder(Path("/", ODD_NAME)) == ray_folder(tmp_path / ("a" * 100))
     for folder in folders:
         assert is_plain(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
