@@ -4,6 +4,7 @@ Tracebacks, those of a flow above all, go to a log that the line names. And what
 recipe, and where to write.
 """
 
+import hashlib
 import inspect
 import logging
 import os
@@ -18,9 +19,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.markup import escape
 
+from infra.files import write_atomic
+from infra.home import open_home
 from infra.settings import Settings, load_settings
 from infra.views.results import out
-from models.recipe import Recipe, load_recipe
+from models.recipe import Recipe, changed_tables, load_recipe
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LOG = "commands.log"
@@ -33,6 +36,10 @@ NONE: list[str] = []
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
 ]
+Changes = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe, such as distill.num_epochs=3; repeatable."),
+]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a TOML file.")]
 
 
@@ -42,10 +49,11 @@ def command_of(
     """Return the decorator that adds a function to `app`, with our exit codes; `panel` is the heading of its help."""
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
-        @app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)
         @wraps(function)
         def wrapped(**options: Any) -> None:
             try:
+                if changes := options.pop("changes", ()):
+                    options["recipe"] = _changed(options["recipe"], changes)
                 function(**options)
             except (ValueError, ConnectionError) as error:  # a registry out of reach is a ConnectionError
                 _fail(error, USAGE)
@@ -63,9 +71,26 @@ def command_of(
                         raise
                 _fail(error, FAILED, f"{type(error).__name__}: {error}")
 
-        return wrapped
+        if "recipe" in (taken := inspect.signature(function)).parameters:
+            changes = inspect.Parameter("changes", inspect.Parameter.KEYWORD_ONLY, default=NONE, annotation=Changes)
+            wrapped.__dict__["__signature__"] = taken.replace(parameters=[*taken.parameters.values(), changes])
+            wrapped.__annotations__ = {**function.__annotations__, "changes": Changes}
+        return app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)(wrapped)
 
     return command
+
+
+def _changed(recipe: str, changes: list[str]) -> str:
+    """Write a recipe with changes into the home, for this command and what it starts, and return the file's path."""
+    settings, tables = load_settings(), changed_tables(recipe, changes)
+    open_home(settings)
+    from tasks.measure.fit import toml
+
+    text = toml(tables)
+    file = settings.home / "recipes" / f"{tables['name']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    file.parent.mkdir(exist_ok=True)
+    write_atomic(file, text)
+    return str(file)
 
 
 def prepare(recipe: str) -> tuple[Settings, Recipe]:
@@ -81,7 +106,6 @@ def open_settings() -> Settings:
     settings = load_settings()
     settings.prepare_environment()
     from infra.auth_middleware import pages_login
-    from infra.home import open_home
     from infra.supervisor import read_state
 
     open_home(settings)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from flows import cli
 from infra.keys import read_keys
+from models.recipe import load_recipe
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
@@ -160,6 +161,29 @@ def test_what_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch,
     result = run(*arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert told in result.stderr
+
+
+def test_every_command_that_takes_a_recipe_takes_changes_to_it():
+    taking = [command for _, command in commands() if "--recipe" in {opt for one in command.params for opt in one.opts}]
+    assert len(taking) > 12
+    assert all("--set" in {opt for one in command.params for opt in one.opts} for command in taking)
+
+
+def test_a_recipe_with_changes_is_kept_in_the_home_and_a_wrong_change_is_one_line_and_exit_code_2(run, tmp_path):
+    source = '{name="synthetic", domain="math", count=10, num_groups=5}'
+    maths = f"traffic.math={{source={source}, num_requests=5, num_held_out=2}}"
+    changes = ("--set", "distill.num_epochs=3", "--set", maths)
+    asked = run("traffic", "--recipe", "tiny", *changes, "--domain", "cod")
+    assert 'has no domain "cod"; there are: chat, code, math' in asked.stderr
+    [file] = (tmp_path / "home" / "recipes").iterdir()
+    kept, of_tiny = load_recipe(str(file)), load_recipe("tiny")
+    assert (kept.name, kept.distill.num_epochs, of_tiny.distill.num_epochs) == ("tiny", 3, 4)
+    assert kept.traffic["chat"] == of_tiny.traffic["chat"]
+    assert file.stat().st_mode & 0o077 == 0
+    for change, told in (("distill.num_epoch=3", 'did you mean "num_epochs"'), ("distill", "wanted KEY=VALUE such as")):
+        refused = run("traffic", "--recipe", "tiny", "--set", change)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert told in refused.stderr
 
 
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
