@@ -6,9 +6,13 @@ imported, because they read their variables then.
 """
 
 import difflib
+import hashlib
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, unquote
@@ -54,6 +58,24 @@ def _keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 def is_plain(path: Path) -> bool:
     """Return whether a path has only characters that mean nothing in an address, a command line or a configuration."""
     return quote(str(path)) == str(path)
+
+
+def short_folder() -> Path:
+    """Return this user's folder among the temporary files; ValueError if it is another's, or its path is not plain."""
+    parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or not is_plain(parent):
+        what = "this user's folder, of letters, digits and -._~"
+        raise ValueError(f"{parent} is not {what}; set TMPDIR to one that is, or choose another REDRAFT_HOME")
+    parent.chmod(0o700)
+    return parent
+
+
+def plain_path(folder: Path) -> Path:
+    """Return a path for programs that split a command at spaces: of a link, if the folder's own is not plain."""
+    linked = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return folder if is_plain(folder) else short_folder() / f"link-{linked}"
 
 
 def sqlite_address(file: Path, driver: str = "sqlite") -> str:
@@ -119,6 +141,10 @@ class Settings(Frozen):
         Keys leave the environment: no child needs them. What listens on loopback, or where this service does, is asked
         without a proxy by this process and all that it starts.
         """
+        if (link := plain_path(self.cache)) != self.cache:
+            self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                link.symlink_to(self.cache)
         for name, value in self.process_variables().items():
             os.environ.setdefault(name, value)
         os.environ.pop(f"{PREFIX}API_KEYS", None)
@@ -139,8 +165,8 @@ class Settings(Frozen):
             **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
             # What these libraries compile would lie in folders of the user.
-            "VLLM_CACHE_ROOT": str(self.cache / "vllm"),
-            "TORCH_EXTENSIONS_DIR": str(self.cache / "extensions"),
+            "VLLM_CACHE_ROOT": str(plain_path(self.cache) / "vllm"),
+            "TORCH_EXTENSIONS_DIR": str(plain_path(self.cache) / "extensions"),
         }
 
     def process_variables(self) -> dict[str, str]:

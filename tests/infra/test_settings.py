@@ -1,4 +1,5 @@
 import os
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -9,8 +10,11 @@ import httpx
 import pytest
 import requests
 
-from infra.settings import LOOPBACK, NO_PROXY, Settings, load_settings, sqlite_file
+from infra.serving import compiled_folder
+from infra.settings import LOOPBACK, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
 from tests.conftest import ODD_NAME
+
+COMPILED = ("VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR")
 
 
 def test_everything_lies_below_the_home_unless_it_is_said_otherwise(tmp_path: Path) -> None:
@@ -78,6 +82,25 @@ def test_the_registrys_address_leads_to_its_file_whatever_the_home_is_called(tmp
     assert sqlite_file(settings.mlflow_uri) == tmp_path / name / "mlflow.db"
     assert sqlite_file("sqlite:////a/%41?.db") == Path("/a/%41?.db")
     assert sqlite_file("https://registry.example") is None
+
+
+def test_what_is_compiled_lies_in_the_home_under_a_path_that_a_compiler_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in COMPILED:
+        os.environ.pop(name, None)
+    settings = Settings(home=tmp_path / ODD_NAME)
+    for _ in range(2):
+        settings.prepare_environment()
+    folders = [Path(os.environ[name]) for name in COMPILED] + [compiled_folder(settings.cache)]
+    assert all(map(is_plain, folders))
+    assert [folder.resolve().parent for folder in folders] == [settings.cache] * 3
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"redraft-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"is not this user's folder, .*; set TMPDIR to one that is"):
+        settings.prepare_environment()
 
 
 class Answer(BaseHTTPRequestHandler):
