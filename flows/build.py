@@ -16,6 +16,7 @@ from tasks.promote import promote_build
 from tasks.register import register_draft, register_target
 from tasks.select_data import select_data
 from tasks.select_text import select_text
+from tasks.stages.task import name_run
 
 
 @flow(name="build")
@@ -29,6 +30,7 @@ def build(recipe: Recipe) -> Version:
     target_version = register_target(recipe, target)
     version = register_draft(recipe, target_version, target, draft, samples, measured)
     promote_build(target_version, version)
+    name_run(f"build → draft {version.number}")
     return version
 
 

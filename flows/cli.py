@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from flows.bench import advise, bench
-from flows.command import RecipeName, command_of, complete_erasures, open_settings, out, prepare
+from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, out, prepare
 from flows.compare import compare
 from flows.home_commands import backup, clean, erase, restore, retain
 from flows.key_commands import KEYS, keys
@@ -25,6 +25,7 @@ from flows.service_commands import attach, down, logs, record, serve, status, tr
 from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
+from infra.views.results import working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
     Example: redraft build --recipe tiny
     """
-    _, parsed = prepare(recipe)
+    settings, parsed = prepare(recipe)
     lower_session()
     go_first()
     from flows.build import build as flow
 
-    _show_draft("built", flow(parsed))
+    with logged(settings):
+        version = flow(parsed)
+    _show_draft("built", version)
 
 
 def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
@@ -82,7 +85,8 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     lower_session()
     go_first()
 
-    outcome, version = flow(parsed)
+    with logged(settings):
+        outcome, version = flow(parsed)
     if version is None:
         out.print(outcome)
     else:
@@ -108,10 +112,11 @@ def import_draft(
     """
     if not directory.is_dir():
         raise ValueError(f"there is no folder {directory}")
-    _, parsed = prepare(recipe)
+    settings, parsed = prepare(recipe)
     from flows.adopt import adopt
 
-    outcome, version = adopt(parsed, directory.absolute(), promote, num_layers)
+    with logged(settings):
+        outcome, version = adopt(parsed, directory.absolute(), promote, num_layers)
     _show_draft(outcome, version)
     if outcome == "registered":
         out.print("the champion stays; to have the gate compare this draft with it, add --promote")
@@ -250,7 +255,7 @@ def report(
     settings = open_settings()
     from tasks.write_report import write_report
 
-    with out.status("writing the report"):
+    with working("writing the report"):
         file = write_report.fn(settings, output)
     out.print(f"report: {file}", soft_wrap=True, markup=False)
 
@@ -263,7 +268,8 @@ def demo(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     settings, parsed = prepare(recipe)
     from flows.demo import demo as run
 
-    run(parsed, settings)
+    with logged(settings):
+        run(parsed, settings)
 
 
 def doctor() -> None:

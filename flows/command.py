@@ -1,30 +1,44 @@
 """How a function becomes a command: wrong input is one line and exit code 2, a failure is 1, Ctrl-C is 130.
 
-And what commands begin with: settings, a recipe, and where to write.
+Tracebacks, those of a flow above all, go to a log that the line names. And what commands begin with: settings, a
+recipe, and where to write.
 """
 
+import hashlib
 import inspect
+import logging
 import os
 import sqlite3
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from infra.files import write_atomic
+from infra.home import open_home
 from infra.settings import Settings, load_settings
-from models.recipe import Recipe, load_recipe
+from infra.views.results import out
+from models.recipe import Recipe, changed_tables, load_recipe
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+LOG = "commands.log"
+# What the system says of a path that somebody named.
+NO_SUCH_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
-out = Console()
+log = logging.getLogger(__name__)
 
 NONE: list[str] = []
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
+]
+Changes = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe, such as distill.num_epochs=3; repeatable."),
 ]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a TOML file.")]
 
@@ -35,23 +49,48 @@ def command_of(
     """Return the decorator that adds a function to `app`, with our exit codes; `panel` is the heading of its help."""
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
-        @app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)
         @wraps(function)
         def wrapped(**options: Any) -> None:
             try:
+                if changes := options.pop("changes", ()):
+                    options["recipe"] = _changed(options["recipe"], changes)
                 function(**options)
             except (ValueError, ConnectionError) as error:  # a registry out of reach is a ConnectionError
                 _fail(error, USAGE)
+            except NO_SUCH_PATH as error:
+                _fail(error, USAGE, f"{error.filename}: {error.strerror}")
             except (RuntimeError, TimeoutError, FloatingPointError) as error:
                 _fail(error, FAILED)
             except sqlite3.Error as error:  # torn, locked or full
-                _fail(f"a database of the home can't be used: {error}", FAILED)
-            except KeyboardInterrupt:
-                _fail("interrupted", INTERRUPTED)
+                _fail(error, FAILED, f"a database of the home can't be used: {error}")
+            except KeyboardInterrupt as error:
+                _fail(error, INTERRUPTED, "interrupted")
+            except Exception as error:  # a fault of ours, or of a library
+                if not hasattr(error, "__notes__"):
+                    with suppress(Exception), logged(load_settings()):
+                        raise
+                _fail(error, FAILED, f"{type(error).__name__}: {error}")
 
-        return wrapped
+        if "recipe" in (taken := inspect.signature(function)).parameters:
+            changes = inspect.Parameter("changes", inspect.Parameter.KEYWORD_ONLY, default=NONE, annotation=Changes)
+            wrapped.__dict__["__signature__"] = taken.replace(parameters=[*taken.parameters.values(), changes])
+            wrapped.__annotations__ = {**function.__annotations__, "changes": Changes}
+        return app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)(wrapped)
 
     return command
+
+
+def _changed(recipe: str, changes: list[str]) -> str:
+    """Write a recipe with changes into the home, for this command and what it starts, and return the file's path."""
+    settings, tables = load_settings(), changed_tables(recipe, changes)
+    open_home(settings)
+    from tasks.measure.fit import toml
+
+    text = toml(tables)
+    file = settings.home / "recipes" / f"{tables['name']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    file.parent.mkdir(exist_ok=True)
+    write_atomic(file, text)
+    return str(file)
 
 
 def prepare(recipe: str) -> tuple[Settings, Recipe]:
@@ -67,7 +106,6 @@ def open_settings() -> Settings:
     settings = load_settings()
     settings.prepare_environment()
     from infra.auth_middleware import pages_login
-    from infra.home import open_home
     from infra.supervisor import read_state
 
     open_home(settings)
@@ -78,6 +116,37 @@ def open_settings() -> Settings:
         if (state := read_state(settings.home)) is not None and (prefect := state.url("prefect")):
             os.environ["PREFECT_API_URL"] = f"{prefect}/api"  # flows show up in the server that runs
     return settings
+
+
+@contextmanager
+def logged(settings: Settings) -> Iterator[None]:
+    """Write what the block says to a log, which an error that it raises names; the terminal gets no tracebacks.
+
+    Prefect, whose errors say again what the block raises, sets the terminal's handler when imported: do so before.
+    """
+    file, root = settings.home / "logs" / LOG, logging.getLogger()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.touch(0o600)
+    handler, shown = logging.FileHandler(file, encoding="utf-8"), [*root.handlers]
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s - %(message)s"))
+    root.addHandler(handler)
+    for one in shown:
+        one.addFilter(_is_shown)
+    try:
+        yield
+    except Exception as error:
+        log.exception("redraft %s", " ".join(sys.argv[1:]))
+        error.add_note(f"log: {file}")
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+        for one in shown:
+            one.removeFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not record.exc_info and (record.levelno < logging.ERROR or not record.name.startswith("prefect"))
 
 
 def complete_erasures(settings: Settings) -> None:
@@ -91,6 +160,6 @@ def complete_erasures(settings: Settings) -> None:
         out.print(f"an erasure is not complete: {error}", soft_wrap=True, markup=False)
 
 
-def _fail(message: object, code: int) -> NoReturn:
-    typer.echo(f"redraft: {message}", err=True)
+def _fail(error: BaseException, code: int, said: str = "") -> NoReturn:
+    typer.echo("; ".join([f"redraft: {said or error}", *getattr(error, "__notes__", ())]), err=True)
     raise typer.Exit(code)

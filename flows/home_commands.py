@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.command import RecipeName, open_settings, out, prepare
+from infra.views.results import working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def backup(
     settings = open_settings()
     from infra.backup import back_up
 
-    with out.status("backing up"):
+    with working("backing up"):
         back_up(settings, file.absolute())
     out.print(f"backed up to {file}, {file.stat().st_size / 2**20:,.0f} MiB", soft_wrap=True, markup=False)
 
@@ -66,7 +67,7 @@ def restore(
     settings = open_settings()
     from infra.backup import restore as bring_back
 
-    with out.status("restoring"):
+    with working("restoring"):
         contents, copies = bring_back(settings, file, wait_s)
     made = datetime.fromtimestamp(contents.made_ms / 1000, UTC).isoformat(" ", "seconds")
     out.print(f"{settings.home} is as it was at {made}", soft_wrap=True, markup=False)

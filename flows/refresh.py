@@ -13,6 +13,7 @@ from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate, require_target
 from tasks.regenerate import regenerate
 from tasks.register import first_samples, register_candidate, register_returned
+from tasks.stages.task import name_run
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
 
@@ -33,7 +34,10 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     require_target(recipe, pair.target)
     window = claim_window(recipe.refresh)
     if window is None:
+        name_run("refresh, nothing to do")
         return "nothing to do", None
+    of_rows = f"refresh {window.first_seq}–{window.last_seq}"
+    name_run(of_rows)
     with hold_window(window):
         candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _gate(recipe, pair, window)
         outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
@@ -41,6 +45,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
             leave_window(window)
         else:
             advance_cursor(window)
+    name_run(f"{of_rows} → draft {candidate.number}, {outcome}")
     return outcome, candidate
 
 

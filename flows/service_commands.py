@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from flows.command import NONE, RecipeName, complete_erasures, open_settings, out, prepare
+from infra.views.results import counting, working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def serve(
     from tasks.promote import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    with out.status(starting(config, settings)) as shown:
-        child, url = start_service(config, settings, shown.update)
+    with working(starting(config, settings)) as tell:
+        child, url = start_service(config, settings, tell)
     try:
         out.print(f'serving model "{SERVED_NAME}" on {url}/v1, log in {child.log_path}', soft_wrap=True)
         _wait_for_end(child)
@@ -142,7 +143,6 @@ def traffic(
     settings, parsed = prepare(recipe)
     from infra.service_process import client_of
     from infra.views.overview import counts
-    from infra.views.results import counting
     from tasks.send_traffic import choose_requests, send_traffic
 
     domain = domain or next(iter(parsed.traffic))
@@ -195,7 +195,7 @@ def up(
         told = {"resolve": resolve, "server_cache": server_cache, "weights_url": weights_url, "port": port, "ca": ca}
         told |= {"servers": [server.rstrip("/") for server in attach], "models": model}
         attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
-    with out.status("starting; `redraft logs` shows the progress"):
+    with working("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)
     for program in state.programs:
         path = "/v1" if program.name in (SERVICE, RECORD) else ""
@@ -212,7 +212,7 @@ def down() -> None:
     settings = open_settings()
     from flows.up import stop
 
-    with out.status("stopping"):
+    with working("stopping"):
         stop(settings)
     out.print("redraft is down")
 

@@ -41,7 +41,12 @@ class Artifact(Frozen):
 
     @property
     def path(self) -> Path:
-        return Path(unquote(urlsplit(self.uri).path))
+        return path_of(self.uri)
+
+
+def path_of(uri: str) -> Path:
+    """Return the path of a file's address."""
+    return Path(unquote(urlsplit(uri).path))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
-from infra.settings import Settings
+from infra.settings import Settings, sqlite_file
 from infra.triggerfile import TriggerFile, trigger_path
 from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
@@ -69,8 +69,8 @@ class Contents(Frozen):
 def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
     found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
-    if settings.mlflow_uri.startswith("sqlite:///"):
-        found[REGISTRY] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
+    if (registry := sqlite_file(settings.mlflow_uri)) is not None:
+        found[REGISTRY] = registry
     return found
 
 

@@ -13,10 +13,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote, urlsplit
 
 from infra import history
-from infra.artifacts import LEFTOVER, MANIFEST_NAME, Manifest, discard
+from infra.artifacts import LEFTOVER, MANIFEST_NAME, Manifest, discard, path_of
 from infra.files import files_under, lock_folder
 from infra.home import COPIES
 from infra.identity import process_identity
@@ -149,7 +148,7 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
 def _of_version(version: Version, registry: Registry) -> Item:
     with translated(f"looking for the files of draft {version.number}"):
         uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
-    stored = Path(unquote(urlsplit(uri).path)) if uri.startswith(("file:", "/")) else None
+    stored = path_of(uri) if uri.startswith(("file:", "/")) else None
     there = () if stored is None or not stored.is_dir() else (stored,)  # a server's files are the server's to clean
     age_days = (time.time() - version.created_ms / 1000) / DAY_S
     return Item("draft", there, sum(_item("", path).num_bytes for path in there), age_days, version)

@@ -17,8 +17,7 @@ def environment_of(home: Path) -> dict[str, str]:
     """Return the variables that make `home` a process's home folder, whatever this process's own is."""
     own = {name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name not in NOT_TAKEN}
     own[f"{PREFIX}HOME"] = str(home)
-    libraries = load_settings(own).process_variables()
-    return {**own, **{name: value for name, value in libraries.items() if str(home) in value}}
+    return {**own, **load_settings(own).home_variables()}
 
 
 def enter_home(home: Path) -> Settings:

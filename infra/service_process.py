@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import ssl
 import sys
 import time
@@ -18,7 +19,15 @@ from infra.files import write_atomic
 from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
-from infra.serving import RECORDER_HEALTH, compiled_folder, config_path, is_served, served_by
+from infra.serving import (
+    MAX_RAY_DIR,
+    RECORDER_HEALTH,
+    compiled_folder,
+    config_path,
+    is_served,
+    ray_folder,
+    served_by,
+)
 from infra.settings import RECORD_CONFIG, Settings
 from infra.status import RunningService
 from infra.supervisor import Program, read_state
@@ -58,7 +67,8 @@ class Attached(Frozen):
 def require_startable(settings: Settings, port: int) -> None:
     """Refuse what can't be served, by the name of what to change, before anything is started.
 
-    ValueError if the home is served already, the address can't be bound, or its clients would need a key.
+    ValueError if the home is served already, the address can't be bound, its clients would need a key, or neither the
+    home nor the folder of temporary files is short enough for a socket.
     """
     home = settings.home
     if (state := read_state(home)) is not None and (url := state.url("service")):
@@ -70,6 +80,8 @@ def require_startable(settings: Settings, port: int) -> None:
             require_port_free(settings.host, tried)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    if (length := len(os.fsencode(folder := ray_folder(home)))) > MAX_RAY_DIR:
+        raise ValueError(f"{folder} is {length} bytes long, wanted {MAX_RAY_DIR} for Ray's sockets; shorten TMPDIR")
     bring_keys(keys_path(settings), [(key, None) for key in settings.api_keys])
     require_client(keys_path(settings), settings.host)
 

@@ -2,14 +2,12 @@
 
 import hashlib
 import os
-import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from infra.files import lock_file
-from infra.settings import Settings
+from infra.settings import Settings, is_plain, plain_path, short_folder
 
 # The model's name in requests.
 SERVED_NAME = "target"
@@ -51,31 +49,20 @@ def served_by(home: Path) -> str:
 
 def compiled_folder(cache: Path) -> Path:
     """Return where a service keeps what it compiled of its models, for the next start."""
-    return cache / "compiled"
+    return plain_path(cache) / "compiled"
 
 
 def ray_folder(home: Path) -> Path:
     """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts."""
-    return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
+    folder = home / "ray"
+    return folder if len(str(folder)) <= MAX_RAY_DIR and is_plain(folder) else short_folder() / "ray"
 
 
 def front_folder(home: Path) -> Path:
     """Return the folder of the proxy before the service, made now, closed to others; ValueError as `ray_folder`."""
     folder = home / "front"
-    if len(str(folder)) > MAX_FRONT_DIR:
-        folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
+    if len(str(folder)) > MAX_FRONT_DIR or not is_plain(folder):
+        folder = short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     return folder
-
-
-def _short_folder() -> Path:
-    parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
-    parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ValueError(
-            f"{parent} is not this user's folder; set TMPDIR to one that is, or choose a shorter REDRAFT_HOME"
-        )
-    parent.chmod(0o700)
-    return parent

@@ -6,11 +6,16 @@ imported, because they read their variables then.
 """
 
 import difflib
+import hashlib
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, unquote
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -21,6 +26,9 @@ PREFIX = "REDRAFT_"
 ATTACH_TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RECORD_CONFIG = "REDRAFT_RECORD_CONFIG"
 KEY = r"[\x21-\x7e]{8,512}"
+# Of the list of hosts that are asked without a proxy; some libraries read the one, some the other.
+NO_PROXY = ("no_proxy", "NO_PROXY")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 QUIET_MLFLOW = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -47,6 +55,42 @@ def _keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
+def is_plain(path: Path) -> bool:
+    """Return whether a path has only characters that mean nothing in an address, a command line or a configuration."""
+    return quote(str(path)) == str(path)
+
+
+def short_folder() -> Path:
+    """Return this user's folder among the temporary files; ValueError if it is another's, or its path is not plain."""
+    parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or not is_plain(parent):
+        what = "this user's folder, of letters, digits and -._~"
+        raise ValueError(f"{parent} is not {what}; set TMPDIR to one that is, or choose another REDRAFT_HOME")
+    parent.chmod(0o700)
+    return parent
+
+
+def plain_path(folder: Path) -> Path:
+    """Return a path for programs that split a command at spaces: of a link, if the folder's own is not plain."""
+    linked = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return folder if is_plain(folder) else short_folder() / f"link-{linked}"
+
+
+def sqlite_address(file: Path, driver: str = "sqlite") -> str:
+    """Return a database's address for SQLAlchemy."""
+    return f"{driver}:///{file}" if is_plain(file) else f"{driver}:///file:{quote(str(file))}?uri=true"
+
+
+def sqlite_file(address: str) -> Path | None:
+    """Return the file of such an address, None if it is of another database."""
+    if not address.startswith("sqlite:///"):
+        return None
+    path = address.removeprefix("sqlite:///")
+    return Path(unquote(path.removeprefix("file:").partition("?")[0]) if path.startswith("file:") else path)
+
+
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
@@ -68,7 +112,7 @@ class Settings(Frozen):
 
     home: AbsolutePath = Path(".redraft")
     device: Literal["cpu", "cuda"] = "cpu"
-    mlflow_uri: str = Field(default_factory=lambda data: f"sqlite:///{data['home'] / 'mlflow.db'}", min_length=1)
+    mlflow_uri: str = Field(default_factory=lambda data: sqlite_address(data["home"] / "mlflow.db"), min_length=1)
     querylog: AbsolutePath = Field(default_factory=lambda data: data["home"] / "queries.db")
     cache: AbsolutePath = Field(default_factory=lambda data: data["home"] / "cache")
     artifacts: AbsolutePath = Field(default_factory=lambda data: data["home"] / "artifacts")
@@ -92,27 +136,49 @@ class Settings(Frozen):
         return self.artifacts / "mlflow"
 
     def prepare_environment(self) -> None:
-        """Set the process variables of Prefect, MLflow and Hugging Face; one that is already set stays.
+        """Set the process variables of the libraries; one that is already set stays.
 
-        Keys leave the environment: no child needs them.
+        Keys leave the environment: no child needs them. What listens on loopback, or where this service does, is asked
+        without a proxy by this process and all that it starts.
         """
+        if (link := plain_path(self.cache)) != self.cache:
+            self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                link.symlink_to(self.cache)
         for name, value in self.process_variables().items():
             os.environ.setdefault(name, value)
         os.environ.pop(f"{PREFIX}API_KEYS", None)
+        listed = [host.strip() for name in NO_PROXY for host in os.environ.get(name, "").split(",") if host.strip()]
+        if "*" not in listed:  # which some libraries take for every host only where it stands alone
+            os.environ |= dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*listed, *LOOPBACK, self.host])))
+
+    def home_variables(self) -> dict[str, str]:
+        """Return those of the process variables that say where the home is."""
+        prefect = self.home / "prefect"
+        database = sqlite_address(prefect / "prefect.db", "sqlite+aiosqlite")
+        return {
+            "PREFECT_HOME": str(prefect),
+            # Neither is implied by PREFECT_HOME.
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(prefect / "results"),
+            "PREFECT_SERVER_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
+            # Prefect's own has the path as it is.
+            **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
+            "MLFLOW_TRACKING_URI": self.mlflow_uri,
+            # What these libraries compile would lie in folders of the user.
+            "VLLM_CACHE_ROOT": str(plain_path(self.cache) / "vllm"),
+            "TORCH_EXTENSIONS_DIR": str(plain_path(self.cache) / "extensions"),
+        }
 
     def process_variables(self) -> dict[str, str]:
         return {
-            "PREFECT_HOME": str(self.home / "prefect"),
-            # Neither is implied by PREFECT_HOME; the default serializer is pickle.
-            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "prefect" / "results"),
-            "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+            **self.home_variables(),
+            "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # the default is pickle
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             # By default any site's pages may read what it answers; its own need no leave.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": "http://127.0.0.1",
             # Prefect's own server makes its tables at the first start: on a busy machine that takes more than its 20 s.
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "MLFLOW_TRACKING_URI": self.mlflow_uri,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             **QUIET_MLFLOW,
             **PATIENCE_WITH_MLFLOW,

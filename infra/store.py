@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.settings import QUIET_MLFLOW
+from infra.settings import QUIET_MLFLOW, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -78,7 +78,7 @@ class Store:
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        database = Path(self.uri.removeprefix("sqlite:///")) if self.uri.startswith("sqlite:///") else None
+        database = sqlite_file(self.uri)
         if database is not None:
             database.parent.mkdir(parents=True, exist_ok=True)
         client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)

@@ -5,8 +5,10 @@ One that ships is read by its name, any other TOML file by its path. Tables of m
 that way.
 """
 
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -371,6 +373,37 @@ def shipped_recipes() -> dict[str, Path]:
 
 def load_recipe(name_or_path: str) -> Recipe:
     """Read a recipe that ships, by its name, or a TOML file; ValueError names the file, key or value at fault."""
+    tables, where = _read(name_or_path)
+    return parse_recipe(tables, where)
+
+
+def changed_tables(name_or_path: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Return a recipe's tables with changes such as "distill.num_epochs=3", each a key and what TOML has for a value.
+
+    A word that is no value in TOML is text. ValueError as `load_recipe`, or if a change has no key or no value.
+    """
+    tables, where = _read(name_or_path)
+    for change in changes:
+        key, given, value = change.partition("=")
+        for line in (change, f"{key}={json.dumps(value, ensure_ascii=False)}") if given else ():
+            with suppress(tomllib.TOMLDecodeError):
+                _merge(tables, tomllib.loads(line))
+                break
+        else:
+            raise ValueError(f'--set is "{change}", wanted KEY=VALUE such as distill.num_epochs=3')
+    parse_recipe(tables, f"{where} with --set {' '.join(changes)}")
+    return tables
+
+
+def _merge(tables: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(tables.get(key), dict):
+            _merge(tables[key], value)
+        else:
+            tables[key] = value
+
+
+def _read(name_or_path: str) -> tuple[dict[str, Any], str]:
     shipped = shipped_recipes()
     path = shipped.get(name_or_path, Path(name_or_path))
     if not path.is_file():
@@ -379,7 +412,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
         raise ValueError(f"{path} can't be read as TOML: {error}") from error
-    return parse_recipe({"name": path.stem, **tables}, path.name)
+    return {"name": path.stem, **tables}, path.name
 
 
 def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:

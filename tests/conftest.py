@@ -55,8 +55,12 @@ LONG = (
 )
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
+# What is compiled of our own kernels is the same for all homes of tests; otherwise each has its own.
+_ENGINE_ENVIRONMENT["TORCH_EXTENSIONS_DIR"] = str(Path.home() / ".cache" / "torch_extensions")
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
 _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
+# What is special in an address, a command line or a configuration, and may be in the name of a folder.
+ODD_NAME = 'a home?#% %41 of "Zoë\'s" & so on'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

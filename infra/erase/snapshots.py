@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from infra.artifacts import MANIFEST_NAME, check_manifest, publish, staged, sweep_staging
+from infra.artifacts import MANIFEST_NAME, check_manifest, path_of, publish, staged, sweep_staging
 from infra.consent import row_of
 from infra.erase.job import Job
 from infra.erasures import Rewritten
@@ -35,7 +35,7 @@ def rewrite_snapshots(job: Job) -> None:
             job.keep(snapshots=(*job.certificate.snapshots, _rewritten(job, directory, num_rows)))
     for one in job.certificate.snapshots:
         _point(job, one)
-        shutil.rmtree(Path(one.snapshot.removeprefix("file://")), ignore_errors=True)
+        shutil.rmtree(path_of(one.snapshot), ignore_errors=True)
 
 
 def name_drafts(job: Job) -> None:

@@ -1,7 +1,9 @@
-"""What a benchmark or comparison found: on the terminal, as one JSON line, and as a block of Markdown."""
+"""What is being done, on the terminal, and what a benchmark or comparison found: there, as JSON and as Markdown."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,27 @@ from rich.table import Table
 from models.types import Frozen
 
 RESULT, BLOCK = "result.json", "report.md"
+LINE_S = 30.0  # between two lines where there is no terminal
 out = Console()
+
+
+@contextmanager
+def working(said: str) -> Iterator[Callable[[str], None]]:
+    """Say what is being done until the block ends, and yield what says how far it is: beside a spinner, or in lines."""
+    if out.is_terminal:
+        with out.status(said) as shown:
+            yield shown.update
+        return
+    out.print(said, soft_wrap=True, markup=False, highlight=False)
+    told_s = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= LINE_S:
+            told_s = time.monotonic()
+            out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    yield tell
 
 
 def counting(*more: ProgressColumn, console: Console = out) -> Progress:

@@ -36,7 +36,7 @@ from infra.machine import describe_machine, git_commit
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.comparison import Comparison, MethodFigure, number
-from infra.views.results import counting, out
+from infra.views.results import counting, out, working
 from models.core.evaluation.acceptance import CONFIDENCE
 from models.core.evaluation.spread import Mean, differences, spread
 from models.core.layers.linears import ENOUGH
@@ -156,7 +156,7 @@ def _measure(
     missing = [(row, seed) for row, seed in wanted if not cells.has(_cell(row, seed))]
     if not missing:
         return
-    with out.status("preparing target and text"):
+    with working("preparing target and text"):
         bench = open_bench(recipe, budget)
     if budget < 1 and "calibrated_tokens" in comparison.COLUMNS:
         each = "tokens for each input of the widest layer"

@@ -31,7 +31,7 @@ from infra.status import ServiceStatus
 from infra.versions import Version
 from infra.views.demonstration import show_demonstration
 from infra.views.figures import draw_acceptance
-from infra.views.results import counting, out
+from infra.views.results import counting, out, working
 from models.recipe import Demo, Recipe
 from models.sources import Prompt
 from tasks.measure.cells import PHASES, RESULT, answers_of
@@ -89,8 +89,8 @@ def demonstrating(
         if stock is not None and not answers_of(folder, STOCK) and _has_room(settings):
             stock.begin()
             beside.callback(stock.stop)
-        with out.status(starting(config, settings)) as shown:
-            service, url = start_service(config, settings, shown.update)
+        with working(starting(config, settings)) as tell:
+            service, url = start_service(config, settings, tell)
         try:
             with Client(url, operator_key(settings.home)) as client:
                 yield Demonstration(recipe, demo, settings, folder, client, stages, target_dir, stock)

@@ -95,10 +95,12 @@ def fitted(
     return report.model_copy(update={"notes": notes, "figures": {**report.figures, "fit": fit._asdict()}})
 
 
-def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write tables of a recipe, to be pasted; values are what JSON has, but no null."""
-    lines = []
+def toml(tables: Mapping[str, Any]) -> str:
+    """Write tables of a recipe, after the keys that stand in none; values are what JSON has, but no null."""
+    lines = [f"{_key(name)} = {_value(value)}" for name, value in tables.items() if not isinstance(value, Mapping)]
     for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            continue
         lines += [f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items()), ""]
     return "\n".join(lines).rstrip()
 
@@ -112,7 +114,7 @@ def _open(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 
 
 def _value(value: Any) -> str:
@@ -120,4 +122,4 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -16,7 +16,7 @@ from infra.processes import Child, wait_until
 from infra.service_process import START_TIMEOUT_S
 from infra.serving import compiled_folder
 from infra.settings import Settings
-from infra.views.results import out
+from infra.views.results import out, working
 from models.core.drafting.draft_families import family_named
 from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe
@@ -47,10 +47,10 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
         child = _start(recipe, engine, settings, target_dir, Path(draft))
         try:
             yield
-            with out.status(said) as shown:
+            with working(said) as tell:
 
                 def ended() -> bool:
-                    shown.update(f"{said} ({compiled.told()})")
+                    tell(f"{said} ({compiled.told()})")
                     return child.poll() is not None
 
                 wait_until(ended, START_TIMEOUT_S, None, "the compiler")

@@ -67,6 +67,15 @@ def flow_run_id() -> str:
     return str(flow_run.id or "")
 
 
+def name_run(name: str) -> None:
+    """Name the flow run by what it does or did; outside one nothing happens."""
+    if run_id := flow_run_id():
+        from prefect.client.orchestration import get_client
+
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(run_id), name=name)
+
+
 @contextmanager
 def progress(description: str) -> Iterator[Show]:
     """Yield a function that shows how far the task is, each note after what is being done."""

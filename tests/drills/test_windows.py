@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.artifacts import publish
+from infra.artifacts import path_of, publish
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from models.recipe import load_recipe
@@ -121,4 +121,4 @@ def test_f33_a_flood_of_a_new_domain_chosen_for_one_side_leaves_later_refreshes_
 
 
 def _domains(samples: str, part: Split) -> Counter[str]:
-    return Counter(one.domain for one in read_samples(publish(Path(samples.removeprefix("file://")), "samples"), part))
+    return Counter(one.domain for one in read_samples(publish(path_of(samples), "samples"), part))

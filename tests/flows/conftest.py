@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra import secret
 from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
-from infra.registry import Registry
-from infra.settings import load_settings
+from infra.registry import Registry, open_registry
+from infra.settings import Settings, load_settings
 from models.chats import ChatEncoder
 from models.recipe import load_recipe
 from models.sources import Prompt
 from tasks.select_data import choose_prompts
+from tests.conftest import ODD_NAME
 from tests.tasks.made import row_of
 
 ROOT = Path(__file__).parents[2]
@@ -36,18 +37,19 @@ class Cli:
     def __init__(self, home: Path, orchestrator: str = "", **variables: str) -> None:
         """Take a home folder, a Prefect server and variables; without a server each command starts its own."""
         self.home = home
-        self._env = {name: value for name, value in os.environ.items() if not name.startswith(("REDRAFT_", "PREFECT_"))}
-        self._env |= {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self._env["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = str(SERVER_S)
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("REDRAFT_", "PREFECT_"))}
+        self.env |= {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.env["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = str(SERVER_S)
         if orchestrator:
-            self._env["PREFECT_API_URL"] = orchestrator
-        self._env |= variables
+            self.env["PREFECT_API_URL"] = orchestrator
+        self.env |= variables
 
     def start(self, *arguments: str, program: str = "flows.cli") -> subprocess.Popen[str]:
         """Start a command in a process group of its own; its output goes to one pipe."""
         return subprocess.Popen(
             [sys.executable, "-m", program, *arguments],
-            env=self._env,
+            env=self.env,
+            cwd=self.home.parent,
             text=True,
             start_new_session=True,
             stdout=subprocess.PIPE,
@@ -83,7 +85,15 @@ def cli_in(orchestrator: str) -> Callable[[Path], Cli]:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     """Return a home with a finished tiny build, and what the build said. Tests copy it before they change it."""
-    cli = Cli(tmp_path_factory.mktemp("built") / "home")
+    user, temporary = (tmp_path_factory.mktemp(name) for name in ("user", "temporary"))
+    (user / ".prefect").mkdir()  # a folder that is there is written to
+    # A build asks nobody but its own servers, so it needs no proxy that answers.
+    proxies = {
+        "http_proxy": "http://127.0.0.1:9",
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "ALL_PROXY": "socks5://127.0.0.1:9",
+    }
+    cli = Cli(tmp_path_factory.mktemp("built") / ODD_NAME, HOME=str(user), TMPDIR=str(temporary), **proxies)
     cli.home.mkdir()
     (cli.home / secret.NAME).touch(0o600)
     (cli.home / secret.NAME).write_bytes(bytes(secret.NUM_BYTES))  # every split is the same each time
@@ -132,4 +142,4 @@ def home(built, tmp_path) -> Path:
 
 def registry_of(home: Path) -> Registry:
     """Return the registry of a home."""
-    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+    return open_registry(Settings(home=home))

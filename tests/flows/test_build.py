@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -46,6 +47,12 @@ def test_the_prompts_of_answers_have_the_ids_that_the_chat_template_gives_them(b
         chat = [message.model_dump() for message in asked[sample["id"]].messages]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert sample["prompt_ids"] == ids == byte_ids(chat)
+
+
+def test_a_build_writes_nothing_outside_of_its_home_but_temporary_files(built):
+    cli, _ = built
+    assert [*cli.home.parent.iterdir()] == [cli.home]  # where it was called
+    assert [file for file in Path(cli.env["HOME"]).rglob("*") if file.is_file()] == []
 
 
 def test_a_finished_build_leaves_no_work_behind(built):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from flows import cli
 from infra.keys import read_keys
+from models.recipe import load_recipe
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
@@ -27,6 +28,10 @@ PANELS = ("Every day", "Drafts", "Privacy", "Home", "Measure", "Keys")
 
 def slow(*arguments: str, told: str):
     return pytest.param(arguments, told, marks=pytest.mark.slow)
+
+
+def shipped(recipe: str) -> str:
+    return (Path(cli.__file__).parents[1] / "models" / "recipes" / f"{recipe}.toml").read_text()
 
 
 def commands() -> Iterator[tuple[list[str], click.Command]]:
@@ -111,8 +116,7 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         recipe = tmp_path / "mine.toml"
-        shipped = (Path(cli.__file__).parents[1] / "models" / "recipes" / "tiny.toml").read_text()
-        recipe.write_text(shipped.replace("port = 0", f"port = {taken.getsockname()[1]}"))
+        recipe.write_text(shipped("tiny").replace("port = 0", f"port = {taken.getsockname()[1]}"))
         busy = run(command, "--recipe", str(recipe))
     monkeypatch.setenv("REDRAFT_API_KEYS", "secret!")
     short = run(command, "--recipe", "tiny")
@@ -159,6 +163,29 @@ def test_what_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch,
     assert told in result.stderr
 
 
+def test_every_command_that_takes_a_recipe_takes_changes_to_it():
+    taking = [command for _, command in commands() if "--recipe" in {opt for one in command.params for opt in one.opts}]
+    assert len(taking) > 12
+    assert all("--set" in {opt for one in command.params for opt in one.opts} for command in taking)
+
+
+def test_a_recipe_with_changes_is_kept_in_the_home_and_a_wrong_change_is_one_line_and_exit_code_2(run, tmp_path):
+    source = '{name="synthetic", domain="math", count=10, num_groups=5}'
+    maths = f"traffic.math={{source={source}, num_requests=5, num_held_out=2}}"
+    changes = ("--set", "distill.num_epochs=3", "--set", maths)
+    asked = run("traffic", "--recipe", "tiny", *changes, "--domain", "cod")
+    assert 'has no domain "cod"; there are: chat, code, math' in asked.stderr
+    [file] = (tmp_path / "home" / "recipes").iterdir()
+    kept, of_tiny = load_recipe(str(file)), load_recipe("tiny")
+    assert (kept.name, kept.distill.num_epochs, of_tiny.distill.num_epochs) == ("tiny", 3, 4)
+    assert kept.traffic["chat"] == of_tiny.traffic["chat"]
+    assert file.stat().st_mode & 0o077 == 0
+    for change, told in (("distill.num_epoch=3", 'did you mean "num_epochs"'), ("distill", "wanted KEY=VALUE such as")):
+        refused = run("traffic", "--recipe", "tiny", "--set", change)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert told in refused.stderr
+
+
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
     monkeypatch.setenv("REDRAFT_HOMES", "x")
     result = run("doctor")
@@ -180,6 +207,38 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
 
     monkeypatch.setattr(cli, "load_settings", interrupted)
     assert run("doctor").exit_code == 130
+
+
+def test_a_fault_is_one_line_that_names_the_log_with_its_traceback(run, tmp_path, monkeypatch):
+    def faulty() -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(cli, "load_settings", faulty)
+    failed, file = run("doctor"), tmp_path / "home" / "logs" / "commands.log"
+    assert (failed.exit_code, failed.stderr) == (1, f"redraft: TypeError: no such thing; log: {file}\n")
+    assert "in faulty" in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_a_flow_that_fails_by_its_input_is_one_line_that_names_the_log_with_its_traceback(cli_in, tmp_path):
+    recipe, cli = tmp_path / "mine.toml", cli_in(tmp_path / "home")
+    recipe.write_text(shipped("tiny").replace("num_train = 48", "num_train = 4800"))
+    with cli.start("build", "--recipe", str(recipe)) as process:
+        output, _ = process.communicate()
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    assert "ERROR" not in output
+    file = cli.home / "logs" / "commands.log"
+    assert output.endswith(f'\nredraft: part "held_out" of the split is empty: 400 items in 80 groups; log: {file}\n')
+    assert "Traceback" in file.read_text()
+
+
+def test_a_home_that_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "file" / "home"))
+    refused = run("status")
+    assert (refused.exit_code, refused.stderr) == (2, f"redraft: {tmp_path / 'file' / 'home'}: Not a directory\n")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra.artifacts import staged
@@ -19,7 +20,7 @@ from tests.tasks.made import row_of
 
 
 @pytest.mark.engine
-def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_once(home, rows, cli_in):
+def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_once(home, rows, cli_in, orchestrator):
     cli, log = cli_in(home), QueryLog(home / "queries.db")
     log.append(rows[:20])
     assert "nothing to do: 20 rows wait, 60 are wanted" in cli.run("refresh", "--recipe", "tiny")
@@ -40,6 +41,9 @@ def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_onc
     assert "already trained: draft 2" in cli.run("refresh", "--recipe", "tiny")
     assert log.windows.cursor() == len(rows)
     assert len(registry_of(home).versions("draft")) == 2
+    of_rows = f"refresh 1–{len(rows)} → draft 2"
+    names = [run["name"] for run in httpx.post(f"{orchestrator}/flow_runs/filter", json={}, trust_env=False).json()]
+    assert {"refresh, nothing to do", f"{of_rows}, promoted", f"{of_rows}, already trained"} <= {*names}
 
 
 def text_of(row: QueryRow) -> str:

@@ -23,7 +23,7 @@ from infra.settings import Settings
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
 from models.targets import describe
-from tests.conftest import make_draft
+from tests.conftest import ODD_NAME, make_draft
 from tests.infra.rows import row
 from tests.tags import draft_tags
 
@@ -33,7 +33,7 @@ HIS = b"a long sentence that nobody else ever wrote to the service"
 @pytest.fixture
 def settings(tiny_target: Path, tmp_path: Path) -> Settings:
     """A home of a hundred rows, a target and two drafts, of which the second is the champion."""
-    settings = Settings(home=tmp_path / "home")
+    settings = Settings(home=tmp_path / ODD_NAME)
     open_home(settings)
     home_secret(settings.home)
     QueryLog(settings.querylog).append([row(f"a{number}") for number in range(1, 101)])

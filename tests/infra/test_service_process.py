@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from http.server import HTTPServer
 from pathlib import Path
@@ -25,6 +26,7 @@ from infra.service_process import (
 from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
+from tests.conftest import ODD_NAME
 from tests.infra.collector import QuietHandler, running
 from tests.infra.statuses import STATUS
 
@@ -101,6 +103,15 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
         require_startable(Settings(home=tmp_path, host="0.0.0.0"), 0)
     require_startable(Settings(home=tmp_path, host="0.0.0.0", api_keys=("a-clients-key",)), 0)
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
+
+
+def test_a_service_without_room_for_its_sockets_names_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("t" * 60)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("t" * 60)))
+    with pytest.raises(ValueError, match=r"/ray is \d+ bytes long, wanted 40 for Ray's sockets; shorten TMPDIR$"):
+        require_startable(Settings(home=tmp_path / ODD_NAME), 0)
 
 
 def test_without_a_service_there_is_no_status(settings: Settings) -> None:

@@ -1,9 +1,20 @@
 import os
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
+import requests
 
-from infra.settings import Settings, load_settings
+from infra.serving import compiled_folder
+from infra.settings import LOOPBACK, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
+from tests.conftest import ODD_NAME
+
+COMPILED = ("VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR")
 
 
 def test_everything_lies_below_the_home_unless_it_is_said_otherwise(tmp_path: Path) -> None:
@@ -63,3 +74,72 @@ def test_the_environment_is_prepared_and_what_is_set_stays(monkeypatch: pytest.M
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "9"
     assert "REDRAFT_API_KEYS" not in os.environ
     assert "HF_HUB_OFFLINE" not in Settings(home=tmp_path, hub=True).process_variables()
+
+
+@pytest.mark.parametrize("name", ["home", ODD_NAME])
+def test_the_registrys_address_leads_to_its_file_whatever_the_home_is_called(tmp_path: Path, name: str) -> None:
+    settings = Settings(home=tmp_path / name)
+    assert sqlite_file(settings.mlflow_uri) == tmp_path / name / "mlflow.db"
+    assert sqlite_file("sqlite:////a/%41?.db") == Path("/a/%41?.db")
+    assert sqlite_file("https://registry.example") is None
+
+
+def test_what_is_compiled_lies_in_the_home_under_a_path_that_a_compiler_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in COMPILED:
+        os.environ.pop(name, None)
+    settings = Settings(home=tmp_path / ODD_NAME)
+    for _ in range(2):
+        settings.prepare_environment()
+    folders = [Path(os.environ[name]) for name in COMPILED] + [compiled_folder(settings.cache)]
+    assert all(map(is_plain, folders))
+    assert [folder.resolve().parent for folder in folders] == [settings.cache] * 3
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"redraft-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"is not this user's folder, .*; set TMPDIR to one that is"):
+        settings.prepare_environment()
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"direct")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing on the terminal."""
+
+
+ASKING: dict[str, Callable[[str], str]] = {
+    "urllib": lambda url: urllib.request.urlopen(url).read().decode(),
+    "httpx": lambda url: httpx.get(url).text,
+    "requests": lambda url: requests.get(url, timeout=5).text,
+}
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://127.0.0.1:9"])
+@pytest.mark.parametrize("library", ASKING)
+def test_no_proxy_is_asked_for_loopback_nor_for_the_address_of_this_service(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_environment: None, proxy: str, library: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    os.environ.pop("NO_PROXY", None)
+    os.environ["no_proxy"] = "registry.example, .internal"
+    Settings(home=tmp_path, host="127.0.0.2").prepare_environment()
+    wanted = ",".join(("registry.example", ".internal", *LOOPBACK, "127.0.0.2"))
+    assert [os.environ[name] for name in NO_PROXY] == [wanted, wanted]
+    for host in ("127.0.0.1", "127.0.0.2", "localhost"):
+        with ThreadingHTTPServer((host, 0), Answer) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+            assert ASKING[library](f"http://{host}:{server.server_port}/") == "direct"
+            server.shutdown()
+
+
+def test_who_wants_no_proxy_at_all_gets_none(tmp_path: Path, own_environment: None) -> None:
+    os.environ |= dict.fromkeys(NO_PROXY, "*")
+    Settings(home=tmp_path).prepare_environment()
+    assert [os.environ[name] for name in NO_PROXY] == ["*", "*"]

@@ -2,13 +2,17 @@ from pathlib import Path
 
 import pytest
 
+from infra.settings import Settings
 from infra.store import Store
+from tests.conftest import ODD_NAME
 
 
 @pytest.fixture
 def mlflow_store(store: Path, tmp_path: Path) -> Store:
-    (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
-    return Store(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts")
+    (tmp_path / ODD_NAME).mkdir()
+    settings = Settings(home=tmp_path / ODD_NAME)
+    (settings.home / "mlflow.db").write_bytes(store.read_bytes())
+    return Store(settings.mlflow_uri, settings.artifacts)
 
 
 def test_a_run_is_recorded_with_its_params_metrics_and_files(mlflow_store: Store, tmp_path: Path) -> None:
@@ -17,7 +21,7 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(mlflow_store: Store
     run_id = mlflow_store.record_run("gate", {"K": 3, "domains": ["chat"]}, {"gain": 0.5}, [figure])
     assert mlflow_store.recorded("gate") == [{"gain": 0.5}]
     assert mlflow_store.recorded("other") == []
-    (stored,) = (tmp_path / "artifacts").rglob("figure.svg")
+    (stored,) = (tmp_path / ODD_NAME / "artifacts").rglob("figure.svg")
     assert stored.parts[-3] == run_id
     assert stored.read_text() == "<svg/>"
 
@@ -30,4 +34,4 @@ def test_a_metric_that_is_not_finite_is_refused_and_nothing_is_recorded(mlflow_s
 
 def test_the_database_is_left_in_wal_mode(mlflow_store: Store, tmp_path: Path) -> None:
     mlflow_store.recorded("gate")
-    assert (tmp_path / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"
+    assert (tmp_path / ODD_NAME / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from models.recipe import Recipe, changed_tables, load_recipe, parse_recipe, shipped_recipes
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -153,3 +153,21 @@ def test_prompts_are_answered_again_for_drafts_that_learn_and_only_where_a_recip
         ValueError, match="refresh.regenerate is for drafts that are trained, and this one has no weights"
     ):
         parse_recipe(tables, "r")
+
+
+def test_a_change_replaces_a_value_and_leaves_the_rest_of_its_table():
+    changes = ["distill.num_epochs=3", "draft.name=medusa", 'refresh.distill={"num_epochs" = 5}', "seed = 7"]
+    tables, before = changed_tables("tiny", [*changes[:1], *changes[2:]]), changed_tables("tiny", [])
+    assert (tables["distill"], tables["refresh"]["distill"]) == (
+        {"num_epochs": 3, "batch_tokens": 1024},
+        {"num_epochs": 5},
+    )
+    assert (tables["name"], tables["seed"], tables["traffic"]) == ("tiny", 7, before["traffic"])
+    with pytest.raises(ValueError, match=r"tiny\.toml with --set draft\.name=medusa: .*vocab_size = 0 in \[draft\]"):
+        changed_tables("tiny", changes[1:2])
+
+
+@pytest.mark.parametrize("change", ["distill", "=3", "a b=3", "distill.=3", ""])
+def test_a_change_without_key_or_value_is_refused(change):
+    with pytest.raises(ValueError, match=r"^--set is .*, wanted KEY=VALUE such as"):
+        changed_tables("tiny", [change])

@@ -39,7 +39,7 @@ def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
 def is_loaded(source: Path, without: str) -> bool:
     """Load a file's operators; where that can't be, warn of what is done without them.
 
-    All homes of a user share torch's folder of extensions; where it can't be written, each has its own.
+    They lie in torch's folder of extensions, which a home has for itself; where it can't be written, in vLLM's.
     """
     from vllm import envs
 

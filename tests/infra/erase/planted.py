@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from infra.artifacts import publish, staged
+from infra.artifacts import path_of, publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow, subject_of
 from infra.environment import environment_of
@@ -230,7 +230,7 @@ def check_erased(settings: Settings) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["aaaa.1", "bbbb.1", "cccc"]
     registry = Registry(settings.mlflow_uri, settings.mlflow_files)
     for one in certificate["snapshots"]:
-        left = publish(Path(one["became"].removeprefix("file://")), "samples")
+        left = publish(path_of(one["became"]), "samples")
         assert (left.sha256, left.sha256 != one["sha256"]) == (one["became_sha256"], True)
     assert registry.get("draft", 2).tags["window_uri"] == registry.get("draft", 4).tags["gate_data"]
     assert registry.get("draft", 2).tags["window_uri"].endswith("/aaaa.1")

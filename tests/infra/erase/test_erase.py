@@ -16,6 +16,7 @@ from infra.files import lock_folder
 from infra.keys import add_key, keys_path, read_keys, revoke_key
 from infra.querylog import QueryLog
 from infra.settings import Settings
+from tests.conftest import ODD_NAME
 from tests.infra.erase.planted import SUBJECT, WHO, check_erased, make_home, planted_in, planted_row
 from tests.infra.rows import ROOT
 
@@ -23,7 +24,7 @@ from tests.infra.rows import ROOT
 @pytest.fixture
 def settings(tmp_path: Path, store: Path) -> Settings:
     """Return a home with a person's text in it."""
-    return make_home(tmp_path / "home", store)
+    return make_home(tmp_path / ODD_NAME, store)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 import json
 
-from infra.views.results import Grid, Report, interval, publish, spread
+from infra.views import results
+from infra.views.results import Grid, Report, interval, publish, spread, working
 
 SETUP = {
     "commit": "0123456789abcdef",
@@ -38,3 +39,11 @@ def test_the_last_line_is_one_json_object_that_is_also_on_disk(tmp_path, capsys)
 def test_figures_come_with_what_they_spread_over():
     assert spread({"median": 2.04, "p10": 1.0, "p90": 3.0}) == "2.0 (1.0 to 3.0)"
     assert interval({"value": 1.234, "low": 1.0, "high": 1.5}) == "1.23 (1.00 to 1.50)"
+
+
+def test_without_a_terminal_what_is_being_done_is_said_in_lines_now_and_then(capsys, monkeypatch):
+    with working("starting [all]") as tell:
+        tell("starting [all] (1 s)")
+        monkeypatch.setattr(results, "LINE_S", 0.0)
+        tell("starting [all] (31 s)")
+    assert capsys.readouterr().out.splitlines() == ["starting [all]", "starting [all] (31 s)"]

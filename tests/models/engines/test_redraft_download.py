@@ -69,6 +69,25 @@ def test_what_was_not_announced_is_refused(tmp_path: Path, play: Any, said: str)
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
+def test_a_proxy_of_the_environment_is_asked_for_every_file_but_this_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def run() -> None:
+        async with PlayedServer(playing(CONTENT)) as server, PlayedServer(playing(CONTENT)) as proxy:
+            monkeypatch.setenv(name, proxy.url)
+            port = server.url.rpartition(":")[2]
+            for url in (f"{server.url}/a", f"http://localhost:{port}/a", "http://weights.example/a?signature=b"):
+                await asyncio.to_thread(download, url, tmp_path / "file", len(CONTENT), SHA256)
+            assert [request.target for request in server.requests] == ["/a", "/a"]
+            assert [request.target for request in proxy.requests] == ["http://weights.example/a?signature=b"]
+
+    for other in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.delenv(other.upper(), raising=False)
+    asyncio.run(run())
+
+
 def test_a_server_that_is_away_is_told_without_what_was_signed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ConnectionError: .*refused") as told:
         download(f"http://127.0.0.1:{free_port()}/a?signature=secret", tmp_path / "file", 1, SHA256)

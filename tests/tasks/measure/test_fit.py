@@ -87,6 +87,7 @@ def test_where_nothing_fits_that_is_said() -> None:
 
 def test_tables_are_written_as_toml_reads_them() -> None:
     tables = {
+        "name": "mine, ½ 🙂",
         "prune": {"method": {"name": "wanda"}, "pattern": "2:4", "num_documents": 8},
         "quantize": {
             "method": {"name": "int8_static", "percentile": 99.5},

@@ -6,6 +6,7 @@ before it is loaded again.
 
 import asyncio
 import hashlib
+import ipaddress
 import os
 import time
 from collections.abc import Sequence
@@ -240,7 +241,7 @@ def _counters() -> dict[str, float]:
 
 
 def download(url: str, file: Path, size: int, sha256: str) -> None:
-    """Write what a URL answers into a new file; redirects are not followed.
+    """Write what a URL answers into a new file; redirects are not followed, and no proxy is asked for this machine's.
 
     Raises:
         ValueError: the answer has another status, length or sum, or the transfer failed; does not tell the URL's query.
@@ -248,20 +249,28 @@ def download(url: str, file: Path, size: int, sha256: str) -> None:
     """
     digest, num_bytes, until_s = hashlib.sha256(), 0, time.monotonic() + FETCH_S
     try:
-        answer = requests.get(
-            url, stream=True, allow_redirects=False, timeout=ANSWER_S, headers={"Accept-Encoding": "identity"}
-        )
-        with answer, file.open("wb") as out:
-            told = answer.headers.get("Content-Length")
-            if answer.status_code != requests.codes.ok or told != str(size):
-                raise ValueError(f"the answer is {answer.status_code} with {told} bytes, wanted 200 with {size}")
-            for block in answer.iter_content(BLOCK):
-                digest.update(block)
-                out.write(block)
-                num_bytes += len(block)
-                if num_bytes > size or time.monotonic() > until_s:
-                    raise ValueError(f"{num_bytes} bytes came, wanted {size} in {FETCH_S:g} s")
+        with requests.Session() as session:
+            session.trust_env = not _is_loopback(urlsplit(url).hostname or "")
+            unpacked = {"Accept-Encoding": "identity"}
+            answer = session.get(url, stream=True, allow_redirects=False, timeout=ANSWER_S, headers=unpacked)
+            with answer, file.open("wb") as out:
+                told = answer.headers.get("Content-Length")
+                if answer.status_code != requests.codes.ok or told != str(size):
+                    raise ValueError(f"the answer is {answer.status_code} with {told} bytes, wanted 200 with {size}")
+                for block in answer.iter_content(BLOCK):
+                    digest.update(block)
+                    out.write(block)
+                    num_bytes += len(block)
+                    if num_bytes > size or time.monotonic() > until_s:
+                        raise ValueError(f"{num_bytes} bytes came, wanted {size} in {FETCH_S:g} s")
     except requests.RequestException as error:
         raise ValueError(f"{type(error).__name__}: {str(error).replace(urlsplit(url).query, '…')}") from None
     if digest.hexdigest() != sha256:
         raise ValueError(f"{num_bytes} bytes came with sha256 {digest.hexdigest()}, wanted {size} with {sha256}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
