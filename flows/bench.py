@@ -1,8 +1,10 @@
 """Commands `redraft bench …` and `redraft advise`. Finished cells are reused, so an interrupted one continues."""
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ NumRounds = Annotated[int, typer.Option("--rounds", min=1, help="How many times 
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 DRAFTS = ["bad", "first", "champion"]
 GREEDY = [0.0]
+NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight.")]
 
 
@@ -162,16 +165,27 @@ def advise(
     costs: Annotated[
         Path | None, typer.Option("--costs", help="Times of another machine, such as a GPU's, as costs.json has them.")
     ] = None,
+    limit_minutes: Annotated[
+        float, typer.Option("--minutes", min=0.0, help="When to end with what it knows; 0 for all prompts.")
+    ] = 5.0,
 ) -> None:
     """Say which way of drafting fits the target, the traffic and this machine, and measure the best three.
 
-    Example: redraft advise --prompts 8
+    It ends after five minutes with what it knows then. The same command goes on from there.
+
+    Example: redraft advise --minutes 10
     """
-    run_benchmark("advise", recipe, output, data=data, costs=costs, per_domain=per_domain, max_tokens=max_tokens)
+    options = {"data": data, "costs": costs, "per_domain": per_domain, "max_tokens": max_tokens}
+    run_benchmark("advise", recipe, output, {"limit_minutes": limit_minutes}, **options)
 
 
-def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -> None:
-    """Measure and report; RuntimeError if the report says that something is wrong."""
+def run_benchmark(
+    name: str, recipe: str, output: Path | None, limits: Mapping[str, float] = NO_LIMITS, **options: Any
+) -> None:
+    """Measure and report; what is measured depends on the options, and not on the limits.
+
+    RuntimeError if the report says that something is wrong.
+    """
     options = {key: str(value.absolute()) if isinstance(value, Path) else value for key, value in options.items()}
     settings = load_settings()
     open_home(settings)
@@ -183,7 +197,7 @@ def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -
 
     run = Run(name, load_recipe(recipe), recipe, folder, settings, options, (sys.executable, "-m", "flows.cli"))
     benchmark = import_module(f"tasks.measure.{name}")
-    report = benchmark.measure(run, **options)
+    report = benchmark.measure(run, **options, **limits)
     publish(report, folder, name, benchmark.QUESTION, " ".join(["redraft", *sys.argv[1:]]), run.setup)
     if report.failures:
         raise RuntimeError("; ".join(report.failures))

@@ -132,28 +132,29 @@ def record(
 def traffic(
     recipe: RecipeName = DEFAULT_RECIPE,
     domain: Annotated[str, typer.Option(help="One of the recipe's domains; by default the first.")] = "",
-    num_requests: Annotated[int, typer.Option(min=0, help="How many requests; 0 sends all of the recipe's.")] = 0,
+    num_requests: Annotated[int, typer.Option(min=0, help="How many requests; 0 sends as many as the recipe has.")] = 0,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Send prompts that were sent before again.")] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
     url: Annotated[str, typer.Option(help="Address of the service; by default the one started last.")] = "",
 ) -> None:
-    """Send a recipe's prompts to the running service, and report acceptance and failures.
+    """Send prompts of a recipe that were not sent before, and report failures and acceptance, look-up's apart.
 
     Example: redraft traffic --domain code --num-requests 50
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import client_of
     from infra.views.overview import counts
-    from tasks.send_traffic import choose_requests, send_traffic
+    from tasks.send_traffic import choose_requests, send_traffic, sent_before
 
     domain = domain or next(iter(parsed.traffic))
-    prompts = choose_requests(parsed, domain, num_requests)
+    prompts = choose_requests(parsed, domain, num_requests, () if repeat else sent_before(settings.home))
     client = client_of(settings, url)
     with counting(console=out) as bar:
         task = bar.add_task(f"{domain} traffic", total=len(prompts))
-        traffic, max_tokens = parsed.traffic, parsed.generate.max_tokens
-        report = send_traffic.fn(client, prompts, traffic, max_tokens, concurrency, lambda _: bar.advance(task))
-    tau = "none" if report.tau is None else f"{report.tau:.3f}"
-    out.print(f"{report.num_ok} of {report.num_requests} answered, {report.tokens_per_s:.0f} tokens/s, τ {tau}")
+        traffic, max_tokens, home = parsed.traffic, parsed.generate.max_tokens, settings.home
+        report = send_traffic.fn(client, prompts, traffic, max_tokens, concurrency, home, lambda _: bar.advance(task))
+    out.print(f"{report.num_ok} of {report.num_requests} answered, {report.tokens_per_s:.0f} tokens/s")
+    out.print(report.taus(), markup=False)
     if report.draft_versions:
         out.print(f"answered with draft {counts(report.draft_versions)}", markup=False)
     if report.failures:

@@ -28,6 +28,10 @@ from infra.installed import openmp_preload
 from infra.processes import free_port, wait_until
 from infra.service_process import (
     END_TIMEOUT_S,
+    MLFLOW,
+    PREFECT,
+    RUNNER,
+    SERVICE,
     START_TIMEOUT_S,
     Attached,
     attach_program,
@@ -42,8 +46,7 @@ from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import Recipe, load_recipe
 from tasks.promote import configure_service
 
-PREFECT, MLFLOW, SERVICE, RUNNER, POST_PROMOTION = "prefect", "mlflow", "service", "runner", "post-promotion"
-SUPERVISOR = "supervisor"
+POST_PROMOTION, SUPERVISOR = "post-promotion", "supervisor"
 # Whatever the service binds, these are for people on this machine who know the home's secret.
 GUARDED = (sys.executable, "-m", "infra.auth_middleware", "--port")
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0

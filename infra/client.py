@@ -43,6 +43,7 @@ class Answer(Frozen):
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
         gaps: at each token the best one's log-probability minus the second's, if wanted.
         num_steps, num_accepted: verification steps, and drafted tokens that the target kept.
+        num_looked_up: those of them that the draft model did not draft.
         drafted_per_step, accepted_per_step: as the service counted them; None where it did not say. vLLM's own endpoint
             leaves out the steps that drafted nothing.
         sent_s: on the machine's monotonic clock; `seconds` is from then to the end of the stream.
@@ -59,6 +60,7 @@ class Answer(Frozen):
     gaps: tuple[float, ...] = ()
     num_steps: int = 0
     num_accepted: int = 0
+    num_looked_up: int = 0
     drafted_per_step: tuple[int, ...] | None = None
     accepted_per_step: tuple[int, ...] | None = None
     num_tokens: int = 0
@@ -254,5 +256,5 @@ def _note(seen: dict[str, Any], pieces: list[str], chunk: Any, started_s: float)
         own = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding") or {}  # vLLM's
         for what in ("drafted", "accepted"):
             seen[f"{what}_per_step"] = counts.get(f"{what}_per_step", own.get(f"per_step_{what}"))
-        seen |= {"num_steps": counts.get("steps", 0), "num_accepted": counts.get("accepted", 0)}
+        seen |= {f"num_{what}": counts.get(what, 0) for what in ("steps", "accepted", "looked_up")}
         seen["draft_version"] = None if counts.get("draft_version") is None else str(counts["draft_version"])

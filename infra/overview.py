@@ -1,23 +1,28 @@
 """What there is and what runs in a home folder: drafts, the query log, the service, the programs of `redraft up`."""
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from infra.home import FORMAT_FILE
 from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import LogStats, QueryLog
-from infra.registry import open_registry
+from infra.registry import Registry, open_registry
 from infra.regression_sets import RegressionSet
 from infra.rollouts import AttachedServer, attached_servers
-from infra.service_process import last_status
+from infra.service_process import MLFLOW, PREFECT, RUNNER, last_status
+from infra.serving import served_since_ms
 from infra.settings import Settings
 from infra.status import DomainAcceptance, RunningService
-from infra.supervisor import ProcessRecord, read_state
+from infra.supervisor import STATE, ProcessRecord, UpState, read_state
 from infra.triggerfile import TriggerFile
 from infra.versions import Version
-from infra.waiting import Queue, Waiting, waiting_for
-from models.types import Frozen
+from infra.views.gate import DATA
+from infra.waiting import Queue, Runner, Waiting, waiting_for
+from models.types import Frozen, GateReport
 
 QUARANTINED = "quarantined"
+REPORT = "report.html"  # where `redraft report` writes its page in a home, unless told otherwise
 NUM_ROWS = 64  # that say how a server's draft does
 
 
@@ -42,19 +47,32 @@ class DraftOverview(Frozen):
     created_ms: int
 
 
+class Gated(Frozen):
+    draft: int
+    report: GateReport
+
+
 class Overview(Frozen):
     """The state of a home folder.
 
     Attributes:
+        target: name and version of the champion target, "" without one.
         last_refresh: the newest draft that a refresh made or tried again.
+        last_gate: the newest draft of which a gate's report was kept, and the report.
+        service_since_ms: since when a service holds the home, whether it answers yet or not; None without one.
+        links: addresses of pages that say more, by their names.
         attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
         attached_acceptance: server's URL, then domain, to acceptance in the last rows that its present draft drafted.
     """
 
+    target: str = ""
     drafts: tuple[DraftOverview, ...]
     last_refresh: DraftOverview | None
+    last_gate: Gated | None = None
     log: LogStats
     service: RunningService | None
+    service_since_ms: int | None = None
+    links: dict[str, str] = Field(default_factory=dict)
     attached: tuple[AttachedServer, ...] = ()
     attached_acceptance: dict[str, dict[str, DomainAcceptance]] = Field(default_factory=dict)
     programs: tuple[ProcessRecord, ...]
@@ -70,7 +88,7 @@ class Overview(Frozen):
 def overview(settings: Settings) -> Overview:
     """Look at a home folder; ConnectionError if the registry can't be asked, ValueError as `last_status`."""
     registry = open_registry(settings)
-    champion, versions = registry.champion("draft"), registry.versions("draft")
+    target, champion, versions = registry.champion("target"), registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window or version.lineage.returns]
     state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
     rows, first_ms = log.waiting()
@@ -80,14 +98,20 @@ def overview(settings: Settings) -> Overview:
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     attached = attached_servers(settings.home)
     return Overview(
+        target="" if target is None else f"{target.target.name}, version {target.number}",
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
+        last_gate=_last_gate(registry, versions),
         log=log.stats(),
         service=service,
+        service_since_ms=served_since_ms(settings.home),
+        links=_links(settings, state, champion),
         attached=attached,
         attached_acceptance={row.server: _acceptance(log, row) for row in attached if row.name and row.version},
         programs=() if state is None else state.programs,
-        waiting=waiting_for(champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000),
+        waiting=waiting_for(
+            champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000, runner=_runner(settings, state)
+        ),
         regression_sets=log.regression_sets.by_domain(),
         post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )
@@ -98,6 +122,35 @@ def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, DomainAcceptanc
     for _, domain, *sums in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
         counts.setdefault(domain, []).append(tuple(sums))
     return {domain: DomainAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
+
+
+def _last_gate(registry: Registry, drafts: Sequence[Version]) -> Gated | None:
+    for draft in drafts:
+        if draft.lineage.gate is not None and (report := registry.attached(draft, DATA)) is not None:
+            return Gated(draft=draft.number, report=GateReport.model_validate_json(report))
+    return None
+
+
+def _runner(settings: Settings, state: UpState | None) -> Runner | None:
+    """Return the program that looks; the supervisor writes its state when it starts one."""
+    found = None if state is None else next((one for one in state.programs if one.name == RUNNER), None)
+    if found is None:
+        return None
+    since_ms = (settings.home / STATE).stat().st_mtime_ns // 1_000_000
+    return Runner(started=found.pid is not None or found.restarts > 0, since_ms=since_ms)
+
+
+def _links(settings: Settings, state: UpState | None, champion: Version | None) -> dict[str, str]:
+    mlflow, prefect = ("" if state is None else state.url(name) for name in (MLFLOW, PREFECT))
+    if settings.mlflow_uri.startswith("http"):
+        mlflow = settings.mlflow_uri
+    report = settings.home / REPORT
+    found = {
+        "MLflow": mlflow and f"{mlflow}/#/models/draft{f'/versions/{champion.number}' if champion else ''}",
+        "Prefect": prefect and f"{prefect}/runs",
+        "report": report.as_uri() if report.is_file() else "",
+    }
+    return {name: link for name, link in found.items() if link}
 
 
 def _draft(version: Version, champion: Version | None) -> DraftOverview:

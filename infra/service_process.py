@@ -38,7 +38,8 @@ START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S, TELL_S = 2.0, 1.0
-ATTACH, RECORD = "attach", "record"
+# Programs of `redraft up`.
+PREFECT, MLFLOW, SERVICE, RUNNER, ATTACH, RECORD = "prefect", "mlflow", "service", "runner", "attach", "record"
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 
@@ -71,7 +72,7 @@ def require_startable(settings: Settings, port: int) -> None:
     home nor the folder of temporary files is short enough for a socket.
     """
     home = settings.home
-    if (state := read_state(home)) is not None and (url := state.url("service")):
+    if (state := read_state(home)) is not None and (url := state.url(SERVICE)):
         raise ValueError(f"this home is served already, at {url}, by `redraft up`")
     if is_served(home):
         raise ValueError(served_by(home))

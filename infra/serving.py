@@ -43,6 +43,11 @@ def is_served(home: Path) -> bool:
         return not is_held
 
 
+def served_since_ms(home: Path) -> int | None:
+    """Return since when a home is served, whether its service answers yet or not; None if it is not."""
+    return (home / LOCK).stat().st_mtime_ns // 1_000_000 if is_served(home) else None
+
+
 def served_by(home: Path) -> str:
     return f"this home is served already, at {(home / LOCK).read_text() or 'an address that is not known yet'}"
 

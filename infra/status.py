@@ -4,7 +4,7 @@ The service sends `ServiceStatus` as JSON from /redraft/status. Each field descr
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Self
 
@@ -143,6 +143,11 @@ class RunningService(ServiceStatus):
     """A service's status, with the place where it was found."""
 
     url: str = Field(description="address of the service, without /v1")
+
+
+def of_domains(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
+    """Return speeds by name, without those of what the service asks itself, such as canary prompts: of no domain."""
+    return {name: speed for name, speed in sorted(speeds.items()) if name.partition("/")[0]}
 
 
 def parse_status(content: bytes, url: str) -> RunningService:

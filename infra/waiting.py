@@ -14,8 +14,8 @@ from infra.versions import Version, is_usable
 from models.types import Frozen
 
 What = Literal["build", "refresh", "approval", "orchestrator", "memory", "consent", "rows", "time"]
-# Whoever looks does so every few seconds.
-STALE_S = 60.0
+# Whoever looks does so every few seconds, and for the first time about so long after it was started.
+STALE_S, FIRST_LOOK_S = 60.0, 40.0
 
 
 class Waiting(Frozen):
@@ -27,6 +27,13 @@ class Waiting(Frozen):
 
     def line(self, at_ms: int) -> str:
         return f"{self.words}; for {since(self.since_ms, at_ms)}"
+
+
+class Runner(Frozen):
+    """The program of `redraft up` that looks whether a refresh is due, since when it waits to be started or runs."""
+
+    started: bool
+    since_ms: int
 
 
 class Queue(Frozen):
@@ -55,8 +62,12 @@ def waiting_for(
     trigger: TriggerState,
     made_ms: int,
     at_ms: int | None = None,
+    runner: Runner | None = None,
 ) -> Waiting:
-    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first."""
+    """Return what the loop waits for in a home that was made at `made_ms`; drafts are newest first.
+
+    `runner` is None where `redraft up` does not run.
+    """
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:
         return Waiting(what="build", words="a first draft: redraft build", since_ms=made_ms)
@@ -73,6 +84,8 @@ def waiting_for(
         return Waiting(what="approval", words=words, since_ms=candidate.created_ms)
     look = trigger.last_look
     if look is None or abs(at_ms - look.at_ms) > STALE_S * 1000:
+        if runner is not None:
+            return Waiting(what="orchestrator", words=_unlooked(runner, at_ms), since_ms=runner.since_ms)
         words = "the orchestrator: nothing starts refreshes by itself; run: redraft up"
         return Waiting(what="orchestrator", words=words, since_ms=champion.created_ms if look is None else look.at_ms)
     if trigger.waits_for_memory and last is not None:
@@ -89,6 +102,14 @@ def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | No
     seen = ((draft, draft.lineage) for draft in drafts)
     passed = (draft for draft, one in seen if one.gate == "passed" and one.gate_champion == champion.number)
     return next((draft for draft in passed if not draft.was_champion and is_usable(draft)), None)
+
+
+def _unlooked(runner: Runner, at_ms: int) -> str:
+    if not runner.started:
+        return f"the service to answer; the first look whether a refresh is due comes {duration(FIRST_LOOK_S)} later"
+    if (left_s := FIRST_LOOK_S - (at_ms - runner.since_ms) / 1000) > 0:
+        return f"the first look whether a refresh is due, in {duration(left_s)}"
+    return "the orchestrator, which has not looked whether a refresh is due; see: redraft logs runner"
 
 
 def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, at_ms: int) -> Waiting:

@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 ALL = ""  # the finding on all domains together
 # Tokens of an answer: one that the prompt gives, one that is drafted and one after it. A shorter one teaches nothing.
 MIN_COMPLETION = 3
+# Steps of a domain before its speed is told.
+MIN_STEPS = 192
+# Share of a domain's steps: where fewer are drafted, it is only tried now and then whether drafts pay.
+RARELY = 0.02
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GateVerdict = Literal["passed", "undecided", "refused"]
@@ -164,19 +168,27 @@ class ThroughputEstimate(Frozen):
 
 
 class Speed(Frozen):
-    """How fast one request of a domain is answered, as measured from the times of steps; none before 192 of them."""
+    """How fast one request of a domain is answered, by the times of steps; told from MIN_STEPS of them on."""
 
     tokens_per_s: float = Field(description="tokens a second of one request, as it is drafted")
     plain_tokens_per_s: float = Field(description="the same without any draft, by what plain steps take")
     low: float = Field(description="lower end of a 95% interval of their quotient")
     high: float = Field(description="its upper end")
+    drafted: float = Field(description="share of steps that verified drafted tokens; next to none where none pay")
 
     @property
     def gain(self) -> str:
         """Return the quotient in words."""
         return f"{self.tokens_per_s / self.plain_tokens_per_s:.2f}× ({self.low:.2f} to {self.high:.2f})"
 
-    def told(self) -> str:
-        """Return it in words."""
-        plain = f"{self.plain_tokens_per_s:.1f} without a draft"
-        return f"{self.tokens_per_s:.1f} tokens/s of one request, {self.gain} the {plain}"
+    def verdict(self, domain: str) -> str:
+        """Return in words what speculation gives a domain."""
+        if self.low > 1:
+            does = f"speeds {domain} up {self.gain}"
+        elif self.high < 1:
+            lost = 1 - self.tokens_per_s / self.plain_tokens_per_s
+            does = f"costs {domain} {lost:.0%} ({1 - self.high:.0%} to {1 - self.low:.0%})"
+        else:
+            does = f"neither speeds {domain} up nor slows it down, {self.gain}"
+        off = ": off there" if self.drafted < RARELY else ""
+        return f"{does}{off}; {self.tokens_per_s:.1f} tokens/s of one request, {self.plain_tokens_per_s:.1f} without"

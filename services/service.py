@@ -20,7 +20,7 @@ from infra.priority import Busy, cores, gpus
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME
-from infra.status import ServiceStatus
+from infra.status import ServiceStatus, of_domains
 from models.chats import ChatEncoder
 from models.core.drafting.draft_files import read_vocabulary
 from models.core.evaluation.golden import load_golden
@@ -145,7 +145,7 @@ class Service:
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
             throughput=None if (plan := self.engine.llm.throughput) is None else plan.at(self.admission.in_flight),
-            speed=dict(sorted(self.engine.llm.speeds.items())),
+            speed=of_domains(self.engine.llm.speeds),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
             fallback=state.fallback,

@@ -37,14 +37,15 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
     return draw_parts(prompts, traffic.sizes(), domain, seed)
 
 
-def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int) -> list[Prompt]:
+def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int | None = None) -> list[Prompt]:
     """Return more prompts of one part than the recipe has: its own first, then others of the same groups.
 
-    No group of another part is among them; ValueError if the part's groups hold fewer than `count`.
+    No group of another part is among them; ValueError if the part's groups hold fewer than `count`, None for all.
     """
     sizes = traffic.sizes()
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
     found = split(prompts, {name: size / sum(sizes.values()) for name, size in sizes.items()}, seed)[part]
+    count = len(found) if count is None else count
     if len(found) < count:
         raise ValueError(f'domain "{domain}" has {len(found)} prompts for {part}, got {count} to ask for')
     return [prompt.model_copy(update={"domain": domain}) for prompt in sample(found, count, seed)]

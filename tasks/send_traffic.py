@@ -1,16 +1,23 @@
-"""Send a recipe's prompts to a running service and sum up what became of them."""
+"""Send a recipe's prompts to a running service and sum up what became of them.
+
+A home remembers which prompts were answered, by the sha256 of each: of one that is sent again look-up would copy the
+earlier answer, and its acceptance would tell nothing of the draft.
+"""
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from infra.client import Answer, Client
 from models.recipe import Recipe, Traffic
 from models.sources import Prompt
 from models.types import Frozen
-from tasks.select_data import as_chats, choose_prompts
+from tasks.select_data import as_chats, choose_more
 from tasks.stages.task import task
+
+SENT = "sent-prompts.txt"
 
 
 class TrafficReport(Frozen):
@@ -18,6 +25,7 @@ class TrafficReport(Frozen):
 
     Attributes:
         tau: 1 + accepted / steps over all requests, None if nothing was verified.
+        looked_up: of these accepted / steps, those that the draft model did not draft.
         draft_versions: version to the number of requests that it drafted for.
     """
 
@@ -25,19 +33,40 @@ class TrafficReport(Frozen):
     num_ok: int
     failures: dict[str, int]
     tau: float | None
+    looked_up: float
     tokens_per_s: float
     seconds: float
     draft_versions: dict[str, int]
 
+    def taus(self) -> str:
+        """Return τ in words, and what of it is the draft model's."""
+        if self.tau is None:
+            return "τ none"
+        head, lookup = self.tau - 1 - self.looked_up, self.looked_up
+        return f"τ {self.tau:.3f}: 1 + {head:.3f} by the draft + {lookup:.3f} by look-up, tokens a step"
 
-def choose_requests(recipe: Recipe, domain: str, num_requests: int) -> list[Prompt]:
-    """Return the first of a domain's requests, 0 for all; ValueError if the recipe has no such domain, or fewer."""
+
+def sent_before(home: Path) -> set[str]:
+    """Return the ids of the prompts that `send_traffic` was answered."""
+    file = home / SENT
+    return set(file.read_text().split()) if file.is_file() else set()
+
+
+def choose_requests(recipe: Recipe, domain: str, num_requests: int, sent: Collection[str]) -> list[Prompt]:
+    """Return requests of a domain that are not among those sent: so many, or for 0 as many as the recipe has.
+
+    They are the recipe's own first, then others of the same groups. ValueError if the recipe has no such domain, or
+    fewer are left; for 0, if none is.
+    """
     if domain not in recipe.traffic:
         raise ValueError(f'recipe {recipe.name} has no domain "{domain}"; there are: {", ".join(recipe.traffic)}')
-    prompts = choose_prompts(domain, recipe.traffic[domain], recipe.seed)["requests"]
-    if num_requests > len(prompts):
-        raise ValueError(f'recipe {recipe.name} has {len(prompts)} requests of domain "{domain}", got {num_requests}')
-    return prompts[: num_requests or None]
+    table = recipe.traffic[domain]
+    fresh = [prompt for prompt in choose_more(domain, table, recipe.seed, "requests") if prompt.id not in sent]
+    if len(fresh) < max(num_requests, 1):
+        which, otherwise = (" that were not sent before", "; --repeat sends the others again") if sent else ("", "")
+        has = f'recipe {recipe.name} has {len(fresh)} requests of domain "{domain}"{which}'
+        raise ValueError(f"{has}, wanted {num_requests or table.num_requests}{otherwise}")
+    return fresh[: num_requests or table.num_requests]
 
 
 @task
@@ -47,12 +76,23 @@ def send_traffic(
     traffic: Mapping[str, Traffic],
     max_tokens: int,
     concurrency: int,
-    on_answer: Callable[[Answer], None] | None = None,
+    home: Path,
+    on_answer: Callable[[Answer], None],
 ) -> TrafficReport:
-    """Send prompts, so many at once, and return how they were answered; `on_answer` is called as each ends."""
+    """Send prompts, so many at once, and return how they were answered; `on_answer` is called as each ends.
+
+    The home remembers those that were answered.
+    """
     started_s = time.monotonic()
     chats = as_chats(prompts, traffic)
-    answers = asyncio.run(client.send(chats, concurrency=concurrency, max_tokens=max_tokens, on_answer=on_answer))
+    with (home / SENT).open("a") as sent:
+
+        def tell(answer: Answer) -> None:
+            if answer.status == "ok":
+                sent.write(f"{answer.prompt_id}\n")
+            on_answer(answer)
+
+        answers = asyncio.run(client.send(chats, concurrency=concurrency, max_tokens=max_tokens, on_answer=tell))
     return summarise(answers, time.monotonic() - started_s)
 
 
@@ -66,6 +106,7 @@ def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
         num_ok=len(ok),
         failures=dict(Counter(answer.status for answer in answers if answer.status != "ok")),
         tau=1 + accepted / steps if steps else None,
+        looked_up=sum(answer.num_looked_up for answer in ok) / max(steps, 1),
         tokens_per_s=sum(answer.num_tokens for answer in ok) / max(seconds, 1e-9),
         seconds=seconds,
         draft_versions=dict(Counter(answer.draft_version for answer in ok if answer.draft_version is not None)),

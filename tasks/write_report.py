@@ -8,7 +8,7 @@ from statistics import median
 
 from infra.files import write_atomic
 from infra.machine import git_commit
-from infra.overview import overview
+from infra.overview import REPORT, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
@@ -31,7 +31,7 @@ def write_report(settings: Settings, output: Path | None = None) -> Path:
         ValueError: the file can't be written there, or the service answers something else.
         ConnectionError: the registry can't be asked.
     """
-    file = output or settings.home / "report.html"
+    file = output or settings.home / REPORT
     write_atomic(file, page(collect(settings)))
     return file
 
@@ -44,7 +44,6 @@ def collect(settings: Settings) -> Findings:
     rows = QueryLog(settings.querylog).latest(MAX_ROWS)
     return Findings(
         state=overview(settings),
-        target=registry.champion("target"),
         drafts=drafts,
         gates={number: GateReport.model_validate_json(text) for number, text in gates.items() if text is not None},
         acceptance=_acceptance(from_log(rows)),

@@ -15,7 +15,11 @@ MAX_LATE = 64
 
 
 class Served(NamedTuple):
-    """One request whose answer was drafted; `number` is its place among them, such as its row in the log."""
+    """One request whose answer was drafted.
+
+    `number` is its place among them, such as its row in the log; `time_ms` is when it was answered, None where that was
+    not kept.
+    """
 
     number: int
     draft: int
@@ -23,11 +27,18 @@ class Served(NamedTuple):
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     per_token_ms: float | None
+    time_ms: int | None = None
+
+    @property
+    def at(self) -> float:
+        """Its place on a chart's axis."""
+        return float(self.number if self.time_ms is None else self.time_ms)
 
 
 class Swap(NamedTuple):
     number: int
     draft: int
+    at: float
 
 
 class Group(Frozen):
@@ -49,7 +60,7 @@ class Acceptance(NamedTuple):
 def from_log(rows: Iterable[QueryRow]) -> list[Served]:
     """Keep the rows that say what was accepted of the draft alone; their order stays."""
     return [
-        Served(row.seq, row.draft_version, row.domain, *steps, row.per_token_ms)
+        Served(row.seq, row.draft_version, row.domain, *steps, row.per_token_ms, row.time_ms)
         for row in rows
         if row.speculating
         and row.drafting == "head"
@@ -91,14 +102,14 @@ def swaps(served: Sequence[Served]) -> list[Swap]:
         following = served[index + 1 : index + 1 + MAX_LATE]
         if request.draft in seen and any(later.draft == current for later in following):
             continue
-        found.append(Swap(request.number, request.draft))
+        found.append(Swap(request.number, request.draft, request.at))
         seen.add(request.draft)
         current = request.draft
     return found
 
 
 def curves(served: Sequence[Served], window: int) -> dict[str, list[list[Point]]]:
-    """Return the running τ of each domain, one curve of (number, τ) each time that a draft served.
+    """Return the running τ of each domain, one curve of (place, τ) each time that a draft served.
 
     A mean over requests of two drafts would draw a swap as a slope. A curve starts at a quarter of its `window` of
     requests, because the first few scatter so much that they would look like an effect of the swap.
@@ -132,5 +143,5 @@ def _running(requests: Sequence[Served], window: int) -> list[Point]:
             accepted -= sum(gone)
             steps -= len(gone)
         if index + 1 >= window // 4 or index + 1 == len(requests):
-            points.append((float(request.number), 1 + accepted / steps))
+            points.append((request.at, 1 + accepted / steps))
     return points

@@ -1,11 +1,13 @@
 """Charts as SVG, inline in a page that loads nothing, or as files: colours and fonts come from charts.css.
 
+They are as wide as a phone, and names stand above what they name, so that no text is cut off or too small to read.
 Colour is never the only sign: series differ in their dashes too. Each chart carries a title and a description for who
 can't see it; the page has the same figures as a table beside it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +15,15 @@ from markupsafe import Markup
 
 from models.types import Estimate
 
-WIDTH, NAME_WIDTH = 720, 132
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
-MIDDLE = (NAME_WIDTH + WIDTH - RIGHT) / 2
-ROW_HEIGHT, BAR_HEIGHT, PLOT_HEIGHT = 30, 14, 332
-LEGEND_GAP, MIN_LABEL_GAP, LETTER_WIDTH = 46, 64, 7.0
+WIDTH = 400
+LEFT, RIGHT, TOP, BOTTOM = 40, 16, 28, 46
+EDGE = 12  # where a chart begins whose names stand above their rows
+MIDDLE = (EDGE + WIDTH - RIGHT) / 2
+ROW_HEIGHT, BAR_HEIGHT, PLOT_HEIGHT = 42, 14, 248
+LEGEND_GAP, LEGEND_HEIGHT, MIN_LABEL_GAP, LETTER_WIDTH = 16, 18, 64, 7.0
+DAY_S = 86400
+# Between two ticks of a time axis, in seconds; beyond them it is whole days.
+TIME_STEPS_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, DAY_S)
 MAX_SERIES = 6  # as many colours as the style sheet has
 MAX_POINTS = 400
 TAU = "τ, mean accepted length"
@@ -41,6 +47,15 @@ class Axis(NamedTuple):
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [step * number for number in range(first, last + 1)]
 
+    def times(self) -> list[tuple[float, str]]:
+        """Return ticks of an axis of ms since 1970, at round times of UTC, and how each is shown."""
+        span_s = (self.high - self.low) / 1000
+        step_s = next((step for step in TIME_STEPS_S if 5 * step >= span_s), DAY_S * math.ceil(span_s / 5 / DAY_S))
+        form = "%H:%M:%S" if step_s < 60 else "%H:%M" if span_s < DAY_S else "%a %H:%M" if step_s < DAY_S else "%d %b"
+        first, last = math.ceil(self.low / 1000 / step_s), math.floor(self.high / 1000 / step_s)
+        seconds = [step_s * number for number in range(first, last + 1)]
+        return [(1000.0 * at, datetime.fromtimestamp(at, UTC).strftime(form)) for at in seconds]
+
 
 def line_chart(
     key: str,
@@ -50,20 +65,25 @@ def line_chart(
     marks: Sequence[tuple[float, str]],
     labels: tuple[str, str],
     base: float,
+    over_time: bool = False,
 ) -> Markup:
-    """Draw curves over numbered requests, at most MAX_SERIES of them by name, each in parts, and `marks` upright by x.
+    """Draw curves over numbers, at most MAX_SERIES of them by name, each in parts, and `marks` upright by x.
 
-    No y is below `base`, where the upright axis starts. ValueError without a point, or with too many names.
+    No y is below `base`, where the upright axis starts; with `over_time` each x is a time in ms since 1970. ValueError
+    without a point, or with too many names.
     """
     points = [point for parts in curves.values() for part in parts for point in part]
     if not points or len(curves) > MAX_SERIES:
         raise ValueError(f"wanted points of 1 to {MAX_SERIES} names, got {len(points)} points of {len(curves)}")
     xs, top = [x for x, _ in points], max(y for _, y in points)
-    x_axis = Axis(min(xs), max(*xs, min(xs) + 1), LEFT, WIDTH - RIGHT)
-    y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), PLOT_HEIGHT - BOTTOM, TOP + 28)
-    drawn = [_legend(list(curves), "line"), _upright_grid(y_axis), _level_grid(x_axis, y_axis.start, y_axis.start)]
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, PLOT_HEIGHT - 6, labels[0], "middle", "axis"))
-    drawn.append(_text(4, TOP + 6, labels[1], "start", "axis"))
+    legend, below = _legend(list(curves), "line")
+    height = below + PLOT_HEIGHT
+    x_axis = Axis(min(xs), max(*xs, min(xs) + (1000 if over_time else 1)), LEFT, WIDTH - RIGHT)
+    y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), height - BOTTOM, below + 36)
+    grid = _level_grid(x_axis, y_axis.start, y_axis.start, x_axis.times() if over_time else None)
+    drawn = [legend, _upright_grid(y_axis), grid]
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, labels[0], "middle", "axis"))
+    drawn.append(_text(4, below + 12, labels[1], "start", "axis"))
     labelled = -math.inf
     for x, label in marks:
         at = x_axis.at(x)
@@ -73,7 +93,7 @@ def line_chart(
             labelled = at
     for index, parts in enumerate(curves.values()):
         drawn += [_path(part, x_axis, y_axis, index) for part in parts]
-    return _figure(key, title, description, PLOT_HEIGHT, drawn)
+    return _figure(key, title, description, height, drawn)
 
 
 def interval_chart(
@@ -84,7 +104,7 @@ def interval_chart(
         raise ValueError("wanted at least one row, got none")
     values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
     room = 0.06 * max(max(values) - min(values), 1e-6)
-    x_axis = Axis(min(values) - room, max(values) + room, NAME_WIDTH, WIDTH - RIGHT)
+    x_axis = Axis(min(values) - room, max(values) + room, EDGE, WIDTH - RIGHT)
     bottom = TOP + ROW_HEIGHT * len(rows)
     drawn = [_level_grid(x_axis, TOP, bottom), _text(MIDDLE, bottom + BOTTOM - 6, label, "middle", "axis")]
     for value, name in lines:
@@ -92,8 +112,8 @@ def interval_chart(
         drawn.append(_line(at, TOP, at, bottom, "limit" if name else "zero"))
         drawn.append(_beside(at, TOP - 8, name))
     for number, (name, one) in enumerate(rows.items()):
-        y = TOP + ROW_HEIGHT * (number + 0.5)
-        drawn.append(_text(NAME_WIDTH - 10, y + 4, _shortened(name, NAME_WIDTH - 10), "end", "name"))
+        y = TOP + ROW_HEIGHT * (number + 0.7)
+        drawn.append(_text(EDGE, y - 10, name, "start", "name"))
         low, high = x_axis.at(one.low), x_axis.at(one.high)
         drawn += [_line(low, y, high, y, "s0 bar"), *(_line(end, y - 5, end, y + 5, "s0 bar") for end in (low, high))]
         drawn.append(Markup('<circle class="s0 dot" cx="{}" cy="{}" r="4.5"/>').format(x_axis.at(one.value), y))
@@ -106,19 +126,19 @@ def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping
     if largest <= 0:
         raise ValueError(f"wanted a value above 0, the largest is {largest}")
     series = list(next(iter(rows.values())))
-    x_axis = Axis(0, 1.12 * largest, NAME_WIDTH, WIDTH - RIGHT)
-    row_height = len(series) * (BAR_HEIGHT + 3) + 12
-    bottom = TOP + row_height * len(rows)
-    drawn = [_legend(series, "box"), _level_grid(x_axis, TOP, bottom)]
+    x_axis = Axis(0, 1.15 * largest, EDGE, WIDTH - RIGHT)
+    row_height = len(series) * (BAR_HEIGHT + 3) + 28
+    legend, top = _legend(series, "box")
+    bottom = top + row_height * len(rows)
+    drawn = [legend, _level_grid(x_axis, top, bottom)]
     drawn.append(_text(MIDDLE, bottom + BOTTOM - 6, label, "middle", "axis"))
     for number, (name, bars) in enumerate(rows.items()):
-        top = TOP + row_height * number + 7
-        middle = top + len(series) * (BAR_HEIGHT + 3) / 2 + 3
-        drawn.append(_text(NAME_WIDTH - 10, middle, _shortened(name, NAME_WIDTH - 10), "end", "name"))
+        first = top + row_height * number + 22
+        drawn.append(_text(EDGE, first - 6, name, "start", "name"))
         for index, value in enumerate(bars.values()):
-            y, end = top + index * (BAR_HEIGHT + 3), x_axis.at(value)
+            y, end = first + index * (BAR_HEIGHT + 3), x_axis.at(value)
             box = Markup('<rect class="s{} fill" x="{}" y="{}" width="{:.1f}" height="{}" rx="2"/>')
-            drawn.append(box.format(index, NAME_WIDTH, y, end - NAME_WIDTH, BAR_HEIGHT))
+            drawn.append(box.format(index, EDGE, y, end - EDGE, BAR_HEIGHT))
             drawn.append(_text(end + 6, y + BAR_HEIGHT - 3, f"{value:.1f}", "start", "name"))
     return _figure(key, title, description, bottom + BOTTOM, drawn)
 
@@ -179,27 +199,34 @@ def _upright_grid(axis: Axis) -> Markup:
     return Markup("").join(drawn)
 
 
-def _level_grid(axis: Axis, top: float, bottom: float) -> Markup:
-    ticks = [(axis.at(value), f"{round(value, 9):g}") for value in axis.ticks()]
-    drawn = (_line(x, top, x, bottom + 4, "grid") + _text(x, bottom + 19, tick, "middle", "tick") for x, tick in ticks)
+def _level_grid(axis: Axis, top: float, bottom: float, shown: Sequence[tuple[float, str]] | None = None) -> Markup:
+    """Draw upright lines at ticks, by default at round numbers."""
+    numbers = [(value, f"{round(value, 9):g}") for value in axis.ticks()] if shown is None else shown
+    ticks = [(axis.at(value), tick) for value, tick in numbers]
+    halves = [len(tick) * LETTER_WIDTH / 2 for _, tick in ticks]
+    drawn = (
+        _line(x, top, x, bottom + 4, "grid")
+        + _text(min(max(x, half), WIDTH - half), bottom + 19, tick, "middle", "tick")  # whole at the chart's edges too
+        for (x, tick), half in zip(ticks, halves, strict=True)
+    )
     return Markup("").join(drawn)
 
 
-def _legend(names: Sequence[str], shape: str) -> Markup:
-    drawn, x = [], float(WIDTH - RIGHT)
-    room = min(NAME_WIDTH, x / len(names) - LEGEND_GAP)
-    for index, name in reversed(list(enumerate(names))):
-        shown = _shortened(name, room)
-        x -= len(shown) * LETTER_WIDTH
-        drawn.append(_text(x, 14, shown, "start", "name"))
-        x -= 30
+def _legend(names: Sequence[str], shape: str) -> tuple[Markup, float]:
+    """Draw names side by side, in as many lines as they take; returns also where the next thing may be drawn."""
+    drawn, x, y = [], float(EDGE), 14.0
+    for index, name in enumerate(names):
+        width = 30 + len(name) * LETTER_WIDTH
+        if x > EDGE and x + width > WIDTH - RIGHT:
+            x, y = float(EDGE), y + LEGEND_HEIGHT
         if shape == "line":
-            drawn.append(_line(x, 10, x + 24, 10, f"s{index} curve"))
+            drawn.append(_line(x, y - 4, x + 24, y - 4, f"s{index} curve"))
         else:
-            box = Markup('<rect class="s{} fill" x="{:g}" y="4" width="22" height="12" rx="2"/>')
-            drawn.append(box.format(index, x))
-        x -= LEGEND_GAP - 30
-    return Markup("").join(drawn)
+            box = Markup('<rect class="s{} fill" x="{:g}" y="{:g}" width="22" height="12" rx="2"/>')
+            drawn.append(box.format(index, x, y - 10))
+        drawn.append(_text(x + 30, y, name, "start", "name"))
+        x += width + LEGEND_GAP
+    return Markup("").join(drawn), y + 10
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis, index: int) -> Markup:
@@ -223,8 +250,3 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str) -> Markup:
 def _beside(x: float, y: float, text: str) -> Markup:
     fits = x + len(text) * LETTER_WIDTH <= WIDTH - RIGHT
     return _text(x, y, text, "start" if fits else "end", "name")
-
-
-def _shortened(name: str, width: float) -> str:
-    most = int(width / LETTER_WIDTH)
-    return name if len(name) <= most else f"{name[: most - 1]}…"

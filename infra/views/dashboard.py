@@ -7,6 +7,7 @@ from infra.status import ServiceStatus
 from infra.views import MEANING, shown
 from infra.views.charts import bar_chart
 from infra.views.page import Card, Figure, Table, render
+from models.types import MIN_STEPS
 
 TEMPLATE = "dashboard.html"
 RELOAD_S = 5
@@ -22,6 +23,7 @@ def dashboard(status: ServiceStatus, now: datetime) -> str:
         uptime=str(timedelta(seconds=round(status.uptime_s))),
         seen=now.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"),
         meaning=MEANING,
+        min_steps=MIN_STEPS,
         shown_cards=_cards(status),
         serving=Table("What serves, and why", ("what", "now"), told_of(status)),
         speed=_speed(status),
@@ -36,7 +38,7 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
         ("draft in the engine", f"version {status.draft_version}" if status.draft_version else "none"),
         ("speculation", "on" if status.speculating else f"off: {_why_off(status)}"),
         ("requests answered", _listed(status.requests, "with status") or "none yet"),
-        *((f"speed, {domain}", speed.told()) for domain, speed in status.speed.items()),
+        *((f"verdict, {domain}", verdict) for domain, verdict in verdicts(status).items()),
         ("swaps of the draft", f"{status.swaps} since its start"),
         ("canary prompts", status.fault or "found nothing"),
         ("background tasks", ", ".join(f"{name} failed" for name in status.failed_tasks) or "run"),
@@ -44,6 +46,16 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
         ("drafts it refused", _reasons(status.refused) or "none"),
         ("drafts to be retried", _reasons(status.postponed) or "none"),
     ]
+
+
+def verdicts(status: ServiceStatus) -> dict[str, str]:
+    """Return domain to what speculation gives it, in words; nothing where it is off or steps are not planned."""
+    if not status.speculating or status.unplanned is not None:
+        return {}
+    untold = f"too few steps to tell what speculation gives; it takes {MIN_STEPS}"
+    found = {domain: f"{domain}: {untold}" for domain in status.acceptance}
+    found |= {domain: f"speculation {speed.verdict(domain)}" for domain, speed in status.speed.items()}
+    return dict(sorted(found.items()))
 
 
 def _cards(status: ServiceStatus) -> list[Card]:

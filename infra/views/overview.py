@@ -6,20 +6,27 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
-from infra.overview import QUARANTINED, Overview
+from infra.overview import QUARANTINED, Gated, Overview
 from infra.post_promotion import RUNNING, PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import SIZE
+from infra.service_process import ATTACH, SERVICE, START_TIMEOUT_S
 from infra.status import RunningService
-from infra.triggerfile import now_ms, since
+from infra.triggerfile import duration, now_ms, since
+from infra.views.dashboard import verdicts
+from infra.views.gate import headline
 from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:
     out.print(_drafts(seen) if seen.drafts else "no drafts yet; run: redraft build")
+    if seen.target:
+        out.print(f"target: {seen.target}", soft_wrap=True, markup=False)
     if (last := seen.last_refresh) is not None:
         told = "; ".join(filter(None, (last.returns, last.reasons)))
         out.print(f"last refresh: draft {last.version}, {last.verdict}{f': {told}' if told else ''}", markup=False)
+    if seen.last_gate is not None:
+        out.print(f"last gate: {last_gate(seen.last_gate)}", soft_wrap=True, markup=False)
     for draft in seen.drafts:
         if draft.verdict == QUARANTINED:
             out.print(f"draft {draft.version} is quarantined: {draft.reasons}", markup=False)
@@ -39,7 +46,10 @@ def show_overview(seen: Overview, out: Console) -> None:
         told = f"regression sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {small}"
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
-    _show_service(seen.service, out)
+    if seen.service is not None:
+        _show_service(seen.service, out)
+    elif all(program.name != ATTACH for program in seen.programs):
+        out.print(f"service: {absent(seen)}", soft_wrap=True)
     for row in seen.attached:
         told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
         out.print(told, soft_wrap=True, markup=False)
@@ -49,6 +59,10 @@ def show_overview(seen: Overview, out: Console) -> None:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
         state = "down, restarts soon" if program.state == "down" else program.state
         out.print(f"{program.name}: {state}{restarts} {program.url}".rstrip(), soft_wrap=True)
+    for name, link in seen.links.items():
+        out.print(f"{name}: {link}", soft_wrap=True, markup=False)
+    if "report" not in seen.links:
+        out.print("report: none yet; run: redraft report")
 
 
 def _drafts(seen: Overview) -> Table:
@@ -85,10 +99,22 @@ def _progress(test: PostPromotionTest) -> str:
     return f"draft {test.draft} {test.outcome}{how_far}: {test.told()}"
 
 
-def _show_service(service: RunningService | None, out: Console) -> None:
-    if service is None:
-        out.print("service: not running")
-        return
+def last_gate(gated: Gated) -> str:
+    return f"draft {gated.draft}. {headline(gated.report)}"
+
+
+def absent(seen: Overview) -> str:
+    """Return in words why no service answers."""
+    if (since_ms := seen.service_since_ms) is None:
+        is_up = any(program.name == SERVICE and program.pid for program in seen.programs)
+        return "starting" if is_up else "not running; start it with redraft serve or redraft up"
+    passed_s = (now_ms() - since_ms) / 1000
+    if passed_s < START_TIMEOUT_S:
+        return f"starting, {passed_s:.0f} s"
+    return f"does not answer, {duration(passed_s)} after its start; see: redraft logs service"
+
+
+def _show_service(service: RunningService, out: Console) -> None:
     draft = f"draft {service.draft_version}" if service.draft_version else "no draft"
     speculation = "on" if service.speculating else f"off ({service.fallback or 'switched off by an operator'})"
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
@@ -98,8 +124,8 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     if service.speculating and (plan := service.throughput) is not None and plan.plain_tokens_per_s:
         gain = plan.tokens_per_s / plan.plain_tokens_per_s
         out.print(f"  drafts {plan.num_draft_tokens} tokens a step ({plan.why}): {gain:.2f}× the tokens without drafts")
-    for domain, speed in service.speed.items():
-        out.print(f"  {domain}: {speed.told()}", markup=False)
+    for verdict in verdicts(service).values():
+        out.print(f"  {verdict}", markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
     tasks = service.failed_tasks.items()

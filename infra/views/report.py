@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from markupsafe import Markup
+
 from infra.overview import Overview
 from infra.querylog import LogStats
 from infra.supervisor import ProcessRecord
@@ -15,7 +17,7 @@ from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
 from infra.views.gate import change_chart, evidence_table, explain, thresholds
-from infra.views.overview import taus_in_words
+from infra.views.overview import absent, last_gate, taus_in_words
 from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
@@ -70,7 +72,6 @@ class Findings:
     """
 
     state: Overview
-    target: Version | None
     drafts: Sequence[Version]
     gates: Mapping[int, GateReport]
     acceptance: Acceptance
@@ -91,7 +92,7 @@ def page(found: Findings) -> str:
         acceptance=_acceptance("log", found.acceptance),
         num_served=len(found.acceptance.served),
         num_rows=found.num_rows,
-        takeovers=[f"draft {swap.draft} took over at request {swap.number}" for swap in swaps(found.acceptance.served)],
+        takeovers=[f"{swap.draft} took over at {_at(swap.at)} UTC" for swap in swaps(found.acceptance.served)],
         meaning=MEANING,
         demonstrations=[_demonstration(index, demo) for index, demo in enumerate(found.demonstrations)],
         versions=_versions(found),
@@ -108,7 +109,7 @@ def _cards(found: Findings) -> list[Card]:
     number, note = "none", "nothing built yet"
     if champion is not None:
         number, note = str(champion.version), f"τ {taus_in_words(champion.tau) or NONE}"
-    serves, speculates = "not running", ""
+    serves, speculates = absent(found.state).partition(";")[0], ""
     if service is not None:
         serves = f"draft {service.draft_version or 'none'}"
         speculates = "speculating" if service.speculating else "speculation is off"
@@ -121,17 +122,20 @@ def _cards(found: Findings) -> list[Card]:
 
 
 def _serving(found: Findings) -> Table:
-    target, champion, service = found.target, found.state.champion, found.state.service
+    state, champion, service = found.state, found.state.champion, found.state.service
     none = "none yet; run: redraft build"
     rows = [
-        ("target", none if target is None else f"{target.target.name}, version {target.number}"),
+        ("target", state.target or none),
         ("champion draft", none if champion is None else f"version {champion.version}"),
-        ("the loop", f"waits for {found.state.waiting.words}"),
+        ("last gate", "none yet" if state.last_gate is None else last_gate(state.last_gate)),
+        ("the loop", f"waits for {state.waiting.words}"),
     ]
     if service is None:
-        rows.append(("service", "not running; start it with redraft serve or redraft up"))
+        rows.append(("service", absent(state)))
     else:
         rows += [("service", f"answers on {service.url}/v1"), *told_of(service)]
+    pages = {name: link for name, link in state.links.items() if name != "report"}
+    rows += [(name, Markup('<a href="{0}">{0}</a>').format(link)) for name, link in pages.items()]
     return Table("What should serve, and what does", ("what", "now"), rows)
 
 
@@ -148,16 +152,20 @@ def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None
     for group in groups:
         sizes[group.domain] += group.num_requests
     largest = sorted(domain for domain, _ in sizes.most_common(MAX_SERIES))
-    drawn, takeovers = curves(served, WINDOW), swaps(served)
+    drawn, takeovers, over_time = curves(served, WINDOW), swaps(served), served[0].time_ms is not None
     chart = line_chart(
         f"acceptance-{key}",
         "τ over the served requests",
         f"A running τ for each of the domains {', '.join(largest)} over {len(served)} requests, with "
         f"{len(takeovers)} swaps of the draft marked. The table has the figures.",
         {domain: drawn[domain] for domain in largest},
-        [(swap.number, f"draft {swap.draft}") for swap in takeovers],
-        ("request", f"τ, tokens a step, mean of {WINDOW} requests"),
+        [(swap.at, f"draft {swap.draft}") for swap in takeovers],
+        (
+            f"{_at(served[0].at)} to {_at(served[-1].at)} UTC" if over_time else "request",
+            f"τ, tokens a step, mean of {WINDOW} requests",
+        ),
         1.0,
+        over_time,
     )
     caption = (
         f"Running mean of {WINDOW} requests of one domain and one draft, from the {WINDOW // 4}th on. "
@@ -213,7 +221,7 @@ def _versions(found: Findings) -> Table:
         (
             str(version.number),
             _status(version, draft.champion),
-            _when(datetime.fromtimestamp(version.created_ms / 1000, UTC)),
+            _at(version.created_ms),
             draft.parent or NONE,
             draft.rows or draft.returns or NONE,
             version.lineage.gate or "none",
@@ -280,6 +288,10 @@ def _log(log: LogStats) -> Table:
 
 def _parsed(dumped: Mapping[str, float] | None, form: str) -> str:
     return NONE if dumped is None else Estimate(**dumped).text(form)
+
+
+def _at(time_ms: float) -> str:
+    return _when(datetime.fromtimestamp(time_ms / 1000, UTC))
 
 
 def _when(moment: datetime) -> str:

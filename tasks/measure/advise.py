@@ -4,13 +4,17 @@ Each way answers a sample of the traffic once, in the reference engine, with as 
 fewer would give follows from that and from what rows of the target take here (`models.core.throughput.expected`), or in
 a table of another machine, where nothing is timed. The best are measured in turns with plain decoding. One stream,
 greedily; speeds are of decoding alone.
+
+Domain by domain in turn, all ways answer a prompt before the next one is asked. So at any time it can end with what it
+knows, and each answer is kept for a run that goes on.
 """
 
 import asyncio
+import json
+import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +23,7 @@ import torch
 from transformers import AutoTokenizer
 
 from infra.machine import describe_machine
-from infra.views.results import Grid, Report, interval
+from infra.views.results import Grid, Report, interval, out
 from models.chats import ChatEncoder
 from models.core.evaluation.latency import Decoded, compare_speed
 from models.core.layers.decoder import Cache
@@ -36,6 +40,8 @@ from models.core.throughput.expected import (
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
 from models.params import BaseParams
+from models.sources import digest
+from tasks.measure.cells import Cells
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
 from tasks.measure.run import Bar, Run
@@ -46,6 +52,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
 REPEATS = 9
 NUM_MEASURED = 3
+SEEING = 0.6  # of the time, at most; the rest is to measure
 TREE_SIZES = (4, 8, 16)
 ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are
 UNSURE = {"num_draft_tokens": ENDED, "lengths": {"name": "confidence"}}
@@ -53,33 +60,35 @@ UNSURE = {"num_draft_tokens": ENDED, "lengths": {"name": "confidence"}}
 Row = dict[str, Any]
 
 
-def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None) -> Report:
-    """See, expect, measure and advise.
+def measure(
+    run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None, limit_minutes: float = 0.0
+) -> Report:
+    """See, expect, measure and advise, within a limit, 0 for none; a run that goes on has as long again.
 
     Questions are those of a file or the recipe's held-out prompts, times those of a file or this machine's. ValueError
     if a file is wrong, nothing was built, or no prompt fits the context.
     """
+    limit_s, started_s = 60 * limit_minutes or math.inf, time.monotonic()
+    if limit_minutes:
+        out.print(f"ends in {limit_minutes:g} minutes with what it knows then; the same command goes on from there")
     brought = None if costs is None else read_costs(Path(costs))
     run.served()
     target, ways = open_target(run), ways_of(run.recipe.num_draft_tokens)
     prompts = _prompts(run, data, per_domain, target, max_tokens)
     with run.bar("see what is accepted", (1 + len(ways)) * len(prompts)) as bar:
-        rows = run.cells.keep("seen", lambda: _see(target, ways, prompts, max_tokens, bar))
-    found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, rows[PLAIN], prompts)))
+        answers = _see(target, ways, prompts, max_tokens, run.cells, started_s + SEEING * limit_s, bar)
+    plain, seen = answers.pop(PLAIN), {name: _seen(of_way, is_cut(ways[name])) for name, of_way in answers.items()}
+    ends_s = started_s + limit_s
+    found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, plain, prompts, ends_s)))
     (run.folder / "costs.json").write_text(found.model_dump_json(indent=2) + "\n")
-    seen = {
-        name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
-        for name, way in ways.items()
-    }
     options = ranked(seen, SIZES, found)
     measured: dict[str, Row] = {}
     if brought is None:
         best = {option.way: sized(ways[option.way], option) for option in options[:NUM_MEASURED]}
-        with run.bar("measure the best", (1 + len(best)) * len(prompts)) as bar:
-            measured = run.cells.keep(
-                "measured", lambda: _measure(target, best, prompts, max_tokens, run.recipe.seed, bar)
-            )
-    return make_report(run.recipe.name, options, seen, ways, found, measured)
+        with run.bar("measure the best", len(prompts)) as bar:
+            measured = _measure(target, best, prompts, max_tokens, run.recipe.seed, run.cells, ends_s, bar)
+    report = make_report(run.recipe.name, options, seen, ways, found, measured)
+    return report.model_copy(update={"notes": [*report.notes, *_left(len(plain), len(prompts), measured, ways, seen)]})
 
 
 def ways_of(served_k: int) -> dict[str, Configuration]:
@@ -108,13 +117,14 @@ def sized(way: Configuration, option: Option) -> Configuration:
 
 
 def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_tokens: int) -> list[list[int]]:
-    """Return the token ids of what is asked, as far as it fits the context."""
+    """Return the token ids of what is asked, the domains in turn, as far as it fits the context."""
     encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target.directory))
     if data is None:
-        asked = [prompt.encode(encoder) for prompt in run.prompts("held_out", per_domain)]
+        domains = [[prompt.encode(encoder) for prompt in of] for of in run.by_domain("held_out", per_domain).values()]
     else:
-        questions = chain.from_iterable(read_questions(Path(data), per_domain).values())
-        asked = [encoder.encode(chat_before(one, one.turns[0], {})) for one in questions]
+        questions = read_questions(Path(data), per_domain).values()
+        domains = [[encoder.encode(chat_before(one, one.turns[0], {})) for one in of] for of in questions]
+    asked = [prompt for prompt in chain.from_iterable(zip_longest(*domains)) if prompt is not None]
     fitting = [prompt for prompt in asked if len(prompt) + max_tokens <= target.shared["max_model_len"]]
     if not fitting:
         raise ValueError(f"none of the {len(asked)} prompts fits the context; raise [engine] max_model_len")
@@ -122,51 +132,81 @@ def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_to
 
 
 def _see(
-    target: Target, ways: Mapping[str, Configuration], prompts: Sequence[list[int]], max_tokens: int, bar: Bar
-) -> dict[str, Row]:
-    """Return what plain decoding took, and the steps of each way with what drafting took."""
-    _, _, decoded = _steps(target.engine(None), prompts, max_tokens, bar)
-    rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
-    for name, way in ways.items():
-        steps, draft_ms, _ = _steps(target.engine(way), prompts, max_tokens, bar)
-        drafting = DraftingCost(fmean(draft_ms) if draft_ms else 0.0)
-        if is_cut(way):
-            longest, whole_ms = _of_longest(steps, draft_ms)
-            drafting = DraftingCost(whole_ms)
-            if longest > 1:
-                one = target.engine(sized(way, Option(name, 1, 0.0)))
-                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None)[:2])
-                drafting = DraftingCost(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
-        rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
-    return rows
+    target: Target,
+    ways: Mapping[str, Configuration],
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    cells: Cells,
+    ends_s: float,
+    bar: Bar,
+) -> dict[str, list[Row]]:
+    """Return what plain decoding and each way did, answer by answer, of the prompts that all of them were asked.
+
+    If time is over before all were asked the first one, the others are left out; plain decoding and one way never are.
+    A way that remembers earlier answers begins without them where a run goes on.
+    """
+    found: dict[str, list[Row]] = {name: [] for name in (PLAIN, *ways)}
+    engines: dict[str, TorchEngine] = {}
+
+    def answer(name: str, prompt: list[int], is_first: bool) -> Row:
+        way = ways.get(name)
+        if name not in engines:
+            engines[name] = _warm(target, way, prompts[0])
+        row = _answer_steps(engines[name], prompt, max_tokens)
+        if is_first and way is not None and is_cut(way):
+            one = _answer_steps(_warm(target, sized(way, Option(name, 1, 0.0)), prompt), prompt, max_tokens)
+            row["first_ms"] = _of_longest([one])[1]
+        return row
+
+    for (number, prompt), (place, name) in product(enumerate(prompts), enumerate(found)):
+        cell, enough = f"seen-{number}-{place}", sum(map(bool, found.values())) > 1
+        if enough and not cells.has(cell) and time.monotonic() > ends_s:
+            break
+        found[name].append(cells.keep(cell, lambda: answer(name, prompt, not number)))  # noqa: B023 - called at once
+        bar.advance()
+    num_whole = max(1, min(map(len, found.values())))
+    return {name: rows[:num_whole] for name, rows in found.items() if rows}
 
 
-def _steps(
-    engine: TorchEngine, prompts: Sequence[list[int]], max_tokens: int, bar: Bar | None
-) -> tuple[list[Step], list[float], list[Decoded]]:
-    """Return the steps of all answers, the ms that drafting took in each, and what decoding took by answer."""
+def _warm(target: Target, way: Configuration | None, prompt: list[int]) -> TorchEngine:
+    engine = target.engine(way)
+    _answer(engine, prompt, WARM_TOKENS)
+    return engine
+
+
+def _answer_steps(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Row:
+    """Return the steps of an answer, the ms that drafting took in each, and what decoding took."""
     draft_ms: list[float] = []
-    answers: list[Completion] = []
-    _answer(engine, prompts[0], WARM_TOKENS)
     engine.on_step = lambda took: draft_ms.append(1000 * took.draft_s)
-    for prompt in prompts:
-        answers.append(_answer(engine, prompt, max_tokens))
-        if bar is not None:
-            bar.advance()
-    steps = [step for answer in answers for step in map(Step, answer.drafted, answer.accepted)]
-    return steps, draft_ms, list(map(_decoded, answers))
+    answer = _answer(engine, prompt, max_tokens)
+    steps = [list(step) for step in zip(answer.drafted, answer.accepted, strict=True)]
+    return {"steps": steps, "draft_ms": draft_ms, "decoded": list(_decoded(answer))}
 
 
-def _of_longest(steps: Sequence[Step], draft_ms: Sequence[float]) -> tuple[int, float]:
+def _seen(rows: Sequence[Row], cut: bool) -> Seen:
+    steps = [Step(*step) for row in rows for step in row["steps"]]
+    if not cut:
+        draft_ms = [ms for row in rows for ms in row["draft_ms"]]
+        return Seen(steps, DraftingCost(fmean(draft_ms) if draft_ms else 0.0), cut)
+    longest, whole_ms = _of_longest(rows)
+    if longest <= 1:
+        return Seen(steps, DraftingCost(whole_ms), cut)
+    first_ms = rows[0]["first_ms"]
+    return Seen(steps, DraftingCost(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1))), cut)
+
+
+def _of_longest(rows: Sequence[Row]) -> tuple[int, float]:
     """Return how long the longest proposals were, and the median ms that drafting one took."""
-    longest = max((step.proposed for step in steps), default=0)
-    of_longest = [ms for ms, step in zip(draft_ms, steps, strict=True) if step.proposed == longest]
+    drafted = [(proposed, ms) for row in rows for (proposed, _), ms in zip(row["steps"], row["draft_ms"], strict=True)]
+    longest = max((proposed for proposed, _ in drafted), default=0)
+    of_longest = [ms for proposed, ms in drafted if proposed == longest]
     return longest, median(of_longest) if of_longest else 0.0
 
 
 @torch.inference_mode()
-def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
-    """Return a `Costs` of this machine: rows of the target behind a prompt of the usual length, in turns."""
+def _costs(target: Target, plain: Sequence[Row], prompts: Sequence[list[int]], ends_s: float = math.inf) -> Row:
+    """Return a `Costs` of this machine: rows of the target behind a prompt of the usual length, in turns, each once at
+    least."""
     decoder = target.decoder
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     cache = Cache(decoder, len(prompt) + max(ROWS))
@@ -174,6 +214,8 @@ def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
     decoder.forward(ids, cache, ())
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for number in range(REPEATS + 1):
+        if number > 1 and time.monotonic() > ends_s:
+            break
         for rows, took in times.items():
             block = ids[-1:].repeat(rows)
             started = time.perf_counter()
@@ -183,11 +225,12 @@ def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
                 took.append(1000 * (time.perf_counter() - started))
             cache.keep(len(prompt), [])
     rows_ms = {rows: median(took) for rows, took in times.items()}
+    plain_ms = 1000 * sum(row["decoded"][1] for row in plain) / sum(row["decoded"][0] for row in plain)
     machine = describe_machine()
     return {
         "device": f"{machine['processor']}, {machine['cores']} cores",
         "rows_ms": rows_ms,
-        "rest_ms": max(0.0, plain["ms"] - rows_ms[1]),
+        "rest_ms": max(0.0, plain_ms - rows_ms[1]),
     }
 
 
@@ -197,25 +240,54 @@ def _measure(
     prompts: Sequence[list[int]],
     max_tokens: int,
     seed: int,
+    cells: Cells,
+    ends_s: float,
     bar: Bar,
 ) -> dict[str, Row]:
-    """Return way to what it gives, in times plain decoding; all answer a prompt before the next one is asked."""
-    sides = {PLAIN: target.engine(None)} | {name: target.engine(way) for name, way in ways.items()}
-    for engine in sides.values():
-        _answer(engine, prompts[0], WARM_TOKENS)
-    took: dict[str, dict[str, Decoded]] = {name: {} for name in sides}
-    same: Counter[str] = Counter()
-    for number, prompt in enumerate(prompts):
+    """Return way to what it gives, in times plain decoding, on the prompts for which there was time, one at least."""
+    sides: dict[str, TorchEngine] = {}
+    compared = digest(json.dumps({name: way.engine for name, way in ways.items()}))[:12]
+
+    def answer(number: int, prompt: list[int]) -> Row:
+        if not sides:
+            sides.update({name: _warm(target, ways.get(name), prompts[0]) for name in (PLAIN, *ways)})
         answers = {name: _answer(sides[name], prompt, max_tokens) for name in [*sides][:: -1 if number % 2 else 1]}
-        for name, answer in answers.items():
-            took[name][str(number)] = _decoded(answer)
-            same[name] += answer.token_ids == answers[PLAIN].token_ids
-            bar.advance()
+        plain = answers[PLAIN].token_ids
+        return {name: [*_decoded(answer), answer.token_ids == plain] for name, answer in answers.items()}
+
+    rows: list[Row] = []
+    for number, prompt in enumerate(prompts):
+        cell = f"measured-{compared}-{number}"
+        if rows and not cells.has(cell) and time.monotonic() > ends_s:
+            break
+        rows.append(cells.keep(cell, lambda: answer(number, prompt)))  # noqa: B023 - called at once
+        bar.advance()
+    took = {name: {str(n): Decoded(*row[name][:2]) for n, row in enumerate(rows)} for name in (PLAIN, *ways)}
     speeds = {name: compare_speed(took[name], took[PLAIN], seed) for name in ways}
     return {
-        name: {"speedup": speed and speed.overall.model_dump(), "num_equal": same[name]}
+        name: {
+            "speedup": speed and speed.overall.model_dump(),
+            "num_equal": sum(row[name][2] for row in rows),
+            "num_prompts": len(rows),
+        }
         for name, speed in speeds.items()
     }
+
+
+def _left(
+    num_seen: int,
+    num_prompts: int,
+    measured: Mapping[str, Row],
+    ways: Mapping[str, Configuration],
+    seen: Mapping[str, Seen],
+) -> list[str]:
+    """Return what there was no time for, in words; nothing if there was for all."""
+    num_measured = min((row["num_prompts"] for row in measured.values()), default=num_prompts)
+    if min(num_seen, num_measured) == num_prompts:
+        return []
+    unseen = f"; not seen yet: {', '.join(sorted({*ways} - {*seen}))}" if len(seen) < len(ways) else ""
+    told = f"Of {num_prompts} prompts {num_seen} were seen and {num_measured} measured in the time given{unseen}."
+    return [told, "The same command goes on from there."]
 
 
 def _answer(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Completion:

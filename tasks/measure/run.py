@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.progress import Progress, TaskID
+from rich.progress import Progress, TaskID, TimeRemainingColumn
 
 from infra.artifacts import Artifact, publish
 from infra.environment import environment_of
@@ -129,7 +129,7 @@ class Run:
 
     @contextmanager
     def bar(self, what: str, total: int) -> "Iterator[Bar]":
-        with counting() as progress:
+        with counting(TimeRemainingColumn()) as progress:
             yield Bar(progress, progress.add_task(what, total=total))
 
 

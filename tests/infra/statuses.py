@@ -10,7 +10,7 @@ STATUS = ServiceStatus(
     draft_version=None,
     speculating=True,
     throughput=ThroughputEstimate(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
-    speed={"chat": Speed(tokens_per_s=75.0, plain_tokens_per_s=50.0, low=1.4, high=1.6)},
+    speed={"chat": Speed(tokens_per_s=75.0, plain_tokens_per_s=50.0, low=1.4, high=1.6, drafted=0.9)},
     mode="compiled: compiled steps are faster",
     unplanned=None,
     fallback=None,

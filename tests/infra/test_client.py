@@ -48,7 +48,7 @@ class Handler(QuietHandler):
         elif said != "break":
             self._frame(choices=[{"index": 0, "delta": {"content": "lo"}, "finish_reason": "stop", "token_ids": [6]}])
             speculation = {"draft_version": 7, "drafted_per_step": [3, 3, 3], "accepted_per_step": [3, 0, 1]}
-            speculation |= {"steps": 3, "accepted": 4}
+            speculation |= {"steps": 3, "accepted": 4, "looked_up": 1}
             usage = {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9, "redraft": speculation}
             if said == "vLLM":
                 del usage["redraft"]
@@ -96,7 +96,7 @@ def test_an_answer_carries_what_speculation_did(server):
     (answer,) = ask(server, "hello")
     assert (answer.status, answer.text, answer.finish_reason, answer.num_tokens) == ("ok", "hello", "stop", 8)
     assert answer.draft_version == "7"
-    assert (answer.num_steps, answer.num_accepted) == (3, 4)
+    assert (answer.num_steps, answer.num_accepted, answer.num_looked_up) == (3, 4, 1)
     assert (answer.drafted_per_step, answer.accepted_per_step) == ((3, 3, 3), (3, 0, 1))
     assert answer.token_ids == (5, 6)
     assert len(answer.arrival_ms) == 2

@@ -1,19 +1,29 @@
 """What is told of a home: its drafts by their standing, and that nothing runs."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from infra.artifacts import staged
-from infra.overview import overview
+from infra.identity import process_identity
+from infra.lineage import Target
+from infra.overview import Gated, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
+from infra.serving import serving
 from infra.settings import Settings
+from infra.supervisor import STATE, UpState
 from infra.triggerfile import LastLook, TriggerFile, now_ms
+from infra.views.gate import write_files
+from infra.windows import Window
+from tests.conftest import judge
 from tests.infra.rows import row
 from tests.tags import draft_tags
+
+TRAINED = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 
 
 @pytest.fixture
@@ -43,6 +53,40 @@ def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) 
     assert (third.champion, third.verdict, third.reasons) == (False, "quarantined", "another output")
     assert seen.last_refresh == second  # the newest draft of served requests
     assert (seen.service, seen.attached, seen.programs, seen.log.total) == (None, (), (), 0)
+    assert (seen.target, seen.last_gate, seen.links) == ("", None, {})
+
+
+def test_target_last_gate_and_pages_are_told(settings: Settings, tmp_path: Path) -> None:
+    registry, report = open_registry(settings), judge({"chat": 0.2}).origin(1, TRAINED)
+    with staged(tmp_path / "target") as directory:
+        (directory / "model.safetensors").write_text("target")
+    tags = draft_tags(target_name="SmolLM2-135M-Instruct")
+    registry.register("target", tmp_path / "target", {name: tags[name] for name in Target.tag_names()})
+    registry.promote("target", 1)
+    evidence = write_files(report, tmp_path)
+    registry.register("draft", tmp_path / "draft 1", draft_tags(gate="passed", parent="1"), {}, evidence)
+    (settings.home / "report.html").touch()
+    seen = overview(settings)
+    assert seen.target == "SmolLM2-135M-Instruct, version 1"
+    assert seen.last_gate == Gated(draft=4, report=report)
+    assert seen.links == {"report": (settings.home / "report.html").as_uri()}
+
+
+def test_the_pages_of_what_runs_are_told_and_what_starts_with_since_when(settings: Settings) -> None:
+    records = [
+        {"name": name, "url": f"http://127.0.0.1:{port}", "pid": 1, "restarts": 0, "ready": True, "log": ""}
+        for name, port in (("prefect", 4200), ("mlflow", 5000), ("runner", 1))
+    ]
+    own = {"pid": os.getpid(), "identity": process_identity(os.getpid()), "recipe": "tiny", "programs": records}
+    (settings.home / STATE).write_text(UpState.model_validate(own).model_dump_json())
+    with serving(settings.home, "http://127.0.0.1:8000"):
+        seen = overview(settings)
+    assert seen.links == {
+        "MLflow": "http://127.0.0.1:5000/#/models/draft/versions/1",
+        "Prefect": "http://127.0.0.1:4200/runs",
+    }
+    assert seen.service_since_ms is not None and 0 <= now_ms() - seen.service_since_ms < 60_000
+    assert seen.waiting.words.startswith("the first look whether a refresh is due, in ")
 
 
 def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None:

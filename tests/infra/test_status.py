@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from infra.status import RunningService, ServiceStatus, parse_status
+from infra.status import RunningService, ServiceStatus, of_domains, parse_status
 from tests.infra.statuses import PROOF, STATUS
 
 URL = "http://127.0.0.1:8000"
@@ -54,6 +54,12 @@ def test_a_draft_is_proven_after_its_probation_while_it_drafts(
 ) -> None:
     status = STATUS.model_copy(update=changed)
     assert (status.drafts_with(4), status.has_proven(4)) == (drafts, proven)
+
+
+def test_what_the_service_asks_itself_is_no_domain_without_a_name() -> None:
+    speed = STATUS.speed["chat"]
+    told = of_domains({"code": speed, "": speed, "/structured": speed, "chat/structured": speed})
+    assert list(told) == ["chat/structured", "code"]
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(models(RunningService)), ids=lambda model: model.__name__)

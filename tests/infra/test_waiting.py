@@ -7,7 +7,7 @@ import pytest
 from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, TriggerState, duration
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
 from infra.versions import Version
-from infra.waiting import Queue, waiting_for
+from infra.waiting import Queue, Runner, waiting_for
 from tests.tags import draft_tags
 
 NOW_MS = 1_700_000_000_000
@@ -42,12 +42,13 @@ def line(
     drafts: tuple[Version, ...] = (FIRST,),
     look: LastLook | None = LOOK,
     running: bool = False,
+    runner: Runner | None = None,
 ) -> str:
     """Return the answer with its word in front."""
     domains = {} if state is None else {"code": state}
     run = LastRun(started_ms=NOW_MS - 120_000, ended_ms=None if running else NOW_MS - 60_000, retry=RETRY)
     seen = TriggerState(domains=domains, running=running, last_run=run, last_look=look)
-    found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, MADE_MS, NOW_MS)
+    found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, MADE_MS, NOW_MS, runner)
     return f"{found.what} | {found.line(NOW_MS)}"
 
 
@@ -96,6 +97,26 @@ def test_a_past_draft_that_waits_for_approval_is_named_with_what_it_returns_for(
 def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None) -> None:
     told = "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h"
     assert line(rows(500), Due(fall=FALL), look=look) == told
+
+
+@pytest.mark.parametrize("look", [None, LOOK.model_copy(update={"at_ms": NOW_MS - 2 * HOUR_MS})])
+@pytest.mark.parametrize(
+    ("started", "since_s", "told"),
+    [
+        (False, 20, "the service to answer; the first look whether a refresh is due comes 40 s later; for 20 s"),
+        (True, 5, "the first look whether a refresh is due, in 35 s; for 5 s"),
+        (
+            True,
+            300,
+            "the orchestrator, which has not looked whether a refresh is due; see: redraft logs runner; for 5 min",
+        ),
+    ],
+)
+def test_after_a_start_it_waits_for_the_first_look(
+    look: LastLook | None, started: bool, since_s: int, told: str
+) -> None:
+    runner = Runner(started=started, since_ms=NOW_MS - 1000 * since_s)
+    assert line(rows(500), look=look, runner=runner) == f"orchestrator | {told}"
 
 
 SHORT, REFUSED = "0.2 GiB free, 0.5 wanted", {"error": "refused", "error_since_ms": NOW_MS - 60_000}

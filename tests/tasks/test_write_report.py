@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.slow
 WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 ATTACK = '<script>document.title = "taken"</script>'
 SIZE = (1000, 1400)
+SINCE_MS = 1_700_057_000_000  # 15 November 2023, 14:03:20 UTC
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -108,7 +110,7 @@ def row(number: int) -> QueryRow:
     drafted = {"drafted": [3] * 8, "accepted": [number % 3, 1, 0, 2 if number > 50 else 0] * 2}
     return row_of(
         f"row{number}",
-        time_ms=number,
+        time_ms=SINCE_MS + 60_000 * number,
         domain="code" if number % 2 else "chat",
         consent="full" if number % 5 else "metadata",
         draft_version=2 if number > 50 else 1,
@@ -188,7 +190,9 @@ def test_headings_and_tables_can_be_read_aloud(html: str) -> None:
 def test_acceptance_is_told_by_domain_and_draft_with_the_swap(html: str) -> None:
     said = section(html, "acceptance")
     assert "72 of the log's last 80 rows have acceptance figures" in said
-    assert "Draft 2 took over at request 51." in said
+    assert "Draft 2 took over at 2023-11-15 14:54 UTC." in said
+    assert "2023-11-15 14:04 to 2023-11-15 15:23 UTC" in said
+    assert all(tick in said for tick in ("14:20", "14:40", "15:00", "15:20"))
     assert len(re.findall(r"(chat|code) [12] \d+ \d\.\d\d \(", said)) == 4
 
 
@@ -238,6 +242,7 @@ def test_log_and_what_serves_are_told(html: str) -> None:
     assert "SmolLM2-135M-Instruct, version 1" in serving
     assert "champion draft version 2" in serving
     assert "not running; start it with redraft serve or redraft up" in serving
+    assert "last gate draft 3. Gate undecided: &lt;script&gt;" in serving
 
 
 def test_text_from_the_registry_stays_text(html: str) -> None:
@@ -317,6 +322,27 @@ def test_a_browser_shows_the_page_without_a_complaint(
     inked = (abs(pixels[..., :3] - pixels[0, 0, :3]).max(axis=-1) > 0.1).mean(axis=1)
     assert (inked > 0).mean() > 0.3
     assert inked.max() < 1
+
+
+@pytest.mark.parametrize("width", [400, 1000])
+def test_nothing_is_cut_off_and_nothing_needs_to_be_moved_sideways_on_a_phone_either(
+    html: str, browser: str, tmp_path: Path, width: int
+) -> None:
+    """The page in a frame of so many pixels, asked by a script of the page around it."""
+    inner = escape(
+        re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", html).replace("<details>", "<details open>")
+    )
+    outer = tmp_path / "phone.html"
+    outer.write_text(
+        f'<iframe id="phone" width="{width}" height="800" style="border: 0" srcdoc="{inner}"></iframe><script>'
+        "document.getElementById('phone').onload = (event) => { const page = event.target.contentDocument; "
+        "const parts = [...page.querySelectorAll('html, .scroll, figure')]; "
+        "const wide = parts.filter((part) => part.scrollWidth > part.clientWidth); "
+        "document.title = wide.length + ' of ' + page.documentElement.clientWidth + ': ' "
+        "+ wide.map((part) => part.tagName + part.textContent.slice(0, 60)); };</script>"
+    )
+    dom, _ = opened(browser, outer, tmp_path / "phone.png")
+    assert re.search("<title>(.*?)</title>", dom, re.DOTALL).group(1) == f"0 of {width}: "
 
 
 def test_a_page_that_asked_for_more_would_be_stopped_and_noticed(html: str, browser: str, tmp_path: Path) -> None:

@@ -16,19 +16,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from models.core.throughput.running import MAX_DOMAINS, OTHERS
-from models.types import Speed
+from models.types import MIN_STEPS, Speed
 
 MEMORY = 1000.0  # steps of a domain after which a step counts for 1/e
 BATCH = 32  # steps: about as many as a request has
-LEAST_BATCHES = 6  # before that nothing is told
+LEAST_BATCHES = MIN_STEPS // BATCH  # before that nothing is told
 
 
 class DomainShare(NamedTuple):
-    """What a step had of one domain: sequences, tokens that they emitted, and of these all but each one's first."""
+    """What a step had of one domain: sequences, tokens that they emitted, of these all but each one's first, and of how
+    many sequences it verified drafted tokens."""
 
     num_sequences: int
     num_tokens: int
     num_spared: int
+    num_drafted: int = 0
 
 
 @dataclass
@@ -39,14 +41,18 @@ class _Sums:
     ms: float = 0.0
     plain: float = 0.0
     doubted: float = 0.0  # plain · its relative error
+    sequences: float = 0.0
+    drafted: float = 0.0  # those of them that drafted tokens were verified of
     seen: int = 0  # batches
     num: float = 0.0  # the same, fading
     squares: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # over batches: ms², ms · plain, plain²
     batch: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, ms, plain
 
-    def see(self, tokens: int, ms: float, plain: float, doubt: float) -> None:
+    def see(self, part: DomainShare, ms: float, plain: float, doubt: float) -> None:
         keep = 1 - 1 / MEMORY
-        self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
+        self.tokens, self.ms = self.tokens * keep + part.num_tokens, self.ms * keep + ms
+        self.sequences = self.sequences * keep + part.num_sequences
+        self.drafted = self.drafted * keep + part.num_drafted
         self.plain, self.doubted = self.plain * keep + plain, self.doubted * keep + plain * doubt
         self.batch = [self.batch[0] + 1, self.batch[1] + ms, self.batch[2] + plain]
         if self.batch[0] == BATCH:
@@ -79,7 +85,7 @@ class Speeds:
         for domain, part in parts.items():
             sums = self._sums.setdefault(self._name(domain), _Sums())
             undrafted = part.num_sequences * undrafted_ms + part.num_spared * plain_ms
-            sums.see(part.num_tokens, part.num_sequences * step_ms, undrafted, doubt)
+            sums.see(part, part.num_sequences * step_ms, undrafted, doubt)
 
     def of(self, domain: str) -> Speed | None:
         """Return a domain's speed; None as long as too few steps tell."""
@@ -92,6 +98,7 @@ class Speeds:
             plain_tokens_per_s=1000 * sums.tokens / sums.plain,
             low=gain / by,
             high=gain * by,
+            drafted=sums.drafted / sums.sequences,
         )
 
     def _name(self, domain: str) -> str:

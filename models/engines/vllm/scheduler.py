@@ -11,7 +11,7 @@ plan goes to them with the step. vLLM's own hook is used, `scheduler_cls`; all t
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from itertools import islice
 from typing import Any
@@ -162,7 +162,8 @@ class TracingScheduler(Scheduler):
             scheduled = scheduler_output.num_scheduled_tokens
             read = [scheduled[name] for name, (_, before) in seen.items() if before == 0]
             num_rows = scheduler_output.total_num_scheduled_tokens - sum(read)
-            self._step = Step(len(seen), num_rows, 0.0, _parts(seen.values()), sum(read), len(read))
+            verified = {name for name, (_, _, *token_ids) in steps.items() if token_ids}
+            self._step = Step(len(seen), num_rows, 0.0, _parts(seen, verified), sum(read), len(read))
         for of_client in results.values():
             for output in of_client.outputs:
                 if (name := output.request_id) not in seen:
@@ -287,13 +288,16 @@ class DraftKeys:
                 del self._lacking[key]
 
 
-def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, DomainShare]:
-    """Return what a step had of each domain, by its requests and how many tokens each had before."""
+def _parts(seen: Mapping[str, tuple[Any, int]], verified: Collection[str]) -> dict[str, DomainShare]:
+    """Return what a step had of each domain, by its requests, how many tokens each had before, and of which drafted
+    tokens were verified."""
     parts: dict[str, DomainShare] = {}
-    for request, before in seen:
+    for name, (request, before) in seen.items():
         draft_options = DraftOptions.of(request.sampling_params)
         if draft_options.drafting == "auto":  # others say nothing of what is fastest
-            num, tokens, spared = parts.get(draft_options.domain, (0, 0, 0))
+            num, tokens, spared, drafted = parts.get(draft_options.domain, (0, 0, 0, 0))
             emitted = request.num_output_tokens - before
-            parts[draft_options.domain] = DomainShare(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
+            parts[draft_options.domain] = DomainShare(
+                num + 1, tokens + emitted, spared + max(emitted - 1, 0), drafted + (name in verified)
+            )
     return parts

@@ -34,7 +34,7 @@ def of_drafts(*drafts: int) -> list:
     ],
 )
 def test_a_swap_is_the_first_request_of_another_draft(drafts: tuple[int, ...], taken_over: list) -> None:
-    assert swaps(of_drafts(*drafts)) == taken_over
+    assert [(swap.number, swap.draft) for swap in swaps(of_drafts(*drafts))] == taken_over
 
 
 def test_a_curve_is_a_running_mean_of_steps_and_breaks_at_a_swap() -> None:
@@ -73,6 +73,7 @@ def test_rows_that_do_not_say_what_was_accepted_are_left_out() -> None:
     rows = [row(1), row(2, **without), row(3, speculating=False), row(4, draft_version=None), row(5, per_token_ms=4.0)]
     served = from_log(rows)
     assert [request.number for request in served] == [1, 5]
+    assert [request.at for request in from_log([row(7, time_ms=1_700_000_000_000)])] == [1_700_000_000_000]
     assert [request.per_token_ms for request in served] == [8.0, 4.0]
     unanswered = {"domain": "chat", "draft_version": None, "drafted_per_step": None, "accepted_per_step": None}
     assert from_answers([unanswered]) == []

@@ -8,6 +8,8 @@ import pytest
 from infra.views.charts import (
     MAX_POINTS,
     MAX_SERIES,
+    RIGHT,
+    WIDTH,
     Axis,
     bar_chart,
     draw_losses,
@@ -59,6 +61,45 @@ def test_ticks_are_round_and_inside() -> None:
     assert Axis(0, 10, 20, 120).at(5) == 70
 
 
+@pytest.mark.parametrize(
+    ("seconds", "ticks"),
+    [
+        (6, ["14:03:20", "14:03:22", "14:03:24", "14:03:26"]),
+        (1200, ["14:05", "14:10", "14:15", "14:20"]),
+        (3600 * 20, ["18:00", "00:00", "06:00"]),
+        (3600 * 44, ["Thu 00:00", "Thu 12:00", "Fri 00:00"]),
+        (86400 * 16, ["19 Nov", "23 Nov", "27 Nov"]),
+    ],
+)
+def test_times_are_round_and_as_exact_as_the_axis_is_long(seconds: int, ticks: list[str]) -> None:
+    since_ms = 1_700_057_000_000  # Wednesday, 15 November 2023, 14:03:20 UTC
+    axis = Axis(since_ms, since_ms + 1000 * seconds, 0, 100)
+    found = axis.times()
+    assert [label for _, label in found][: len(ticks)] == ticks
+    assert 2 <= len(found) <= 6 and all(axis.low <= at <= axis.high for at, _ in found)
+
+
+LONG = [f"a-domain-with-a-long-name-{number}" for number in range(MAX_SERIES)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: line_chart("key", "τ", "", {name: [[(1, 1.5), (2, 2)]] for name in LONG}, [], ("request", "τ"), 1.0),
+        lambda: bar_chart("key", "τ", "", {name: {"without a draft": 1.0, "as drafted": 2.0} for name in LONG}, "x"),
+        lambda: interval_chart("key", "τ", "", {name: Estimate(value=1, low=-2, high=3) for name in LONG}, [], "%"),
+    ],
+    ids=["line", "bar", "interval"],
+)
+def test_names_are_whole_and_inside_however_long_they_are(make) -> None:
+    chart = parsed(make())
+    assert set(LONG) <= set(texts(chart))
+    for text in chart.iter(f"{SVG}text"):
+        x, length = float(text.get("x")), 7.0 * len(text.text or "")
+        left = {"start": x, "middle": x - length / 2, "end": x - length}[text.get("text-anchor")]
+        assert left >= -0.5 and left + length <= WIDTH + 0.5, text.text
+
+
 def test_a_line_goes_up_where_its_values_do_and_a_swap_is_marked_with_its_name() -> None:
     chart = drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")])
     line = chart.find(f"{SVG}polyline").get("points")
@@ -73,7 +114,7 @@ def test_a_line_goes_up_where_its_values_do_and_a_swap_is_marked_with_its_name()
 def test_a_long_curve_keeps_its_end_and_not_all_points() -> None:
     line = drawn_line([(n, 1.5) for n in range(5000)]).find(f"{SVG}polyline").get("points").split()
     assert len(line) <= MAX_POINTS + 1
-    assert line[-1].startswith("704.0,")
+    assert line[-1].startswith(f"{WIDTH - RIGHT:.1f},")
 
 
 def test_a_single_point_is_a_dot() -> None:

@@ -22,7 +22,7 @@ def test_it_says_what_serves_and_what_that_gives() -> None:
         "since its start 1:02:05 ago, seen 2026-03-01 10:30:05 UTC",
         "serving, the registry names 4",
         "1 tokens a step: pays",
-        "75.0 tokens/s of one request, 1.50× (1.40 to 1.60) the 50.0 without a draft",
+        "speculation speeds chat up 1.50× (1.40 to 1.60); 75.0 tokens/s of one request, 50.0 without",
         "2-0123456789ab: fc.weight holds NaN",
         "7 with status 200, 1 with status 429",
         "5 written, 1 lost",

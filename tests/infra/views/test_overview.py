@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from infra.overview import DraftOverview, Overview
+from infra.overview import DraftOverview, Gated, Overview
 from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
@@ -15,8 +15,9 @@ from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
-from infra.windows import Attempt, SetAside
+from infra.windows import Attempt, SetAside, Window
 from models.types import Finding
+from tests.conftest import judge
 from tests.infra.statuses import STATUS
 
 LOG = LogStats(
@@ -76,12 +77,46 @@ def shown(**changed: object) -> list[str]:
 def test_drafts_and_log_are_told_where_nothing_runs() -> None:
     lines = shown()
     assert any("champion" in line and "1–60" in line and "chat 1.55" in line for line in lines)
-    assert lines[-2].startswith("waits for rows: 20 of 180; for ")
-    assert [*lines[-4:-2], lines[-1]] == [
+    assert lines[-3].startswith("waits for rows: 20 of 180; for ")
+    assert [*lines[-5:-3], *lines[-2:]] == [
         "last refresh: draft 2, passed",
         "query log: 80 rows (chat: 50, code: 30), 20 waiting for a refresh, 3 dropped",
-        "service: not running",
+        "service: not running; start it with redraft serve or redraft up",
+        "report: none yet; run: redraft report",
     ]
+
+
+def test_target_last_gate_and_pages_are_told() -> None:
+    links = {"MLflow": "http://127.0.0.1:5000/#/models/draft/versions/2", "report": "file:///home/report.html"}
+    passed = judge({"chat": 0.2}).origin(1, Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="a"))
+    lines = shown(target="SmolLM2-135M-Instruct, version 1", last_gate=Gated(draft=2, report=passed), links=links)
+    assert "target: SmolLM2-135M-Instruct, version 1" in lines
+    assert any(
+        line.startswith("last gate: draft 2. Gate passed: +0.200 tokens a step against draft 1") for line in lines
+    )
+    assert lines[-2:] == [f"{name}: {link}" for name, link in links.items()]
+
+
+@pytest.mark.parametrize(
+    ("since_s", "pid", "told"),
+    [
+        (90, 7, "starting, 90 s"),
+        (3600, 7, "does not answer, 1 h after its start; see: redraft logs service"),
+        (None, 7, "starting"),  # before it holds the home
+        (None, None, "not running; start it with redraft serve or redraft up"),
+    ],
+)
+def test_a_service_that_does_not_answer_is_told_with_how_long_it_has_been_starting(
+    since_s: int | None, pid: int | None, told: str
+) -> None:
+    program = ProcessRecord(name="service", url="http://127.0.0.1:8000", pid=pid, restarts=0, ready=False, log="")
+    since_ms = None if since_s is None else now_ms() - 1000 * since_s
+    assert f"service: {told}" in shown(programs=(program,), service_since_ms=since_ms)
+
+
+def test_where_servers_are_attached_no_service_of_ours_is_missed() -> None:
+    program = ProcessRecord(name="attach", url="", pid=7, restarts=0, ready=True, log="")
+    assert not any(line.startswith("service: ") for line in shown(programs=(program,)))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +195,9 @@ def test_a_service_whose_steps_are_not_planned_says_why() -> None:
 
 
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
-    assert shown(service=SERVICE)[-7:] == [
+    assert shown(service=SERVICE)[-7:-1] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
         "  engine compiled: compiled steps are faster",
-        "  chat: 75.0 tokens/s of one request, 1.50× (1.40 to 1.60) the 50.0 without a draft",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
         "  chat: τ 1.75 over the last 9 requests that it drafted alone",
@@ -171,12 +205,24 @@ def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
     ]
 
 
+def test_each_domain_has_a_verdict_while_the_service_speculates() -> None:
+    acceptance = {"chat": SERVICE.acceptance["chat"], "sql": SERVICE.acceptance["chat"]}
+    speculating = SERVICE.model_copy(update={"speculating": True, "acceptance": acceptance})
+    told = [line for line in shown(service=speculating) if "speculation speeds" in line or "too few" in line]
+    assert told == [
+        "  speculation speeds chat up 1.50× (1.40 to 1.60); 75.0 tokens/s of one request, 50.0 without",
+        "  sql: too few steps to tell what speculation gives; it takes 192",
+    ]
+    unplanned = speculating.model_copy(update={"unplanned": "another vLLM"})
+    assert not any("speeds" in line or "too few" in line for line in shown(service=unplanned))
+
+
 @pytest.mark.parametrize(
     ("pid", "ready", "told"), [(7, True, "running"), (7, False, "starting"), (None, False, "down, restarts soon")]
 )
 def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told: str) -> None:
     program = ProcessRecord(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")
-    assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
+    assert f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000" in shown(programs=(program,))
 
 
 def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
@@ -185,7 +231,7 @@ def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
         AttachedServer(wave=1, server="http://b:8000"),
     )
     found = {rows[0].server: {"code": DomainAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
-    assert shown(attached=rows, attached_acceptance=found)[-3:] == [
+    assert shown(attached=rows, attached_acceptance=found)[-4:-1] == [
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
         "  code: τ 2.00 over its last 2 requests",
         "attached server http://b:8000: starting, draft unknown, wave 1",

@@ -309,8 +309,9 @@ def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None
         params = SimpleNamespace(extra_args={OPTIONS: DraftOptions(drafting, "code")})
         return SimpleNamespace(sampling_params=params, num_output_tokens=7 + emitted)
 
-    seen = [(request(*one), 7) for one in (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))]
-    assert _parts(seen) == {"code": DomainShare(2, 4, 2)}
+    asked = (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))
+    seen = {str(number): (request(*one), 7) for number, one in enumerate(asked)}
+    assert _parts(seen, {"0", "1"}) == {"code": DomainShare(2, 4, 2, 1)}
 
 
 def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() -> None:

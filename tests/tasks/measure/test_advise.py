@@ -1,5 +1,7 @@
 """Advice on the two-layer target: what is seen, what is expected of it, and the recipe that comes of it."""
 
+import math
+import time
 import tomllib
 from pathlib import Path
 
@@ -12,14 +14,17 @@ from tasks.measure.advise import (
     SIZES,
     Row,
     _costs,
+    _left,
     _measure,
     _see,
+    _seen,
     is_cut,
     make_report,
     recipe_tables,
     sized,
     ways_of,
 )
+from tasks.measure.cells import Cells
 from tasks.measure.configurations import Target
 from tasks.measure.fit import toml
 from tasks.measure.run import Bar
@@ -36,36 +41,71 @@ def target(tiny_target: Path, tiny_draft: Path) -> Target:
 
 
 @pytest.fixture(scope="module")
-def rows(target: Target, bar: Bar) -> dict[str, Row]:
-    return _see(target, WAYS, PROMPTS, MAX_TOKENS, bar)
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    return Cells(tmp_path_factory.mktemp("cells"), {})
 
 
-def test_every_way_is_seen_with_all_its_steps(rows: dict[str, Row]) -> None:
+@pytest.fixture(scope="module")
+def rows(target: Target, cells: Cells, bar: Bar) -> dict[str, list[Row]]:
+    return _see(target, WAYS, PROMPTS, MAX_TOKENS, cells, math.inf, bar)
+
+
+def test_every_way_is_seen_with_all_its_steps(rows: dict[str, list[Row]]) -> None:
     assert rows.keys() == {PLAIN, *WAYS}
-    assert rows[PLAIN]["ms"] > 0
-    for name in WAYS:
-        steps = [Step(*step) for step in rows[name]["steps"]]
+    assert all(row["decoded"][1] > 0 for row in rows[PLAIN])
+    for name, way in WAYS.items():
+        seen = _seen(rows[name], is_cut(way))
         # The first token of an answer comes with its prompt; its last step may have accepted a token too many.
-        beyond = sum(1 + step.accepted for step in steps) - len(PROMPTS) * (MAX_TOKENS - 1)
+        beyond = sum(1 + step.accepted for step in seen.steps) - len(PROMPTS) * (MAX_TOKENS - 1)
         assert 0 <= beyond <= len(PROMPTS), name
-        assert all(0 <= step.accepted <= step.proposed <= max(SIZES) for step in steps)
-        assert min(rows[name]["drafting"]) >= 0
+        assert all(0 <= step.accepted <= step.proposed <= max(SIZES) for step in seen.steps)
+        assert min(seen.drafting) >= 0
+
+
+def test_where_time_is_over_all_ways_are_seen_on_the_same_prompts_and_a_later_run_goes_on(
+    target: Target, tmp_path: Path, bar: Bar
+) -> None:
+    ways, over_s = {name: WAYS[name] for name in list(WAYS)[:2]}, time.monotonic()
+
+    def see(ends_s: float) -> dict[str, int]:
+        seen = _see(target, ways, PROMPTS, MAX_TOKENS, Cells(tmp_path, {}), ends_s, bar)
+        return {name: len(rows) for name, rows in seen.items()}
+
+    def measured(ends_s: float) -> set[int]:
+        of_ways = _measure(target, ways, PROMPTS, MAX_TOKENS, 0, Cells(tmp_path, {}), ends_s, bar)
+        return {row["num_prompts"] for row in of_ways.values()}
+
+    first, second = ways
+    assert see(over_s) == {PLAIN: 1, first: 1}  # and no more than that
+    kept = [file.stat().st_mtime_ns for file in sorted(tmp_path.glob("seen-0-*.json"))]
+    assert see(math.inf) == {PLAIN: 3, first: 3, second: 3}
+    assert [file.stat().st_mtime_ns for file in sorted(tmp_path.glob("seen-0-*.json"))][:2] == kept
+    (tmp_path / "seen-2-2.json").unlink()
+    assert see(over_s) == {PLAIN: 2, first: 2, second: 2}
+    assert [measured(over_s), measured(math.inf), measured(over_s)] == [{1}, {3}, {3}]
+
+
+def test_what_there_was_no_time_for_is_told() -> None:
+    seen = {"suffix": Seen([], DraftingCost(0.0))}
+    ways = dict.fromkeys(("suffix", "ngram"), WAYS["suffix"])
+    measured = {"suffix": {"num_prompts": 2}}
+    told = "Of 4 prompts 3 were seen and 2 measured in the time given; not seen yet: ngram."
+    assert _left(3, 4, measured, ways, seen) == [told, "The same command goes on from there."]
+    assert _left(4, 4, {"suffix": {"num_prompts": 4}}, ways, seen) == []
+    assert _left(4, 4, {}, ways, seen) == []  # with times of another machine nothing is measured
 
 
 @pytest.mark.slow
 def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
-    target: Target, rows: dict[str, Row], bar: Bar
+    target: Target, rows: dict[str, list[Row]], cells: Cells, bar: Bar
 ) -> None:
     costs = Costs.model_validate(_costs(target, rows[PLAIN], PROMPTS))
     assert costs.rows_ms.keys() == {*ROWS}
-    seen = {
-        name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
-        for name, way in WAYS.items()
-    }
+    seen = {name: _seen(rows[name], is_cut(way)) for name, way in WAYS.items()}
     options = ranked(seen, SIZES, costs)
     assert {option.way for option in options} == {*WAYS}
     best = {option.way: sized(WAYS[option.way], option) for option in options[:2]}
-    measured = _measure(target, best, PROMPTS, MAX_TOKENS, 0, bar)
+    measured = _measure(target, best, PROMPTS, MAX_TOKENS, 0, cells, math.inf, bar)
     assert measured.keys() == best.keys()
     assert all(row["num_equal"] == len(PROMPTS) and row["speedup"]["value"] > 0 for row in measured.values())
     report = make_report("tiny", options, seen, WAYS, costs, measured)

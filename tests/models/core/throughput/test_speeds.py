@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from models.core.throughput.speeds import BATCH, LEAST_BATCHES, MAX_DOMAINS, DomainShare, Speeds
+from models.types import Speed
 
 ENOUGH = int(BATCH * LEAST_BATCHES)
 
@@ -12,14 +13,14 @@ def test_a_request_that_emits_two_tokens_a_step_is_as_fast_as_its_steps_allow() 
     speeds = Speeds()
     for _ in range(ENOUGH):
         speeds.see(
-            {"code": DomainShare(2, 4, 2), "chat": DomainShare(1, 1, 0)},
+            {"code": DomainShare(2, 4, 2, 1), "chat": DomainShare(1, 1, 0)},
             15.0,
             undrafted_ms=10.0,
             plain_ms=10.0,
             doubt=0.0,
         )
-    assert [*dict(speeds.of("code")).values()] == pytest.approx([2000 / 15, 100.0, 4 / 3, 4 / 3])
-    assert [*dict(speeds.of("chat")).values()] == pytest.approx([1000 / 15, 100.0, 2 / 3, 2 / 3])
+    assert [*dict(speeds.of("code")).values()] == pytest.approx([2000 / 15, 100.0, 4 / 3, 4 / 3, 0.5])
+    assert [*dict(speeds.of("chat")).values()] == pytest.approx([1000 / 15, 100.0, 2 / 3, 2 / 3, 0.0])
     assert speeds.of("math") is None
 
 
@@ -33,6 +34,22 @@ def test_the_reading_of_a_prompt_takes_its_time_with_a_draft_and_without() -> No
     found = speeds.of("code")
     assert found is not None
     assert found.tokens_per_s / found.plain_tokens_per_s == pytest.approx((100 + 200) / (105 + 120), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "low", "high", "drafted", "told"),
+    [
+        (60.0, 1.15, 1.25, 0.9, "speeds math up 1.20× (1.15 to 1.25); 60.0"),
+        (48.5, 0.95, 0.99, 0.9, "costs math 3% (1% to 5%); 48.5"),
+        (48.5, 0.95, 0.99, 0.01, "costs math 3% (1% to 5%): off there; 48.5"),
+        (50.0, 0.98, 1.02, 0.0, "neither speeds math up nor slows it down, 1.00× (0.98 to 1.02): off there; 50.0"),
+    ],
+)
+def test_the_verdict_is_what_the_interval_shows_and_says_where_nothing_is_drafted(
+    tokens_per_s: float, low: float, high: float, drafted: float, told: str
+) -> None:
+    speed = Speed(tokens_per_s=tokens_per_s, plain_tokens_per_s=50.0, low=low, high=high, drafted=drafted)
+    assert speed.verdict("math") == f"{told} tokens/s of one request, 50.0 without"
 
 
 def test_nothing_is_told_before_enough_steps_tell() -> None:
