@@ -27,6 +27,7 @@ class DraftOverview(Frozen):
         rows: first and last row of the query log that it was trained on.
         reasons: why it was refused, left undecided or quarantined.
         returns: which past draft it is and what it was tried again for.
+        trained_context: tokens of the longest text that it learnt from, None where it is not known.
     """
 
     version: int
@@ -36,6 +37,7 @@ class DraftOverview(Frozen):
     verdict: str
     reasons: str
     returns: str = ""
+    trained_context: int | None = None
     tau: dict[str, float]
     target_version: str
     created_ms: int
@@ -98,6 +100,7 @@ def _draft(version: Version, champion: Version | None) -> DraftOverview:
         verdict=QUARANTINED if version.quarantined else lineage.gate or "",
         reasons=version.quarantined or lineage.gate_reasons,
         returns=lineage.returns,
+        trained_context=lineage.trained_context,
         tau=lineage.tau,
         target_version="" if lineage.target_version is None else str(lineage.target_version),
         created_ms=version.created_ms,

@@ -39,7 +39,7 @@ def show_overview(seen: Overview, out: Console) -> None:
         told = f"regression sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {small}"
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
-    _show_service(seen.service, out)
+    _show_service(seen.service, {draft.version: draft.trained_context for draft in seen.drafts}, out)
     for row in seen.attached:
         told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
         out.print(told, soft_wrap=True, markup=False)
@@ -83,7 +83,7 @@ def _progress(test: PostPromotionTest) -> str:
     return f"draft {test.draft} {test.outcome}{how_far}: {test.told()}"
 
 
-def _show_service(service: RunningService | None, out: Console) -> None:
+def _show_service(service: RunningService | None, trained: Mapping[int, int | None], out: Console) -> None:
     if service is None:
         out.print("service: not running")
         return
@@ -113,5 +113,12 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     for domain, figures in service.acceptance.items():
         seen = f"over the last {figures.requests} requests that it drafted alone"
         out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} {seen}")
+    for length, figures in service.acceptance_by_context.items():
+        most = f"of up to {int(length):,} tokens" if length.isdecimal() else "that are longer"
+        out.print(f"  requests {most}: τ {figures.mean_accepted_length:.2f} over the last {figures.requests}")
+    learnt = trained.get(service.draft_version or 0)
+    if learnt is not None and service.longest_context > learnt:
+        told = f"requests have up to {service.longest_context:,} tokens, what the draft learnt from {learnt:,}"
+        out.print(f"  {told}: behind them acceptance falls, until a refresh has learnt such requests", soft_wrap=True)
     for domain, share in service.coverage.items():
         out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

@@ -106,6 +106,12 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
     return adopted
 
 
+def context(directory: Path) -> int | None:
+    config = read_json(directory / "config.json")
+    layer: dict[str, Any] = config.get("transformer_layer_config", config)
+    return layer.get("max_position_embeddings")
+
+
 def readings(draft: Eagle3, directory: Path, target_dir: Path) -> dict[str, Eagle3]:
     """See `models.drafts.Adopter`: by the layers that it may read. All share one head's weights."""
     head = read_published(read_json(directory / "config.json"), read_stored(directory), describe(target_dir).num_layers)

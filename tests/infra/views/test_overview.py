@@ -160,13 +160,14 @@ def test_a_service_whose_steps_are_not_planned_says_why() -> None:
 
 
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
-    assert shown(service=SERVICE)[-7:] == [
+    assert shown(service=SERVICE)[-8:] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
         "  engine compiled: compiled steps are faster",
         "  chat: 75.0 tokens/s of one request, 1.50× (1.40 to 1.60) the 50.0 without a draft",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
         "  chat: τ 1.75 over the last 9 requests that it drafted alone",
+        "  requests of up to 2,048 tokens: τ 1.75 over the last 9",
         "  chat: the draft's vocabulary has 87.5% of the tokens of the last answers",
     ]
 
@@ -199,3 +200,16 @@ def test_probe_sets_that_are_not_full_are_told_with_since_when_and_that_they_sto
     told = "regression sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26 for 2 d"
     assert told in shown(regression_sets={"chat": full, "code": filling})
     assert not any("regression sets" in line for line in shown(regression_sets={"chat": full}))
+
+
+def test_acceptance_is_told_by_context_length_and_whether_requests_are_longer_than_what_the_draft_learnt_from() -> None:
+    longer = SERVICE.model_copy(
+        update={"acceptance_by_context": dict.fromkeys(("2048", "longer"), SERVICE.acceptance["chat"])}
+    )
+    lines = shown(service=longer)
+    for requests in ("of up to 2,048 tokens", "that are longer"):
+        assert f"  requests {requests}: τ 1.75 over the last 9" in lines
+    told = "  requests have up to 1,500 tokens, what the draft learnt from 1,024: behind them acceptance falls"
+    for learnt, expected in ((1024, 1), (1500, 0), (None, 0)):
+        drafts = (DRAFT.model_copy(update={"trained_context": learnt}),)
+        assert sum(line.startswith(told) for line in shown(service=longer, drafts=drafts)) == expected

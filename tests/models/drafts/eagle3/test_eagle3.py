@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.core.checkpoints.checkpoint import output_embedding
+from models.core.learning import distill
 from models.drafts import Rows, eagle3
+from tests.models.drafts.answered import answers_of, prompts
 from tests.models.published import Change, like_eagle31, like_qwen3, published
 
 HIDDEN, WIDTH = 128, 64
@@ -133,3 +135,19 @@ def test_a_published_head_drafts_by_the_formulas_of_the_engines_module(
         steps = head.unroll(rows, 2)
         for step, wanted in zip(steps, by_hand(head, hidden, token_ids), strict=True):
             torch.testing.assert_close(step.logits[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [like_eagle31, like_qwen3])
+def test_a_refresh_trains_all_that_a_published_head_has_but_its_output_matrix(
+    tiny_draft: Path, tiny_target: Path, tmp_path: Path, change: Change
+) -> None:
+    head = eagle3.adopt(published(tiny_draft, tiny_target, tmp_path / "head", "native", change), tiny_target)
+    before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+    params = distill.Params(num_epochs=2, batch_tokens=256, num_threads=1)
+    distill.train(head, tiny_target, answers_of(tiny_target, prompts(4)), params, 2, tmp_path / "work")
+    same = [name for name, weight in head.named_parameters() if torch.equal(weight, before[name])]
+    assert same == ["lm_head.weight"]
+    (tmp_path / "refreshed").mkdir()
+    eagle3.save(head, tmp_path / "refreshed")
+    again = dict(eagle3.load(tmp_path / "refreshed", tiny_target).named_parameters())
+    assert all(torch.equal(again[name], weight.bfloat16().float()) for name, weight in head.named_parameters())
