@@ -119,6 +119,6 @@ def _show_service(service: RunningService | None, trained: Mapping[int, int | No
     learnt = trained.get(service.draft_version or 0)
     if learnt is not None and service.longest_context > learnt:
         told = f"requests have up to {service.longest_context:,} tokens, what the draft learnt from {learnt:,}"
-        out.print(f"  {told}: behind them acceptance falls, until a refresh has learnt such requests", soft_wrap=True)
+        out.print(f"  {told}: beyond them acceptance falls, until a refresh has learnt such requests", soft_wrap=True)
     for domain, share in service.coverage.items():
         out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

@@ -72,7 +72,7 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
     if not list(directory.glob("*.safetensors")) and (pickled := sorted(directory.glob("*.bin"))):
         raise ValueError(f"{pickled[0]} is a pickle, which could run code; wanted safetensors files")
     published = read_json(directory / "config.json")
-    target, source = describe(target_dir), AutoConfig.from_pretrained(target_dir)
+    target = describe(target_dir)
     check_made_for(published, directory, target)
     head = read_published(published, read_stored(directory), target.num_layers)
     if head.layer.hidden_size != target.hidden_size:
@@ -84,15 +84,7 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
         raise ValueError(
             "tensor embed_tokens.weight is not the target's; a head with an embedding of its own is not supported"
         )
-    # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
-    for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
-        setattr(head.layer, key, getattr(source, key))
-    shape = {**layer_config(head.layer), "draft_vocab_size": head.draft_vocab_size, **tapping(head.readings[0])}
-    config = _format.config(shape | head.norms, target_dir)
-    if head.layer.attention_bias:
-        config["attention_bias"] = True
-    if head.layer.model_type == "qwen3":
-        config |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    config = _config(head, target_dir)
     if not is_subset(config):
         if not tensors.get("d2t", torch.zeros(1)).any():
             tensors.pop("d2t", None)
@@ -155,6 +147,20 @@ def publish(directory: Path, into: Path, target: Mapping[str, Any], num_draft_to
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(directory)}
+
+
+def _config(head: Published, target_dir: Path) -> dict[str, Any]:
+    """Return the config.json of a published head, as vLLM and the heads here read it."""
+    source, layer = AutoConfig.from_pretrained(target_dir), head.layer
+    # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
+    for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
+        setattr(layer, key, getattr(source, key))
+    own = {**layer_config(layer), "draft_vocab_size": head.draft_vocab_size, **tapping(head.readings[0]), **head.norms}
+    if layer.attention_bias:
+        own["attention_bias"] = True
+    if layer.model_type == "qwen3":
+        own |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return _format.config(own, target_dir)
 
 
 def _of_targets_tokens(head: Published, target: TargetCard, directory: Path, target_dir: Path) -> Published:

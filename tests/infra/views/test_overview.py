@@ -209,7 +209,7 @@ def test_acceptance_is_told_by_context_length_and_whether_requests_are_longer_th
     lines = shown(service=longer)
     for requests in ("of up to 2,048 tokens", "that are longer"):
         assert f"  requests {requests}: τ 1.75 over the last 9" in lines
-    told = "  requests have up to 1,500 tokens, what the draft learnt from 1,024: behind them acceptance falls"
+    told = "  requests have up to 1,500 tokens, what the draft learnt from 1,024: beyond them acceptance falls"
     for learnt, expected in ((1024, 1), (1500, 0), (None, 0)):
         drafts = (DRAFT.model_copy(update={"trained_context": learnt}),)
         assert sum(line.startswith(told) for line in shown(service=longer, drafts=drafts)) == expected

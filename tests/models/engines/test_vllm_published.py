@@ -6,9 +6,11 @@ up twice. Drafts of redraft's proposer don't, so that beyond their first tokens 
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -115,12 +117,20 @@ def num_alike(answers: Sequence[Completion], others: Sequence[Completion]) -> in
     return sum(all(one[place] == other[place] for place in one.keys() & other.keys()) for one, other in pairs)
 
 
-@pytest.mark.parametrize(("like", "layout"), [(like_eagle31, "native"), (like_qwen3, "speculators")])
+def borrowing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Make of a head one of EAGLE-3.1 that says all of the target's tokens, by the target's output matrix."""
+    like_eagle31(config, tensors)
+    config["draft_vocab_size"] = config["vocab_size"]
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+
+
+@pytest.mark.parametrize(("like", "layout"), [(borrowing, "native"), (like_qwen3, "speculators")])
 async def test_heads_of_four_taps_and_of_other_norms_and_layers_draft_alike_and_are_swapped(
     like: Change, layout: str, deep_target: Path, tmp_path: Path
 ) -> None:
-    own, adopted, later = (tmp_path / name for name in ("own", "adopted", "later"))
-    for folder in (own, adopted, later):
+    own, adopted, later, another = folders = [tmp_path / name for name in ("own", "adopted", "later", "another")]
+    for folder in folders:
         folder.mkdir()
     counts = np.zeros(259)
     counts[3:67] = 1
@@ -130,7 +140,10 @@ async def test_heads_of_four_taps_and_of_other_norms_and_layers_draft_alike_and_
     source = published(own, deep_target, tmp_path / "published", layout, like)
     head = eagle3.adopt(source, deep_target)
     eagle3.save(head, adopted)
+    output = head.lm_head.weight.detach().clone()
     shake(head, 0.1, seed=1)  # its norms and biases as well
+    eagle3.save(head, another)
+    head.lm_head.load_state_dict({"weight": output})  # as training leaves it
     eagle3.save(head, later)
     as_published = await answer_and_close(start_as_it_is(deep_target, source))
     engine = await VllmEngine.start(deep_target, adopted, PARAMS.model_copy(update={"dtype": "float32"}))
@@ -142,6 +155,9 @@ async def test_heads_of_four_taps_and_of_other_norms_and_layers_draft_alike_and_
         with pytest.raises(ValueError, match="of the loaded draft is off by"):
             await engine.check_draft(adopted)
         swapped = await answer(engine)
+        if like is borrowing:
+            with pytest.raises(ValueError, match=r"draft uses the target's lm_head.weight, and this one's is another"):
+                await engine.swap_draft(another, "3")
     finally:
         await engine.close()
     # Further tokens of vLLM by itself are others, so that both are not at all the same places.
