@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from infra.files import replacing
-from infra.locks import lock_file
+from infra.files import lock_file, replacing
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"

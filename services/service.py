@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.busy import Busy, cores, gpus
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
 from infra.logwriter import BackgroundWriter
+from infra.priority import Busy, cores, gpus
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
