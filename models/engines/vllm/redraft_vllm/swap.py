@@ -197,7 +197,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _shard(module: Any, parts: Sequence[Tensor]) -> Tensor:
