@@ -294,6 +294,8 @@ def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {taus_in_words(version.lineage.tau)}")
     if version.lineage.source_reading:
         out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)
+    if version.lineage.source and (tokens := version.lineage.trained_context):
+        out.print(f"its files say that it was made for {tokens:,} tokens; beyond them, acceptance falls")
     for domain, nats in version.lineage.unlike.items():
         out.print(f"imported answers of {domain} are unlike the target's ({nats:+.2f} nats a token): gated by its own")
     if version.lineage.returns:

@@ -13,7 +13,7 @@ from infra.rollouts import AttachedServer, attached_servers
 from infra.service_process import MLFLOW, PREFECT, RUNNER, last_status
 from infra.serving import served_since_ms
 from infra.settings import Settings
-from infra.status import DomainAcceptance, RunningService
+from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import STATE, ProcessRecord, UpState, read_state
 from infra.triggerfile import TriggerFile
 from infra.versions import Version
@@ -33,6 +33,7 @@ class DraftOverview(Frozen):
         rows: first and last row of the query log that it was trained on.
         reasons: why it was refused, left undecided or quarantined.
         returns: which past draft it is and what it was tried again for.
+        trained_context: tokens of the longest text that it learnt from, None where it is not known.
     """
 
     version: int
@@ -42,6 +43,7 @@ class DraftOverview(Frozen):
     verdict: str
     reasons: str
     returns: str = ""
+    trained_context: int | None = None
     tau: dict[str, float]
     target_version: str
     created_ms: int
@@ -74,7 +76,7 @@ class Overview(Frozen):
     service_since_ms: int | None = None
     links: dict[str, str] = Field(default_factory=dict)
     attached: tuple[AttachedServer, ...] = ()
-    attached_acceptance: dict[str, dict[str, DomainAcceptance]] = Field(default_factory=dict)
+    attached_acceptance: dict[str, dict[str, RecentAcceptance]] = Field(default_factory=dict)
     programs: tuple[ProcessRecord, ...]
     waiting: Waiting
     regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
@@ -117,11 +119,11 @@ def overview(settings: Settings) -> Overview:
     )
 
 
-def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, DomainAcceptance]:
+def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, RecentAcceptance]:
     draft, counts = int(row.version.partition("-")[0]), dict[str, list[tuple[int, int, int]]]()
     for _, domain, *sums in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
         counts.setdefault(domain, []).append(tuple(sums))
-    return {domain: DomainAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
+    return {domain: RecentAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
 
 
 def _last_gate(registry: Registry, drafts: Sequence[Version]) -> Gated | None:
@@ -163,6 +165,7 @@ def _draft(version: Version, champion: Version | None) -> DraftOverview:
         verdict=QUARANTINED if version.quarantined else lineage.gate or "",
         reasons=version.quarantined or lineage.gate_reasons,
         returns=lineage.returns,
+        trained_context=lineage.trained_context,
         tau=lineage.tau,
         target_version="" if lineage.target_version is None else str(lineage.target_version),
         created_ms=version.created_ms,

@@ -49,8 +49,8 @@ class Proof(Frozen):
     promised_tau: float = Field(description="the same, measured before the draft was registered")
 
 
-class DomainAcceptance(Frozen):
-    """Acceptance of one domain's last requests."""
+class RecentAcceptance(Frozen):
+    """Acceptance of the last requests of a domain or of a context length."""
 
     requests: int = Field(description="number of requests that the figures are over, the last 64 at most")
     acceptance_rate: float | None = Field(description="accepted / drafted tokens; null if nothing was drafted")
@@ -102,9 +102,13 @@ class ServiceStatus(Frozen):
     refused: dict[str, str] = Field(description="drafts that are not tried again, by name, and why")
     postponed: dict[str, str] = Field(description="drafts that are tried again later, by name, with reason and wait")
     reconciler: dict[str, int] = Field(description="how often the draft loop did what, by kind of event")
-    acceptance: dict[str, DomainAcceptance] = Field(
+    acceptance: dict[str, RecentAcceptance] = Field(
         description="acceptance of the present draft in requests that it drafted alone, by domain"
     )
+    acceptance_by_context: dict[str, RecentAcceptance] = Field(
+        description="the same by the requests' tokens, prompt and answer: of up to so many, and `longer` ones"
+    )
+    longest_context: int = Field(description="tokens of the longest of the last 256 requests, prompt and answer")
     coverage: dict[str, float] = Field(
         description="share of the last 64 answers' tokens that the draft's vocabulary has, by domain; a token that it "
         "lacks is always rejected; empty where it has every token"

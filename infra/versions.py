@@ -118,6 +118,8 @@ class Lineage(_Tags):
         unlike: domain to by how many nats a token its imported answers are likelier to the target than its own, where
             they are shown to be unlike these: then it is gated by the target's own answers.
         num_draft_tokens: K that it was trained and measured for.
+        trained_context: tokens of the longest text that it learnt from, prompt and answer; of a draft from elsewhere
+            what its files say, where that is less than the target reads. None where it is not known.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         source_reading: what its files leave open and was measured, with τ of each reading; "" where they don't.
         source_layers: how many of its first layers were taken, None for all that it is.
@@ -148,6 +150,7 @@ class Lineage(_Tags):
     gate_data: str = ""
     unlike: Annotated[dict[str, float], BeforeValidator(_figures)] = Field(default_factory=dict)
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
+    trained_context: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""
     source_reading: str = ""

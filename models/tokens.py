@@ -19,6 +19,11 @@ def differing_tokens(directory: Path, like: Path) -> list[str]:
     return sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
 
 
+def num_ids(directory: Path) -> int:
+    """Return the least vocabulary size that has all of a tokenizer.json's ids; one may be padded to more."""
+    return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
+
+
 class TurnMarks(NamedTuple):
     """The tokens that a chat template writes before and after what a user says; empty where nothing is marked."""
 

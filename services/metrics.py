@@ -23,6 +23,11 @@ class StatusCollector(Collector):
         told = "τ over the last 64 requests of a domain that the draft drafted alone, 1 is no gain."
         taus = {domain: figures.mean_accepted_length for domain, figures in status.acceptance.items()}
         yield _labelled(Gauge("redraft_mean_accepted_length", told, labels=["domain"]), taus)
+        told = "τ over the last 64 requests of up to so many tokens, prompt and answer, that the draft drafted alone."
+        taus = {length: figures.mean_accepted_length for length, figures in status.acceptance_by_context.items()}
+        yield _labelled(Gauge("redraft_context_mean_accepted_length", told, labels=["context"]), taus)
+        told = "Tokens of the longest of the last 256 requests, prompt and answer."
+        yield Gauge("redraft_longest_context_tokens", told, value=status.longest_context)
         told = "Share of the last 64 answers' tokens that the draft's vocabulary has, by domain."
         yield _labelled(Gauge("redraft_vocabulary_coverage", told, labels=["domain"]), status.coverage)
         yield Counter("redraft_log_written", "Rows written to the query log.", value=status.log.written)

@@ -20,12 +20,12 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from infra import scrub
 from infra.consent import CONSENT_LEVELS, OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
-from infra.status import DomainAcceptance, LogCounts
+from infra.status import LogCounts, RecentAcceptance
 from models.core.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen
 from services.questions import Origin
@@ -38,7 +38,9 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-ROLLING = 64  # requests of a draft and a domain, or answers of a domain, that a figure is over
+ROLLING = 64  # requests of a draft and a domain or a context length, or answers of a domain, that a figure is over
+# Context lengths, in tokens of prompt and answer: a request counts for the least that it fits in.
+CONTEXTS, LONGER = (512, 2048, 8192, 32768), "longer"
 MAX_DOMAINS = 128  # names come from clients; each is a series of the metrics
 LATELY = 256
 MAX_DRAFTS = 4
@@ -80,6 +82,13 @@ class Speculated(Frozen):
     mean_accepted_length: float | None
     drafted_per_step: list[int] | None = None
     accepted_per_step: list[int] | None = None
+
+
+class Tallies(NamedTuple):
+    """What the last requests that began with a draft got, by domain and by context length."""
+
+    by_domain: dict[str, deque[AcceptanceCount]]
+    by_context: dict[str, deque[AcceptanceCount]]
 
 
 class VocabularyCoverage:
@@ -137,8 +146,9 @@ class Recorder:
         self._server = server
         self._running, self._left = dict[str, Origin](), OrderedDict[str, Origin]()
         self._finished: dict[str, list[Completion]] = {}
-        self._rolling: OrderedDict[str, dict[str, deque[AcceptanceCount]]] = OrderedDict()  # by draft, then by domain
+        self._rolling = OrderedDict[str, Tallies]()  # by draft
         self._unlogged, self._serial = deque[bool](maxlen=LATELY), itertools.count()
+        self._contexts = deque[int](maxlen=LATELY)
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
         self._thread.start()
@@ -177,6 +187,7 @@ class Recorder:
         self.coverage.add(completion.draft_version, origin.domain, completion.token_ids)
         if origin.speculation != "head":
             self._count(completion, origin.domain)
+        self._contexts.append(_num_tokens(completion))
         self._unlogged.append(origin.consent == "none")
         if origin.consent == "none":
             return
@@ -208,14 +219,23 @@ class Recorder:
         )
         return speculated.model_dump(exclude=None if by_step else {"drafted_per_step", "accepted_per_step"})
 
-    def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
+    def acceptance(self, draft_version: str) -> dict[str, RecentAcceptance]:
         """Return the acceptance of each domain's last requests that began with a draft."""
-        found = sorted(self._rolling.get(draft_version, {}).items())
-        return {domain: DomainAcceptance.of([one[2:] for one in tallies]) for domain, tallies in found}
+        tallies = self._of(draft_version).by_domain
+        return {domain: _recent(tallies[domain]) for domain in sorted(tallies)}
+
+    def acceptance_by_context(self, draft_version: str) -> dict[str, RecentAcceptance]:
+        """Return that of the last requests of each context length."""
+        tallies = self._of(draft_version).by_context
+        return {length: _recent(tallies[length]) for length in (*map(str, CONTEXTS), LONGER) if length in tallies}
+
+    def longest_context(self) -> int:
+        """Return the tokens of the longest of the last requests; 0 if there was none."""
+        return max(self._contexts, default=0)
 
     def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
         """Return the last requests that began with a draft, oldest first: of a domain so many, and after a number."""
-        domains = self._rolling.get(draft_version, {}).values()
+        domains = self._of(draft_version).by_domain.values()
         return sorted(one for tallies in domains for one in tallies if one.number > after)
 
     def counts(self) -> LogCounts:
@@ -243,11 +263,16 @@ class Recorder:
             return
         if completion.draft_version not in self._rolling and len(self._rolling) >= MAX_DRAFTS:
             self._rolling.popitem(last=False)
-        windows = self._rolling.setdefault(completion.draft_version, {})
+        windows = self._rolling.setdefault(completion.draft_version, Tallies({}, {}))
         self._rolling.move_to_end(completion.draft_version)
-        domain = _bounded(domain, windows)
+        domain = _bounded(domain, windows.by_domain)
         tally = AcceptanceCount(next(self._serial), domain, len(drafted), sum(drafted), sum(accepted))
-        windows.setdefault(domain, deque(maxlen=ROLLING)).append(tally)
+        length = next((str(most) for most in CONTEXTS if _num_tokens(completion) <= most), LONGER)
+        for tallies, name in ((windows.by_domain, domain), (windows.by_context, length)):
+            tallies.setdefault(name, deque(maxlen=ROLLING)).append(tally)
+
+    def _of(self, draft_version: str) -> Tallies:
+        return self._rolling.get(draft_version, Tallies({}, {}))
 
     def _drain(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -311,8 +336,16 @@ class Recorder:
         return QueryRow(**row.model_dump() | content)
 
 
+def _recent(tallies: Collection[AcceptanceCount]) -> RecentAcceptance:
+    return RecentAcceptance.of([one[2:] for one in tallies])
+
+
 def _bounded(domain: str, known: Collection[str]) -> str:
     return domain if domain in known or len(known) < MAX_DOMAINS else OTHER_DOMAINS
+
+
+def _num_tokens(completion: "Completion") -> int:
+    return len(completion.prompt_ids) + len(completion.token_ids)
 
 
 def _looked_up(completion: "Completion") -> int:

@@ -159,6 +159,8 @@ class Service:
             postponed={name: one.describe(now_s) for name, one in state.postponed.items()},
             reconciler=counts,
             acceptance=self.recorder.acceptance(self.engine.draft_version),
+            acceptance_by_context=self.recorder.acceptance_by_context(self.engine.draft_version),
+            longest_context=self.recorder.longest_context(),
             coverage=self.recorder.coverage.shares(),
             log=self.recorder.counts(),
             captured={} if self._capture is None else self._capture.counts,

@@ -7,6 +7,7 @@ from typing import Any, cast
 from infra.artifacts import Artifact, file_sha256, open_artifact
 from infra.settings import load_settings
 from models.core.drafting.draft_families import adopter_of, name_of, open_draft
+from models.core.drafting.draft_files import read_json
 from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
@@ -29,6 +30,7 @@ class Adopted(Frozen):
         source_sha256: of the files of directory `source` that count.
         source_layers: how many of its first layers were taken, None for all that it is.
         source_reading: what was measured to be right where its files leave something open, "" where they don't.
+        trained_context: tokens that its files say it was made for, where that is less than the target reads.
     """
 
     draft: Artifact
@@ -36,6 +38,7 @@ class Adopted(Frozen):
     source_sha256: str
     source_layers: int | None = None
     source_reading: str = ""
+    trained_context: int | None = None
 
 
 @task
@@ -58,7 +61,14 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
 
     params = {"source_sha256": sha256} | ({} if num_layers is None else {"num_layers": num_layers})
     draft = cached_step("adopted", "draft", params, make, {"target": target}, (family,))
-    return Adopted(draft=draft, source=str(source), source_sha256=sha256, source_layers=num_layers)
+    context, served = family.context(source), read_json(target.path / "config.json").get("max_position_embeddings")
+    return Adopted(
+        draft=draft,
+        source=str(source),
+        source_sha256=sha256,
+        source_layers=num_layers,
+        trained_context=context if context and served and context < served else None,
+    )
 
 
 @task

@@ -25,6 +25,7 @@ from tasks.find_past import Past
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
+from tasks.stages.samples import longest
 from tasks.stages.task import flow_run_id, run_logger, task
 
 
@@ -58,7 +59,10 @@ def register_draft(
     for found in same_files(registry.versions("draft"), draft):
         if found.lineage.target_version == target.number:
             return found
-    origin = {"teachers": teachers_in(recipe.distill)} if adopted is None else adopted.model_dump(exclude={"draft"})
+    if adopted is None:
+        origin = {"teachers": teachers_in(recipe.distill), "trained_context": longest(samples)}
+    else:
+        origin = adopted.model_dump(exclude={"draft"})
     known = {**_figures(measured), **origin, "line": draft.sha256[:16], "gate": None}
     lineage = _lineage(recipe, target, target_files, draft, None, samples, known)
     report = first_report(measured, recipe.num_draft_tokens)
@@ -115,6 +119,7 @@ def register_candidate(
     found by no one.
     """
     registry, parent, state = open_registry(), pair.draft, trained.state
+    learnt = start.version.lineage.trained_context
     known = {
         **_verdict(gated),
         "line": parent.lineage.line,
@@ -124,6 +129,7 @@ def register_candidate(
         ),
         "continues": None if start.version.number == parent.number else start.version.number,
         "teachers": teachers_in(recipe.refresh_distill()),
+        "trained_context": None if learnt is None else max(learnt, longest(samples) or 0),
         **({} if state is None else {"state_uri": state.uri, "state_sha256": state.sha256}),
     }
     first, like = first_samples(parent), pair.draft_files.path

@@ -322,7 +322,8 @@ def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, 
     """Yield the fields of an answer, those of its objects below them."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
-        keyed = ".DOMAIN" if get_origin(field.annotation) is dict else ""
+        key = "CONTEXT" if name.endswith("_by_context") else "DOMAIN"
+        keyed = f".{key}" if get_origin(field.annotation) is dict else ""
         kind = "object" if inner else _kind(_schema(model, name)).replace("table", "object")
         if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
             kind = ", ".join(_code(one.value) for one in field.annotation)

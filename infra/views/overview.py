@@ -47,7 +47,7 @@ def show_overview(seen: Overview, out: Console) -> None:
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     if seen.service is not None:
-        _show_service(seen.service, out)
+        _show_service(seen.service, {draft.version: draft.trained_context for draft in seen.drafts}, out)
     elif all(program.name != ATTACH for program in seen.programs):
         out.print(f"service: {absent(seen)}", soft_wrap=True)
     for row in seen.attached:
@@ -114,7 +114,7 @@ def absent(seen: Overview) -> str:
     return f"does not answer, {duration(passed_s)} after its start; see: redraft logs service"
 
 
-def _show_service(service: RunningService, out: Console) -> None:
+def _show_service(service: RunningService, trained: Mapping[int, int | None], out: Console) -> None:
     draft = f"draft {service.draft_version}" if service.draft_version else "no draft"
     speculation = "on" if service.speculating else f"off ({service.fallback or 'switched off by an operator'})"
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
@@ -141,5 +141,12 @@ def _show_service(service: RunningService, out: Console) -> None:
     for domain, figures in service.acceptance.items():
         seen = f"over the last {figures.requests} requests that it drafted alone"
         out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} {seen}")
+    for length, figures in service.acceptance_by_context.items():
+        most = f"of up to {int(length):,} tokens" if length.isdecimal() else "that are longer"
+        out.print(f"  requests {most}: τ {figures.mean_accepted_length:.2f} over the last {figures.requests}")
+    learnt = trained.get(service.draft_version or 0)
+    if learnt is not None and service.longest_context > learnt:
+        told = f"requests have up to {service.longest_context:,} tokens, what the draft learnt from {learnt:,}"
+        out.print(f"  {told}: beyond them acceptance falls, until a refresh has learnt such requests", soft_wrap=True)
     for domain, share in service.coverage.items():
         out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

@@ -279,5 +279,8 @@ class Adopter(Family, Protocol):
         """Take a draft that somebody else trained: config.json, safetensors files, and a tokenizer.json if it has one;
         ValueError if it does not fit the target, or is of a shape that is not supported; names what does not fit."""
 
+    def context(self, directory: Path) -> int | None:
+        """Return how many tokens of a text a published draft says that it was made for, None where it does not."""
+
     def readings(self, draft: Draft, directory: Path, target_dir: Path) -> Mapping[str, Draft]:
         """Return what an adopted draft may be as far as its files tell, by what differs: itself first, or alone."""

@@ -103,7 +103,7 @@ class DFlash(TappedDraft):
         for layer, text in zip(self.layers, injected, strict=True):
             attention = layer["self_attn"]
             x = self.normed(state, layer["input_layernorm"])
-            queries = self._turned(attention["q_proj"](x), self.num_heads, attention["q_norm"], positions)
+            queries = self.project(attention, "q", x, positions)
             own = self._keys_values(layer, x, positions)
             attended = attention["o_proj"](self.attend(queries, own, sequence, index, text))
             state = self.feed_forward(layer, state + attended)
@@ -114,13 +114,8 @@ class DFlash(TappedDraft):
 
     def _keys_values(self, layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         attention = layer["self_attn"]
-        keys = self._turned(attention["k_proj"](x), self.num_kv_heads, attention["k_norm"], positions)
+        keys = self.project(attention, "k", x, positions)
         return keys, attention["v_proj"](x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-
-    def _turned(self, projected: Tensor, num_heads: int, norm: Scale, positions: Tensor) -> Tensor:
-        """[…, heads·width] → [.., heads, width], normed head by head, and rotated."""
-        normed = self.normed(projected.unflatten(-1, (num_heads, self.head_dim)), norm)
-        return self.rotated(normed.flatten(-2), num_heads, positions)
 
 
 class _Drafter(PathDrafter):

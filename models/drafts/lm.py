@@ -167,6 +167,10 @@ def adopt(directory: Path, target_dir: Path) -> Lm:
     return _for_target(load_floats(directory), target, nested)
 
 
+def context(directory: Path) -> int | None:
+    return read_json(directory / "config.json").get("max_position_embeddings")
+
+
 def readings(draft: Lm, directory: Path, target_dir: Path) -> dict[str, Lm]:
     """See `models.drafts.Adopter`; its files say all of it."""
     return {"": draft}

@@ -99,7 +99,7 @@ class ParallelEagle(Eagle3):
         positions = torch.arange(len(keys) - 1, len(keys) - 1 + num_tokens, device=last.device)
         own = self.keys_values(joined[1:], positions[1:])
         keys, values = (torch.cat(pair) for pair in zip((keys, values), own, strict=True))
-        queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, positions)
+        queries = self.project(self.layer["self_attn"], "q", joined, positions)
         seen = torch.arange(len(keys), device=last.device) <= positions[:, None]
         queries, keys, values = (heads.transpose(0, 1)[None] for heads in (queries, keys, values))
         attended = functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)

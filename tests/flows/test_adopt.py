@@ -44,7 +44,7 @@ def trained(built, target: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def noise(target: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Return what publishes a head that drafts badly."""
+    """Return what publishes a head that drafts badly, and was made for shorter texts than the target."""
 
     def make(seed: int) -> Path:
         head = eagle3.create(eagle3.Params(vocab_size=128), target, np.arange(259))
@@ -52,7 +52,8 @@ def noise(target: Path, tmp_path: Path) -> Callable[[int], Path]:
         ours = tmp_path / f"ours{seed}"
         ours.mkdir()
         eagle3.save(head, ours)
-        return published(ours, target, tmp_path / f"noise{seed}", "native")
+        short = {"max_position_embeddings": 512}
+        return published(ours, target, tmp_path / f"noise{seed}", "native", lambda config, _: config.update(short))
 
     return make
 
@@ -63,6 +64,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
     cli, registry = cli_in(home), registry_of(home)
     output = cli.run("import-draft", str(noise(1)), "--recipe", "tiny")
     assert "promoted: draft 1, τ chat 1." in output
+    assert "its files say that it was made for 512 tokens" in output
     assert registry.champion("target").number == registry.champion("draft").number == 1
     first = registry.get("draft", 1)
     assert set(Lineage.tag_names()) <= first.tags.keys()
@@ -71,7 +73,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
 
     output = cli.run("import-draft", str(trained), "--recipe", "tiny")
     assert "registered: draft 2" in output
-    assert "add --promote" in output
+    assert "add --promote" in output and "made for" not in output
     assert registry.champion("draft").number == 1
 
     output = cli.run("import-draft", str(trained), "--recipe", "tiny", "--promote")

@@ -1,7 +1,7 @@
 """What a service may say of itself."""
 
 from infra.events import EventCounts
-from infra.status import DomainAcceptance, LogCounts, Phase, Proof, ServiceStatus
+from infra.status import LogCounts, Phase, Proof, RecentAcceptance, ServiceStatus
 from models.types import Speed, ThroughputEstimate
 
 STATUS = ServiceStatus(
@@ -22,7 +22,9 @@ STATUS = ServiceStatus(
     refused={"2-0123456789ab": "fc.weight holds NaN"},
     postponed={"4-0123456789ab": "attempt 1 failed"},
     reconciler={"swaps": 2},
-    acceptance={"chat": DomainAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
+    acceptance={"chat": RecentAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
+    acceptance_by_context={"2048": RecentAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
+    longest_context=1500,
     coverage={"chat": 0.875},
     log=LogCounts(written=5, dropped=1, unlogged=0, last_error=None),
     captured={"written": 4, "not wanted": 1},

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from infra.lineage import Target
 
 from infra.artifacts import staged
 from infra.identity import process_identity
-from infra.lineage import Target
 from infra.overview import Gated, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry

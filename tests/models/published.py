@@ -63,3 +63,26 @@ def in_speculators_layout(
     }
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in with_mask.items()}
     return published, {**renamed, "embed_tokens.weight": embedding}
+
+
+def like_eagle31(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a head the norms of EAGLE-3.1, whose gains make a difference."""
+    config.update(norm_before_fc=True, fc_norm=True, norm_output=True)
+    width, wide = tensors["fc.weight"].shape
+    tensors["input_norm.weight"] = _around(1.0, wide)
+    tensors |= {f"fc_norm.{number}.weight": _around(1.0, width) for number in range(wide // width)}
+
+
+def like_qwen3(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a head a layer of Qwen3's kind, with biases."""
+    layer = config.get("transformer_layer_config", config)
+    layer.update(model_type="qwen3", attention_bias=True)
+    if layer is config:
+        config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
+    [place] = {name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")}
+    tensors |= {f"{place}{name}_norm.weight": _around(1.0, layer["head_dim"]) for name in "qk"}
+    tensors |= {f"{place}{name}_proj.bias": _around(0.0, len(tensors[f"{place}{name}_proj.weight"])) for name in "qkv"}
+
+
+def _around(mean: float, size: int) -> Tensor:
+    return (mean + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(size))).bfloat16()

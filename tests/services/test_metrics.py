@@ -8,6 +8,8 @@ def test_the_text_holds_the_service_figures_by_label() -> None:
         'redraft_requests_total{status="429"} 1.0',
         'redraft_reconciler_events_total{event="swaps"} 2.0',
         'redraft_mean_accepted_length{domain="chat"} 1.75',
+        'redraft_context_mean_accepted_length{context="2048"} 1.75',
+        "redraft_longest_context_tokens 1500.0",
         'redraft_draft_tokens{why="pays"} 1.0',
         'redraft_expected_tokens_per_second{drafting="planned"} 120.0',
         'redraft_request_tokens_per_second{domain="chat",drafting="planned"} 75.0',

@@ -9,14 +9,14 @@ import pytest
 from infra.consent import OTHER_DOMAINS, QueryRow
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
-from infra.status import DomainAcceptance, LogCounts
+from infra.status import LogCounts, RecentAcceptance
 from infra.views.acceptance import from_log
 from models.chats import ChatEncoder
 from models.core.evaluation.acceptance import UNDRAFTED
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.questions import Origin
-from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder, VocabularyCoverage
+from services.recorder import LATELY, MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder, VocabularyCoverage
 
 ID = f"{1:032x}"
 TOKENIZER = byte_tokenizer()
@@ -179,7 +179,29 @@ def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Record
     figures = recorder.acceptance("7")
     assert len(figures) == MAX_DOMAINS + 1
     assert figures["other"].requests == 5
-    assert figures["d0"] == DomainAcceptance(requests=1, acceptance_rate=2 / 6, mean_accepted_length=1 + 2 / 3)
+    assert figures["d0"] == RecentAcceptance(requests=1, acceptance_rate=2 / 6, mean_accepted_length=1 + 2 / 3)
+
+
+def test_rolling_acceptance_is_by_context_length_over_all_domains(recorder: Recorder) -> None:
+    for index, (domain, num_tokens) in enumerate([("chat", 507), ("code", 508), ("chat", 9000), ("code", 99_999)]):
+        tokens = tuple(range(num_tokens))
+        record(recorder, index, "none", domain, prompt_ids=tokens, accepted=(index % 3, 0, 0))  # the answer has 5
+    figures = recorder.acceptance_by_context("7")
+    assert {length: one.requests for length, one in figures.items()} == {"512": 1, "2048": 1, "32768": 1, "longer": 1}
+    assert [one.mean_accepted_length for one in figures.values()] == [1.0, 1 + 1 / 3, 1 + 2 / 3, 1.0]
+    assert recorder.acceptance_by_context("8") == {}
+    for index in range(ROLLING):
+        record(recorder, index, "none", f"d{index}")
+    assert recorder.acceptance_by_context("7")["512"].requests == ROLLING
+
+
+def test_the_longest_of_the_last_requests_is_known_however_it_was_drafted(recorder: Recorder) -> None:
+    assert recorder.longest_context() == 0
+    record(recorder, 1, "none", prompt_ids=tuple(range(700)), speculating=False)
+    assert recorder.longest_context() == 705
+    for index in range(LATELY):
+        record(recorder, index, "none")
+    assert recorder.longest_context() == len(encode("hi")) + len(encode("there"))
 
 
 def test_a_stream_that_began_before_a_swap_counts_for_its_own_draft(recorder: Recorder) -> None:

@@ -20,7 +20,7 @@ from models.recipe import load_recipe
 from models.targets import random
 from tasks.adopt_draft import adopt_draft, settle_reading
 from tests.models.published import published
-from tests.tasks.made import samples_files
+from tests.tasks.made import samples_files, target_files
 
 
 @pytest.mark.slow
@@ -40,6 +40,20 @@ def test_a_nested_draft_is_taken_by_itself_and_remembered(home: Path, tmp_path: 
     copytree(tiny_draft, tmp_path / "head", ignore=ignore_patterns("manifest.json"))
     with pytest.raises(ValueError, match="--layers is for drafts in which others are nested, and those of eagle3 have"):
         adopt_draft.fn(target, tmp_path / "head", 1)
+
+
+@pytest.mark.parametrize("layout", ["native", "speculators"])
+@pytest.mark.parametrize(("said", "told"), [(512, 512), (2048, None), (4096, None), (None, None)])
+def test_it_is_told_of_a_head_that_was_made_for_shorter_texts_than_the_target_reads(
+    home: Path, tiny_target: Path, tiny_draft: Path, tmp_path: Path, layout: str, said: int | None, told: int | None
+) -> None:
+    def say(config: dict[str, Any], tensors: object) -> None:
+        layer = config.get("transformer_layer_config", config)
+        del layer["max_position_embeddings"]
+        layer.update({} if said is None else {"max_position_embeddings": said})
+
+    source = published(tiny_draft, tiny_target, tmp_path / "source", layout, say)
+    assert adopt_draft.fn(target_files(tiny_target, tmp_path / "target"), source).trained_context == told
 
 
 def answers_of(target: Path, folder: Path) -> Artifact:

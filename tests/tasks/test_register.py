@@ -11,14 +11,15 @@ from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE
 from infra.windows import Window
 from models.core.learning import distill
+from models.core.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.types import Estimate, GateReport
 from tasks.distill_draft import Trained
 from tasks.find_challenger import find_challenger
 from tasks.register import register_candidate, register_draft, register_target
 from tests.conftest import judge, make_draft
+from tests.tasks.made import samples_files
 
-SAMPLES = Artifact(uri="file:///nowhere", sha256="0" * 64, kind="samples")
 STATE = Artifact(uri="file:///gone", sha256="2" * 64, kind="state")
 WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 RECIPE = load_recipe("tiny")
@@ -30,7 +31,7 @@ def pair(registry: Registry, target: Artifact, tmp_path: Path) -> Pair:
     draft_files = made(target.path, tmp_path / "first", seed=1)
     version = register_target.fn(RECIPE, target)
     measured = judge({"chat": 0.0}).measured
-    draft = register_draft.fn(RECIPE, version, target, draft_files, SAMPLES, measured)
+    draft = register_draft.fn(RECIPE, version, target, draft_files, samples_of(tmp_path, 40), measured)
     return Pair(target=version, draft=draft, target_files=target, draft_files=draft_files)
 
 
@@ -39,10 +40,17 @@ def made(target: Path, directory: Path, seed: int) -> Artifact:
     return publish(make_draft(target, directory, seed), "draft")
 
 
-def register(pair: Pair, tmp_path: Path, gains: dict[str, float]) -> Version:
+def samples_of(tmp_path: Path, num_tokens: int) -> Artifact:
+    """Return samples to learn from, of so many tokens the longer one."""
+    texts = [Sample(f"s{size}", "chat", [5] * (size - 4), [6] * 4) for size in (num_tokens - 9, num_tokens)]
+    return samples_files(tmp_path / f"samples-{num_tokens}", texts)
+
+
+def register(pair: Pair, tmp_path: Path, gains: dict[str, float], num_tokens: int = 30) -> Version:
     trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=STATE)
     start = find_challenger.fn(RECIPE, pair, WINDOW)
-    return register_candidate.fn(RECIPE, pair, start, trained, WINDOW, SAMPLES, judge(gains))
+    samples = samples_of(tmp_path, num_tokens)
+    return register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples, judge(gains))
 
 
 def described(registry: Registry, version: Version) -> str:
@@ -66,6 +74,22 @@ def test_a_draft_says_that_it_was_judged_by_own_answers_because_imported_ones_we
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_tokens", "learnt"), [(30, 40), (90, 90)])
+def test_a_draft_says_how_long_the_longest_text_is_that_it_or_its_line_learnt_from(
+    pair: Pair, tmp_path: Path, num_tokens: int, learnt: int
+) -> None:
+    assert pair.draft.lineage.trained_context == 40
+    assert register(pair, tmp_path, {"chat": 0.3}, num_tokens).lineage.trained_context == learnt
+
+
+@pytest.mark.slow
+def test_what_a_draft_learnt_before_its_line_is_not_known_by_what_it_learns_later(pair: Pair, tmp_path: Path) -> None:
+    unknown = pair.draft.model_copy(update={"tags": pair.draft.tags | {"trained_context": ""}})
+    later = register(pair.model_copy(update={"draft": unknown}), tmp_path, {"chat": 0.3}, 90)
+    assert later.lineage.trained_context is None
+
+
+@pytest.mark.slow
 def test_a_draft_carries_the_teachers_that_it_learnt_from(
     registry: Registry, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +98,7 @@ def test_a_draft_carries_the_teachers_that_it_learnt_from(
     told = {"name": "random-llama-1", "weight": 0.5}
     files = made(pair.target_files.path, tmp_path / "taught", seed=3)
     measured = judge({"chat": 0.0}).measured
-    first = register_draft.fn(RECIPE, pair.target, pair.target_files, files, SAMPLES, measured)
+    first = register_draft.fn(RECIPE, pair.target, pair.target_files, files, samples_of(tmp_path, 20), measured)
     later = register(pair, tmp_path, {"chat": 0.3})
     assert [list(one.lineage.teachers.values()) for one in (pair.draft, first, later)] == [[], [told], [told]]
 
@@ -134,7 +158,7 @@ def test_only_states_that_a_run_may_go_on_from_are_kept(pair: Pair, tmp_path: Pa
     new = publish(states / "new", "state")
     trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=new)
     start = find_challenger.fn(RECIPE, pair, WINDOW)
-    register_candidate.fn(RECIPE, pair, start, trained, WINDOW, SAMPLES, judge({"chat": 0.0}))
+    register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(tmp_path, 30), judge({"chat": 0.0}))
     assert [folder.name for folder in states.iterdir()] == ["new"]
     later = WINDOW.model_copy(update={"first_seq": 61, "last_seq": 120})
     assert find_challenger.fn(RECIPE, pair, later).state == new

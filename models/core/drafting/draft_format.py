@@ -53,8 +53,8 @@ class Format(Generic[Kind]):
         self._family, self._architectures, self._draft, self._sizes = family, architectures, draft, sizes
 
     def config(self, own: Mapping[str, Any], target_dir: Path) -> dict[str, Any]:
-        """Return the config.json of a draft for a target, with what is its own."""
-        return {"architectures": list(self._architectures), "redraft": made_for(describe(target_dir)), **own}
+        """Return the config.json of a draft for a target, with what is its own, be it another architecture."""
+        return {"architectures": [self._architectures[0]], "redraft": made_for(describe(target_dir)), **own}
 
     def read(self, directory: Path) -> dict[str, Any]:
         """Return a draft's config.json; ValueError if it is not such a draft's."""

@@ -3,8 +3,11 @@
 The state that it first reads is a product of several of the target's residual streams, and then its own output before
 the final norm. Queries, keys and values are products of the normed embedding and the normed state side by side.
 
-Heads that others trained may add the layer's output to the normed hidden state instead of the raw one
-(`norm_before_residual`).
+Heads that others trained may have a layer of Qwen3's kind (`model_type`), and norms that one made here has not:
+
+- `norm_before_fc`: of all that is tapped, side by side, before its product; `fc_norm`: of each tapped state;
+- `norm_before_residual`: the layer's output is added to the normed state instead of the raw one;
+- `norm_output`: what it reads of its own output is normed as well (EAGLE-3.1, vllm-project/vllm#42764).
 
 The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of draft token i, minus i; a head that can
 say every token has none, because the engine makes no room for it.
@@ -13,7 +16,7 @@ say every token has none, because the engine makes no room for it.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -114,8 +117,25 @@ class Eagle3(TappedDraft, FeatureDraft):
     """The head; parameters carry the names of the checkpoint."""
 
     def make_layers(self) -> None:
-        self.norm_before_residual = self.config.get("norm_before_residual", False)
-        self.midlayer = decoder_layer(self.config, 2 * self.config["hidden_size"], ("input_layernorm", "hidden_norm"))
+        config, width, norms = self.config, self.config["hidden_size"], ("input_layernorm", "hidden_norm")
+        self.norm_before_residual = bool(config.get("norm_before_residual"))
+        self.norm_output = bool(config.get("norm_output"))
+        self.input_norm = Scale(self.fc.in_features) if config.get("norm_before_fc") else None
+        self.fc_norm = nn.ModuleList(Scale(width) for _ in self.taps) if config.get("fc_norm") else None
+        self.midlayer = decoder_layer(config, 2 * width, norms, head_norms=config["model_type"] == "qwen3")
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        require_width(self, hidden, self.fc.in_features)
+        if self.input_norm is not None:
+            hidden = self.normed(hidden, self.input_norm)
+        if self.fc_norm is not None:
+            states = zip(hidden.chunk(len(self.fc_norm), dim=-1), self.fc_norm, strict=True)
+            hidden = torch.cat([self.normed(state, cast("Scale", norm)) for state, norm in states], dim=-1)
+        return super().combine(hidden)
+
+    def advance(self, step: int, state: Tensor, *rest: Any) -> Tensor:
+        """See the base; its own output is normed before it reads it where the head was trained so."""
+        return super().advance(step, self.normed(state, self.norm) if step and self.norm_output else state, *rest)
 
     @property
     def layer(self) -> Any:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ class LayeredDraft(Draft):
         angles = positions[..., None].float() * self.frequencies
         rotation = (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.rope_scale).to(heads.dtype)
         return rotated(heads, rotation)
+
+    def project(self, attention: Any, name: Literal["q", "k"], x: Tensor, positions: Tensor) -> Tensor:
+        """[..., J] at `positions` [...] → queries or keys [..., heads, width], normed where the layer norms them."""
+        num_heads = self.num_heads if name == "q" else self.num_kv_heads
+        heads = attention[f"{name}_proj"](x)
+        if f"{name}_norm" in attention:
+            heads = self.normed(heads.unflatten(-1, (num_heads, self.head_dim)), attention[f"{name}_norm"]).flatten(-2)
+        return self.rotated(heads, num_heads, positions)
 
     def attend(
         self,
@@ -220,7 +228,7 @@ class FeatureDraft(LayeredDraft):
         joined = self.join(state, token_ids)
         if step > 0:
             own.append(self.keys_values(joined, index + step))
-        queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
+        queries = self.project(self.layer["self_attn"], "q", joined, index + step)
         none = keys.new_empty(len(queries), 0, *keys.shape[2:])
         own_keys, own_values = (torch.stack(one, dim=1) for one in zip(*own, strict=True)) if own else (none, none)
         attended = self.attend(queries[:, None], (own_keys, own_values), sequence, index, (keys, values))[:, 0]
@@ -229,7 +237,7 @@ class FeatureDraft(LayeredDraft):
     def keys_values(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[…, J] at `positions` […] → keys and values […, kv heads, width]."""
         attention = self.layer["self_attn"]
-        keys = self.rotated(attention["k_proj"](joined), self.num_kv_heads, positions)
+        keys = self.project(attention, "k", joined, positions)
         return keys, attention["v_proj"](joined).unflatten(-1, (self.num_kv_heads, self.head_dim))
 
 
@@ -246,17 +254,21 @@ def decoder_layer(
 ) -> nn.ModuleDict:
     """Make a layer of Llama's kind that reads J inputs, without values for its matrices.
 
-    `norms` names those before the attention, which are the family's own; `head_norms` are of queries and keys.
+    `norms` names those before the attention, which are the family's own; `head_norms` are of queries and keys. Where
+    `attention_bias` of the config says so, products of the attention have biases; that of its output in Llama's alone.
     """
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    reads = {name: linear(num_inputs, size) for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))}
+    biased = bool(config.get("attention_bias"))
+    sizes = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    reads = {name: linear(num_inputs, size, biased) for name, size in sizes}
+    output = linear(queries, hidden, biased and config["model_type"] == "llama")
     of_heads = {name: Scale(width) for name in ("q_norm", "k_norm") if head_norms}
     mlp = {"gate_proj": linear(hidden, inner), "up_proj": linear(hidden, inner), "down_proj": linear(inner, hidden)}
     return nn.ModuleDict(
         {
             **{name: Scale(hidden) for name in (*norms, "post_attention_layernorm")},
-            "self_attn": nn.ModuleDict({**reads, "o_proj": linear(queries, hidden), **of_heads}),
+            "self_attn": nn.ModuleDict({**reads, "o_proj": output, **of_heads}),
             "mlp": nn.ModuleDict(mlp),
         }
     )
@@ -287,9 +299,9 @@ def layer_config(source: Any) -> dict[str, Any]:
     }
 
 
-def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    """Return a layer without a bias, whose values are not set."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, bias=False)
+def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
+    """Return a layer whose values are not set."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, bias=bias)
     return layer
 
 

@@ -1,13 +1,16 @@
 """The layouts that EAGLE-3 heads are published in, brought to one.
 
-Two are read, as vLLM's loader reads them (model_executor/models/llama_eagle3.py,
+Two are read, as vLLM's loader reads them (model_executor/models/llama_eagle3.py and qwen3_eagle3.py,
 transformers_utils/configs/speculators):
 
-- native, of the original repositories: a flat Llama config, tensors `midlayer.*`;
+- native, of the original repositories: a flat config, whose architecture says of which kind the layer is, tensors
+  `midlayer.*`;
 - `speculators`: the layer's settings in `transformer_layer_config` and the head's beside it, tensors `layers.0.*`.
 
 vLLM maps the tensors' names in both alike. What it assumes where a config is silent differs: a speculators head norms
 before the residual, a native one after. Taps are fed in ascending order, whatever order they are named in.
+
+A vocabulary may be padded beyond its tokenizer's tokens, and otherwise than the target's (`padded_as`).
 
 Three things mean two things, and vLLM takes one of them. `d2t` holds offsets or the target's ids themselves; the mask
 `t2d`, which vLLM never reads, tells which. Layers are named as they are counted here or, by what was trained for SGLang
@@ -20,22 +23,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-# The last one is what the first heads called themselves.
-NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+# Kind of layer to its settings, and architecture to the kind of its layer. The last one is what the first heads called
+# themselves, and a language model without the key that names a vocabulary of its own.
+LAYERS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+NATIVE = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+}
 LAYER_NAMES = ("midlayer.", "layers.0.")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config"
 # Keys that name layers, and what is added to be counted as layers done.
 NAMES_TAPS = {TAPS: 0, "aux_hidden_state_layer_ids": 0, "layer_ids": 0, "target_layer_ids": 1}
+# What is of no meaning for one layer alone.
+NOT_THE_LAYERS = ("architectures", "layer_types")
+# Where a head norms, each False where a config is silent; see `models.core.drafting.eagle3_heads`.
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # What vLLM knows of a head and the heads here do not have: setting to the value that leaves it out.
 UNSUPPORTED = {
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "attention_bias": False,
     "mlp_bias": False,
+    "bias": False,
+    "is_causal": True,
+    "dual_chunk_attention_config": None,
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "logit_scale": 1.0,
@@ -44,10 +57,10 @@ UNSUPPORTED = {
 
 
 class Published(NamedTuple):
-    layer: LlamaConfig  # the shape of its one decoder layer
+    layer: PreTrainedConfig  # the shape of its one decoder layer, Llama's or Qwen3's
     draft_vocab_size: int  # D, the target's vocabulary size where the config names none
     readings: tuple[tuple[int, ...], ...]  # what it may tap, counted as layers done, ascending; first what vLLM takes
-    norm_before_residual: bool  # whether the residual is the normed hidden state
+    norms: dict[str, bool]  # those of `NORMS` that it has, as a config says it
     tensors: dict[str, Tensor]  # by native names, floats in bfloat16; `d2t` and `t2d` as they are (`with_offsets`)
 
 
@@ -55,7 +68,8 @@ def is_published(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is a head's, of either layout."""
     if (kind := config.get("speculators_model_type")) is not None:
         return bool(kind == "eagle3")
-    return config.get("architectures") in [[name] for name in NATIVE] and "draft_vocab_size" in config
+    named = config.get("architectures")
+    return named in [[name] for name in NATIVE] and (named != ["LlamaForCausalLM"] or "draft_vocab_size" in config)
 
 
 def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> Published:
@@ -68,16 +82,18 @@ def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num
     for key, wanted in UNSUPPORTED.items():
         if (got := head.get(key, wanted)) not in (wanted, None):
             raise ValueError(f"config.json has {key} {got!r}; only {wanted!r} is supported")
+    if "sliding_attention" in (head.get("layer_types") or ())[:1]:
+        raise ValueError("the head's layer has sliding-window attention; only full attention is supported")
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if not isinstance(layer.get(key), int):
             raise ValueError(f"config.json has {key} {layer.get(key)!r}; wanted a number")
     if head.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise ValueError(f"target_hidden_size {head['target_hidden_size']} is not hidden_size {layer['hidden_size']}")
     return Published(
-        layer=LlamaConfig(**{key: value for key, value in layer.items() if key != "architectures"}),
+        layer=LAYERS[layer["model_type"]](**{key: value for key, value in layer.items() if key not in NOT_THE_LAYERS}),
         draft_vocab_size=head.get("draft_vocab_size") or layer["vocab_size"],
         readings=_readings(config, tensors, layer["hidden_size"], num_layers),
-        norm_before_residual=bool(head["norm_before_residual"]),
+        norms={key: True for key in NORMS if head.get(key)},
         tensors=_native_names(tensors),
     )
 
@@ -108,6 +124,22 @@ def with_offsets(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Te
     return tensors
 
 
+def padded_as(head: Published, embedding: Tensor, output: Tensor) -> Published:
+    """Cut or fill what a head has of each token, so that its vocabulary is as long as its target's.
+
+    `embedding` and `output` [V, H] are the target's matrices: a token that the head lacks gets their rows. Tokens that
+    are cut must be padding, which is for the caller to know.
+    """
+    own, size, tensors = head.layer.vocab_size, len(output), dict(head.tensors)
+    whole = head.draft_vocab_size == own
+    rows = {"embed_tokens.weight": embedding, "t2d": torch.zeros(size)}
+    rows |= {"lm_head.weight": output, "d2t": torch.zeros(size)} if whole else {}
+    for name in rows.keys() & tensors.keys():
+        tensors[name] = torch.cat([tensors[name][:size], rows[name][own:].to(tensors[name].dtype)])
+    head.layer.vocab_size = size
+    return head._replace(tensors=tensors, draft_vocab_size=size if whole else head.draft_vocab_size)
+
+
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if (kind := config.get("speculators_model_type")) is not None:
         layer = config.get("transformer_layer_config")
@@ -116,6 +148,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
                 f"speculators_model_type is {kind!r} with transformer_layer_config {type(layer).__name__}; "
                 "wanted 'eagle3' with a table"
             )
+        layer = {"model_type": "llama", **layer}
         own = {key: value for key, value in config.items() if key not in ("transformer_layer_config", "architectures")}
         head = {**layer, "norm_before_residual": True, **own}
     else:
@@ -123,12 +156,21 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             raise ValueError(
                 f"config.json has architectures {config.get('architectures')} "
                 f"and draft_vocab_size {config.get('draft_vocab_size')}; "
-                f"wanted an EAGLE-3 head: {' or '.join(NATIVE)} with draft_vocab_size, or speculators_model_type eagle3"
+                f"wanted an EAGLE-3 head: {' or '.join(NATIVE)}, the last one with draft_vocab_size, "
+                "or speculators_model_type eagle3"
             )
-        layer = dict(config)
-        head = {"norm_before_residual": False, **config, **(config.get(NESTED) or {})}
-    if (model_type := layer.get("model_type", "llama")) != "llama":
-        raise ValueError(f"the head's layer is of model_type {model_type!r}; only 'llama' is supported")
+        [architecture] = config["architectures"]
+        layer = {"model_type": NATIVE[architecture], **config}
+        if layer["model_type"] != NATIVE[architecture]:
+            raise ValueError(
+                f"config.json has model_type {layer['model_type']!r}; the layer of architecture {architecture} is of "
+                f"{NATIVE[architecture]!r}"
+            )
+        head = {**config, **(config.get(NESTED) or {})}
+    if layer["model_type"] not in LAYERS:
+        raise ValueError(
+            f"the head's layer is of model_type {layer['model_type']!r}; only {' and '.join(LAYERS)} are supported"
+        )
     if config.get("quantization_config") or layer.get("quantization_config"):
         raise ValueError("the head is quantized; wanted its weights in 16 or 32 bits")
     return layer, head

@@ -10,7 +10,7 @@ from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
 from infra.rollouts import AttachedServer
-from infra.status import DomainAcceptance, RunningService
+from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
@@ -195,12 +195,13 @@ def test_a_service_whose_steps_are_not_planned_says_why() -> None:
 
 
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
-    assert shown(service=SERVICE)[-7:-1] == [
+    assert shown(service=SERVICE)[-8:-1] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
         "  engine compiled: compiled steps are faster",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
         "  chat: τ 1.75 over the last 9 requests that it drafted alone",
+        "  requests of up to 2,048 tokens: τ 1.75 over the last 9",
         "  chat: the draft's vocabulary has 87.5% of the tokens of the last answers",
     ]
 
@@ -230,7 +231,7 @@ def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
         AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving"),
         AttachedServer(wave=1, server="http://b:8000"),
     )
-    found = {rows[0].server: {"code": DomainAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
+    found = {rows[0].server: {"code": RecentAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
     assert shown(attached=rows, attached_acceptance=found)[-4:-1] == [
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
         "  code: τ 2.00 over its last 2 requests",
@@ -247,3 +248,16 @@ def test_probe_sets_that_are_not_full_are_told_with_since_when_and_that_they_sto
     told = "regression sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26 for 2 d"
     assert told in shown(regression_sets={"chat": full, "code": filling})
     assert not any("regression sets" in line for line in shown(regression_sets={"chat": full}))
+
+
+def test_acceptance_is_told_by_context_length_and_whether_requests_are_longer_than_what_the_draft_learnt_from() -> None:
+    longer = SERVICE.model_copy(
+        update={"acceptance_by_context": dict.fromkeys(("2048", "longer"), SERVICE.acceptance["chat"])}
+    )
+    lines = shown(service=longer)
+    for requests in ("of up to 2,048 tokens", "that are longer"):
+        assert f"  requests {requests}: τ 1.75 over the last 9" in lines
+    told = "  requests have up to 1,500 tokens, what the draft learnt from 1,024: beyond them acceptance falls"
+    for learnt, expected in ((1024, 1), (1500, 0), (None, 0)):
+        drafts = (DRAFT.model_copy(update={"trained_context": learnt}),)
+        assert sum(line.startswith(told) for line in shown(service=longer, drafts=drafts)) == expected

@@ -6,9 +6,11 @@ up twice. Drafts of redraft's proposer don't, so that beyond their first tokens 
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -19,8 +21,9 @@ from models.engines.vllm import Params, patches
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import InstrumentedLLM
+from tests.conftest import shake
 from tests.models.engines.answers import num_scored_alike
-from tests.models.published import published
+from tests.models.published import Change, like_eagle31, like_qwen3, published
 
 pytestmark = pytest.mark.engine
 
@@ -97,3 +100,69 @@ async def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published
     assert num_same(imported, of_reference) >= len(imported) - 1
     assert num_same(as_published, of_reference) < len(imported)  # if it fails, the proposer need not mend this any more
     assert num_scored_alike(adopted, tiny_target, imported, tmp_path / "states") >= len(imported) - 1
+
+
+def by_place(answer: Completion) -> dict[int, int]:
+    """Return place of an answer to what was drafted first there."""
+    found, place = {}, 0
+    for drafted, num_accepted in zip(answer.drafted_ids, answer.accepted, strict=True):
+        found |= {place: drafted[0]} if drafted else {}
+        place += 1 + num_accepted
+    return found
+
+
+def num_alike(answers: Sequence[Completion], others: Sequence[Completion]) -> int:
+    """Count the answers at all of whose places the same was drafted first, where both drafted."""
+    pairs = ((by_place(one), by_place(other)) for one, other in zip(answers, others, strict=True))
+    return sum(all(one[place] == other[place] for place in one.keys() & other.keys()) for one, other in pairs)
+
+
+def borrowing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Make of a head one of EAGLE-3.1 that says all of the target's tokens, by the target's output matrix."""
+    like_eagle31(config, tensors)
+    config["draft_vocab_size"] = config["vocab_size"]
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+
+
+@pytest.mark.parametrize(("like", "layout"), [(borrowing, "native"), (like_qwen3, "speculators")])
+async def test_heads_of_four_taps_and_of_other_norms_and_layers_draft_alike_and_are_swapped(
+    like: Change, layout: str, deep_target: Path, tmp_path: Path
+) -> None:
+    own, adopted, later, another = folders = [tmp_path / name for name in ("own", "adopted", "later", "another")]
+    for folder in folders:
+        folder.mkdir()
+    counts = np.zeros(259)
+    counts[3:67] = 1
+    head = eagle3.create(eagle3.Params(vocab_size=64, aux_layers=(0, 1, 3, 4)), deep_target, counts)
+    shake(head, 0.02, seed=0)
+    eagle3.save(head, own)
+    source = published(own, deep_target, tmp_path / "published", layout, like)
+    head = eagle3.adopt(source, deep_target)
+    eagle3.save(head, adopted)
+    output = head.lm_head.weight.detach().clone()
+    shake(head, 0.1, seed=1)  # its norms and biases as well
+    eagle3.save(head, another)
+    head.lm_head.load_state_dict({"weight": output})  # as training leaves it
+    eagle3.save(head, later)
+    as_published = await answer_and_close(start_as_it_is(deep_target, source))
+    engine = await VllmEngine.start(deep_target, adopted, PARAMS.model_copy(update={"dtype": "float32"}))
+    try:
+        imported = await answer(engine)
+        assert await engine.check_draft(adopted) < 0.05
+        await engine.swap_draft(later, "2")
+        assert await engine.check_draft(later) < 0.05
+        with pytest.raises(ValueError, match="of the loaded draft is off by"):
+            await engine.check_draft(adopted)
+        swapped = await answer(engine)
+        if like is borrowing:
+            with pytest.raises(ValueError, match=r"draft uses the target's lm_head.weight, and this one's is another"):
+                await engine.swap_draft(another, "3")
+    finally:
+        await engine.close()
+    # Further tokens of vLLM by itself are others, so that both are not at all the same places.
+    assert num_alike(imported, as_published) == len(imported) > num_alike(imported, swapped)
+    alone = reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
+    for folder, answers in ((adopted, imported), (later, swapped)):
+        of_reference = await answer(await reference.TorchEngine.start(deep_target, folder, alone))
+        assert num_same(answers, of_reference) >= len(answers) - 1

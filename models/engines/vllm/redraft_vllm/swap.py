@@ -5,6 +5,7 @@ left; so the whole of vLLM's layer-wise reload runs in one call, between two eng
 the target's shared embedding without storage, which is why everything is checked before the first module is touched.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,7 @@ class WorkerDraft:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._wanted: dict[str, Kind] | None = None
+        self._borrowed: dict[str, str] = {}  # sha256 of the start's tensors in whose place the target's are used
 
     def read_start(self) -> dict[str, Tensor]:
         """Return the tensors of the files that the engine was started with; ValueError if they are not in a folder."""
@@ -46,17 +48,22 @@ class WorkerDraft:
 
         Raises:
             ValueError: names, shapes or dtypes differ from the draft that the engine started with, a value is not
-                finite, or the engine's draft has no such parameter.
+                finite, the engine's draft has no such parameter, or uses the target's in its place.
         """
         shared = self._shared(parameters)
         if self._wanted is None:
-            self._wanted = kinds(self.read_start())
+            start = self.read_start()
+            self._wanted = kinds(start)
+            self._borrowed = {name: _sha256(start[name]) for name in shared & start.keys()}
         wanted, got = self._wanted, kinds(weights)
         for name in sorted((got.keys() | wanted.keys()) - shared):
             if got.get(name) != wanted.get(name):
                 raise ValueError(f"tensor {name} is {got.get(name)}; the engine started with {wanted.get(name)}")
         if missing := sorted({part for parts in parameters.values() for part in parts} - weights.keys() - shared):
             raise ValueError(f"the file has no tensor {', '.join(missing)}")
+        for name in self._borrowed.keys() & got.keys():
+            if _sha256(weights[name]) != self._borrowed[name]:
+                raise ValueError(f"the engine's draft uses the target's {name}, and this one's is another")
         for name in got.keys() - shared:
             if weights[name].is_floating_point() and not bool(torch.isfinite(weights[name]).all()):
                 raise ValueError(f"tensor {name} holds NaN or infinite values")
@@ -187,6 +194,10 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     if not bool(torch.isfinite(got).all()):
         return float("inf")  # finite weights can overflow; a NaN here would lose every comparison
     return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _shard(module: Any, parts: Sequence[Tensor]) -> Tensor:

@@ -1,16 +1,22 @@
 """The EAGLE-3 head: what it starts from, and what becomes of its vocabulary and its positions."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.core.checkpoints.checkpoint import output_embedding
-from models.drafts import eagle3
+from models.core.learning import distill
+from models.drafts import Rows, eagle3
+from tests.models.drafts.answered import answers_of, prompts
+from tests.models.published import Change, like_eagle31, like_qwen3, published
 
 HIDDEN, WIDTH = 128, 64
 TINY = {"vocab_size": 64}
@@ -61,3 +67,87 @@ def test_a_shape_that_does_not_fit_the_target_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         eagle3.create(params, tiny_target, np.ones(259))
+
+
+def by_hand(head: eagle3.Eagle3, hidden: Tensor, token_ids: Sequence[int]) -> list[Tensor]:
+    """Draft two tokens after a text as vLLM's modules do; `hidden` [T, A·H], `token_ids` of it and T + 1 more."""
+    config, weights, eps = head.config, head.state_dict(), head.config["rms_norm_eps"]
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def attention_heads(joined: Tensor, name: str, positions: Tensor) -> Tensor:
+        heads = product(joined, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, config["head_dim"]))
+        if f"midlayer.self_attn.{name}_norm.weight" in weights:
+            heads = normed(heads, f"midlayer.self_attn.{name}_norm")
+        return heads if name == "v" else head.rotated(heads.flatten(1).clone(), heads.shape[1], positions)
+
+    if config.get("norm_before_fc"):
+        hidden = normed(hidden, "input_norm")
+    if config.get("fc_norm"):
+        states = hidden.chunk(len(head.taps), dim=-1)
+        hidden = torch.cat([normed(state, f"fc_norm.{number}") for number, state in enumerate(states)], dim=-1)
+    state, length = product(hidden, "fc"), len(hidden)
+    tokens, positions = torch.tensor(token_ids[1 : length + 1]), torch.arange(length)
+    keys = values = torch.empty(0, config["num_key_value_heads"], config["head_dim"])
+    found = []
+    for step in range(2):
+        read = normed(state, "midlayer.hidden_norm")
+        joined = torch.cat([normed(head.embedding[tokens], "midlayer.input_layernorm"), read], dim=-1)
+        queries, new_keys, new_values = (attention_heads(joined, name, positions) for name in "qkv")
+        keys, values = torch.cat([keys, new_keys]), torch.cat([values, new_values])
+        seen = torch.arange(len(keys)) <= positions[:, None]
+        one = (heads.transpose(0, 1)[None] for heads in (queries, keys, values))
+        attended = scaled_dot_product_attention(*one, seen, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        residual = read if config.get("norm_before_residual") else state
+        residual = residual + product(attended, "midlayer.self_attn.o_proj")
+        x = normed(residual, "midlayer.post_attention_layernorm")
+        gate, up = (product(x, f"midlayer.mlp.{name}_proj") for name in ("gate", "up"))
+        state = residual + product(silu(gate) * up, "midlayer.mlp.down_proj")
+        said = normed(state, "norm")
+        found.append(product(said[-1], "lm_head"))
+        state = said[-1:] if config.get("norm_output") else state[-1:]
+        place = length + step
+        tokens, positions = torch.tensor(token_ids[place + 1 : place + 2]), torch.tensor([place])
+    return found
+
+
+def like_llama_with_biases(config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+    config["attention_bias"] = True
+    for name in "qkvo":
+        tensors[f"midlayer.self_attn.{name}_proj.bias"] = 0.3 * torch.randn(
+            len(tensors[f"midlayer.self_attn.{name}_proj.weight"])
+        )
+
+
+@pytest.mark.parametrize("change", [lambda *head: None, like_eagle31, like_qwen3, like_llama_with_biases])
+def test_a_published_head_drafts_by_the_formulas_of_the_engines_module(
+    tiny_draft: Path, tiny_target: Path, tmp_path: Path, change: Change
+) -> None:
+    head = eagle3.adopt(published(tiny_draft, tiny_target, tmp_path / "head", "native", change), tiny_target)
+    rng = torch.Generator().manual_seed(0)
+    hidden, token_ids = torch.randn(6, head.fc.in_features, generator=rng), [*range(40, 49)]
+    with torch.no_grad():
+        rows = Rows(hidden[None], torch.tensor([token_ids]), torch.tensor([0]), torch.tensor([5]))
+        steps = head.unroll(rows, 2)
+        for step, wanted in zip(steps, by_hand(head, hidden, token_ids), strict=True):
+            torch.testing.assert_close(step.logits[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [like_eagle31, like_qwen3])
+def test_a_refresh_trains_all_that_a_published_head_has_but_its_output_matrix(
+    tiny_draft: Path, tiny_target: Path, tmp_path: Path, change: Change
+) -> None:
+    head = eagle3.adopt(published(tiny_draft, tiny_target, tmp_path / "head", "native", change), tiny_target)
+    before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+    params = distill.Params(num_epochs=2, batch_tokens=256, num_threads=1)
+    distill.train(head, tiny_target, answers_of(tiny_target, prompts(4)), params, 2, tmp_path / "work")
+    same = [name for name, weight in head.named_parameters() if torch.equal(weight, before[name])]
+    assert same == ["lm_head.weight"]
+    (tmp_path / "refreshed").mkdir()
+    eagle3.save(head, tmp_path / "refreshed")
+    again = dict(eagle3.load(tmp_path / "refreshed", tiny_target).named_parameters())
+    assert all(torch.equal(again[name], weight.bfloat16().float()) for name, weight in head.named_parameters())

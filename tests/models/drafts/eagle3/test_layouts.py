@@ -3,17 +3,20 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copy, copytree
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.core.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import eagle3
-from models.drafts.eagle3.layouts import TAPS, read_published
-from tests.models.published import Change, in_speculators_layout, published
+from models.drafts.eagle3.layouts import NORMS, TAPS, read_published
+from models.targets import describe
+from tests.models.published import Change, in_speculators_layout, like_eagle31, like_qwen3, published
 
 Write = Callable[..., Path]
 
@@ -132,13 +135,14 @@ def test_a_speculators_config_is_read_as_the_engine_reads_it(tiny_draft: Path, t
     tensors = load_file(tiny_draft / "model.safetensors")
     rewritten, _ = in_speculators_layout(config, tensors, torch.zeros(1))
     del rewritten["norm_before_residual"]
+    rewritten |= {"norm_before_fc": True, "norm_output": True}
     ours = read_published(rewritten, {}, 2)
     theirs = SpeculatorsConfig.extract_transformers_pre_trained_config(rewritten)
     assert [list(taps) for taps in ours.readings] == [theirs[TAPS]]
-    assert ours.norm_before_residual == theirs["norm_before_residual"]
+    assert ours.norms == {name: True for name in NORMS if theirs[name]}
+    assert ours.norms.keys() == {"norm_before_residual", "norm_before_fc", "norm_output"}
     assert ours.draft_vocab_size == theirs["draft_vocab_size"]
     assert ours.layer.intermediate_size == theirs["intermediate_size"]
-    assert not theirs["norm_before_fc"]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
         ({"hidden_size": 64}, "the head has hidden_size 64, the target has 128"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; only 'silu' is supported"),
         ({"num_hidden_layers": 2}, "config.json has num_hidden_layers 2; only 1 is supported"),
-        ({"model_type": "qwen3"}, "the head's layer is of model_type 'qwen3'; only 'llama' is supported"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the head is quantized"),
         ({"intermediate_size": None}, "config.json has intermediate_size None; wanted a number"),
     ],
@@ -215,10 +219,125 @@ def test_a_config_of_neither_layout_is_refused(config: dict[str, Any], fault: st
 
 
 def test_settings_of_a_head_that_are_not_supported_are_refused() -> None:
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        config = {"speculators_model_type": "eagle3", "transformer_layer_config": NATIVE_CONFIG, key: True}
-        with pytest.raises(ValueError, match=f"config.json has {key} True; only False is supported"):
+    for key, said, wanted in (("mlp_bias", True, "False"), ("logit_scale", 0.5, "1.0"), ("is_causal", False, "True")):
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": {**NATIVE_CONFIG, key: said}}
+        with pytest.raises(ValueError, match=f"config.json has {key} {said}; only {wanted} is supported"):
             read_published(config, {}, 32)
+    with pytest.raises(ValueError, match="layer has sliding-window attention; only full attention is supported"):
+        read_published({**NATIVE_CONFIG, "layer_types": ["sliding_attention"]}, {}, 32)
+    with pytest.raises(ValueError, match="model_type 'qwen3'; the layer of architecture LlamaForCausalLMEagle3 is of"):
+        read_published({**NATIVE_CONFIG, "model_type": "qwen3"}, {}, 32)
+
+
+def test_a_head_that_names_no_vocabulary_of_its_own_says_all_of_the_targets_tokens() -> None:
+    config = {key: value for key, value in NATIVE_CONFIG.items() if key != "draft_vocab_size"}
+    assert read_published(config, {}, 32).draft_vocab_size == 9
+
+
+@pytest.mark.parametrize("like", [like_eagle31, like_qwen3])
+def test_heads_of_other_norms_and_layers_come_back_from_their_import_and_their_export(
+    write: Write, layout: str, like: Change, tiny_target: Path, tmp_path: Path
+) -> None:
+    source, folders = write(like), [tmp_path / name for name in ("adopted", "exported", "again")]
+    for folder in folders:
+        folder.mkdir()
+    adopted, exported, again = folders
+    eagle3.save(eagle3.adopt(source, tiny_target), adopted)
+    eagle3.check(adopted, None, describe(tiny_target))
+    kept = load_file(adopted / "model.safetensors")
+    names = {name.replace("layers.0.", "midlayer.") for name in load_file(source / "model.safetensors")}
+    assert kept.keys() == names - {"t2d", "embed_tokens.weight"}
+    verifier = {"name_or_path": "t", "architectures": ["LlamaForCausalLM"]}
+    eagle3.publish(adopted, exported, verifier, 3)
+    eagle3.save(eagle3.adopt(exported, tiny_target), again)
+    for name in ("config.json", "model.safetensors"):
+        assert (adopted / name).read_bytes() == (again / name).read_bytes(), name
+
+
+def whole(config: dict[str, Any], tensors: dict[str, Tensor], size: int = 259) -> None:
+    """Let a head say all of `size` tokens, with rows of its own in the output matrix."""
+    config.get("transformer_layer_config", config)["vocab_size"] = config["draft_vocab_size"] = size
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    tensors["lm_head.weight"] = torch.randn(size, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_a_head_of_all_tokens_borrows_what_it_lacks_of_the_targets_output(write: Write, tiny_target: Path) -> None:
+    def without_output(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        whole(config, tensors)
+        del tensors["lm_head.weight"], tensors["norm.weight"]
+
+    adopted = eagle3.adopt(write(without_output), tiny_target)
+    assert torch.equal(adopted.lm_head.weight, output_embedding(tiny_target))
+    assert torch.equal(adopted.norm.weight, read_tensor(tiny_target, "model.norm.weight").float())
+
+
+def test_a_head_of_some_tokens_lacks_what_the_engine_could_not_borrow(write: Write, tiny_target: Path) -> None:
+    directory = write(lambda config, tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"tensor lm_head.weight is missing"):
+        eagle3.adopt(directory, tiny_target)
+
+
+def padded(target: Path, directory: Path, size: int) -> Path:
+    """Copy a target whose matrices go on behind its tokenizer's tokens."""
+    copytree(target, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    tensors = load_file(directory / "model.safetensors")
+    rows = torch.randn(size - config["vocab_size"], 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tensors["model.embed_tokens.weight"] = torch.cat([tensors["model.embed_tokens.weight"], rows])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(("of_head", "of_target"), [(272, 259), (259, 272), (264, 272)])
+def test_a_vocabulary_that_is_padded_otherwise_is_cut_or_filled_with_the_targets_rows(
+    write: Write, tiny_target: Path, tmp_path: Path, of_head: int, of_target: int
+) -> None:
+    target = padded(tiny_target, tmp_path / "target", of_target)
+    embedding = output_embedding(target).bfloat16()
+
+    def pad(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        whole(config, tensors, of_head)
+        if "embed_tokens.weight" in tensors:
+            more = torch.zeros(max(0, of_head - of_target), 128, dtype=torch.bfloat16)
+            tensors["embed_tokens.weight"] = torch.cat([embedding[:of_head], more])
+
+    source = write(pad)
+    with pytest.raises(
+        ValueError, match=f"head has vocab_size {of_head}, the target has {of_target}; the target's tok"
+    ):
+        eagle3.adopt(source, target)
+    copy(tiny_target / "tokenizer.json", source)
+    adopted = eagle3.adopt(source, target)
+    own = load_file(source / "model.safetensors")["lm_head.weight"]
+    assert adopted.config["draft_vocab_size"] == adopted.config["vocab_size"] == of_target
+    assert torch.equal(adopted.lm_head.weight, torch.cat([own[:of_target], embedding[of_head:]]).float())
+
+
+@pytest.mark.parametrize(("of_head", "of_target"), [(272, 259), (259, 272)])
+def test_a_part_of_a_vocabulary_that_is_padded_otherwise_stays_as_it_is(
+    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path, of_head: int, of_target: int
+) -> None:
+    target = padded(tiny_target, tmp_path / "target", of_target)
+
+    def pad(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config.get("transformer_layer_config", config)["vocab_size"] = of_head
+        tensors.pop("embed_tokens.weight", None)
+        tensors["t2d"] = torch.nn.functional.pad(tensors["t2d"], (0, of_head - 259))
+
+    source = write(pad)
+    copy(tiny_target / "tokenizer.json", source)
+    adopted = eagle3.adopt(source, target)
+    assert (adopted.config["draft_vocab_size"], adopted.config["vocab_size"]) == (64, of_target)
+    assert adopted.vocabulary.tolist() == eagle3.load(tiny_draft, tiny_target).vocabulary.tolist()
+
+
+def test_a_vocabulary_that_is_too_small_for_the_tokenizer_is_refused(write: Write, tiny_target: Path) -> None:
+    source = write(lambda config, tensors: whole(config, tensors, 200))
+    copy(tiny_target / "tokenizer.json", source)
+    with pytest.raises(ValueError, match="vocab_size 200, the target has 259, and their tokenizer has 259 tokens"):
+        eagle3.adopt(source, tiny_target)
 
 
 def test_tensors_under_both_layouts_names_are_refused() -> None:
