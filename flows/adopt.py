@@ -16,6 +16,7 @@ from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
 from tasks.promote import Outcome, find_champions, find_gated, promote_build, promote_candidate
 from tasks.register import first_samples, register_draft, register_gated, register_target
+from tasks.select_data import select_data
 
 AdoptOutcome = Outcome | Literal["registered"]
 
@@ -30,9 +31,10 @@ def adopt(
     Without `promote` it is registered and measured only. Of a draft in which others are nested, `num_layers` says
     which.
     """
+    prompts = select_data(recipe.traffic, recipe.seed)
     weights = make_target(recipe)
     adopted = adopt_draft(weights, source, num_layers)
-    target, samples = prepare(recipe, weights)
+    target, samples = prepare(recipe, weights, prompts)
     adopted = settle_reading(recipe, weights, adopted, samples)
     version, pair = register_target(recipe, target), find_champions()
     if pair is not None and promote:

@@ -23,8 +23,9 @@ from tasks.stages.task import name_run
 @gives_way
 def build(recipe: Recipe) -> Version:
     """Build what is not there yet, and make it the champion; returns the draft's version."""
+    prompts = select_data(recipe.traffic, recipe.seed)  # first, because a source may have too few
     weights = make_target(recipe)
-    target, samples = prepare(recipe, weights)
+    target, samples = prepare(recipe, weights, prompts)
     draft = distill_draft(recipe, weights, samples)
     measured = measure_draft(recipe, target, draft, samples)
     target_version = register_target(recipe, target)
@@ -48,7 +49,7 @@ def make_target(recipe: Recipe) -> Artifact:
     return target
 
 
-def prepare(recipe: Recipe, weights: Artifact) -> tuple[Artifact, Artifact]:
+def prepare(recipe: Recipe, weights: Artifact, prompts: Artifact) -> tuple[Artifact, Artifact]:
     """Return the target with its reference outputs, and its answers to the prompts of the first draft's domains."""
-    samples = generate_answers(recipe, weights, select_data(recipe.traffic, recipe.seed))
+    samples = generate_answers(recipe, weights, prompts)
     return complete_target(weights, samples), samples

@@ -26,7 +26,7 @@ from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.views.results import working
-from models.recipe import DEFAULT_RECIPE
+from models.recipe import DEFAULT_RECIPE, load_recipe
 
 if TYPE_CHECKING:
     from infra.versions import Version
@@ -65,7 +65,9 @@ def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     lower_session()
     go_first()
     from flows.build import build as flow
+    from tasks.check_recipe import require_buildable
 
+    require_buildable.fn(parsed)  # what can't be built fails here in a line, not in the flow with a traceback
     with logged(settings):
         version = flow(parsed)
     _show_draft("built", version)
@@ -272,20 +274,33 @@ def demo(recipe: RecipeName = DEFAULT_RECIPE) -> None:
         run(parsed, settings)
 
 
-def doctor() -> None:
+def doctor(
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="Check this recipe's models and prompts too, without loading weights.")
+    ] = "",
+) -> None:
     """Check that this machine can run redraft. Each fault comes with the command that fixes it.
 
-    Example: redraft doctor
+    Example: redraft doctor --recipe tiny
     """
     from infra.doctor import check_environment
 
-    checks = check_environment(load_settings())
-    for check in checks:
-        out.print(f"{'ok   ' if check.ok else 'FAULT'} {check.name}: {check.found}", soft_wrap=True, markup=False)
-        if not check.ok:
-            out.print(f"      wanted {check.wanted}; run: {check.fix}", soft_wrap=True, markup=False)
-    if faults := sum(not check.ok for check in checks):
-        raise RuntimeError(f"{faults} of {len(checks)} checks failed")
+    checks = [*check_environment(settings := load_settings())]
+    passed = [_show_check(check.name, check.ok, check.found, check.wanted, check.fix) for check in checks]
+    if recipe:
+        settings.prepare_environment()
+        from tasks.check_recipe import check_recipe
+
+        passed += [_show_check(*finding) for finding in check_recipe.fn(load_recipe(recipe))]
+    if faults := passed.count(False):
+        raise RuntimeError(f"{faults} of {len(passed)} checks failed")
+
+
+def _show_check(name: str, ok: bool, found: str, wanted: str = "", fix: str = "") -> bool:
+    out.print(f"{'ok   ' if ok else 'FAULT'} {name}: {found}", soft_wrap=True, markup=False)
+    if not ok and wanted:
+        out.print(f"      wanted {wanted}; run: {fix}", soft_wrap=True, markup=False)
+    return ok
 
 
 def _show_draft(outcome: str, version: "Version") -> None:

@@ -4,11 +4,12 @@
 the recipe, who has not seen the class.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 
 from models.types import Frozen
@@ -44,6 +45,10 @@ class TrainingParams(Frozen):
     max_length: int = Field(256, ge=2)
     max_grad_norm: float = Field(1.0, gt=0)
     checkpoint_s: float = Field(30.0, gt=0)
+
+
+# A path, or another name of what it is to be found by; "~" is the user's home.
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -19,6 +19,8 @@ def prepare_target(params: BaseParams) -> Artifact:
     told = params.model_dump(mode="json")
     for table in tables:
         told |= local_content(getattr(table, "path", ""))
+        if template := local_content(getattr(table, "chat_template", "")):
+            told["chat_template"] = template
     return cached_step("target", "target", told, lambda directory, _: method.build(params, directory))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from infra.artifacts import Artifact
 from models import catalog
 from models.chats import ChatEncoder
-from models.sources import Document, draw_parts, encoded
+from models.sources import Document, draw_parts, encoded, named
 from models.stages import Text
 from tasks.stages import cached_step, content_of
 from tasks.stages.samples import SPLITS, TrafficSplit
@@ -40,7 +40,7 @@ def choose_documents(domain: str, text: Text, seed: int) -> dict[TrafficSplit, l
 
     Parts share no group.
     """
-    documents = catalog.load("sources", text.source.name).documents(text.source)
+    documents = catalog.load("sources", text.source.name).documents(named(text.source, domain))
     return draw_parts(documents, text.sizes(), domain, seed)
 
 

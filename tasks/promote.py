@@ -63,11 +63,15 @@ def require_target(recipe: Recipe, target: Version) -> None:
 def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
     """Return what the service needs to know beside the settings (services/config.py).
 
-    ValueError if the recipe's engine can't serve so, or as `open_champions` and `require_target`.
+    ValueError if the recipe's engine can't serve so, or as `open_champions`, `require_target` and `require_compatible`.
     """
     recipe.require_served()
     pair = open_champions.fn()
     require_target(recipe, pair.target)
+    from models.compatibility import require_compatible  # needs transformers, and other commands do without
+    from models.targets import target_config
+
+    require_compatible(recipe, target_config(pair.target_files.path))
     return {
         "target_dir": str(pair.target_files.path),
         "target_version": pair.target.number,

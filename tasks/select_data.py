@@ -7,7 +7,7 @@ from infra.artifacts import Artifact
 from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
-from models.sources import Prompt, digest, draw_parts, sample, split
+from models.sources import Prompt, digest, draw_parts, named, sample, split
 from tasks.stages import cached_step, content_of
 from tasks.stages.task import task
 
@@ -33,7 +33,7 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
 
     Parts share no group.
     """
-    prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
+    prompts = catalog.load("sources", traffic.source.name).prompts(named(traffic.source, domain))
     return draw_parts(prompts, traffic.sizes(), domain, seed)
 
 
@@ -43,7 +43,7 @@ def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int 
     No group of another part is among them; ValueError if the part's groups hold fewer than `count`, None for all.
     """
     sizes = traffic.sizes()
-    prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
+    prompts = catalog.load("sources", traffic.source.name).prompts(named(traffic.source, domain))
     found = split(prompts, {name: size / sum(sizes.values()) for name, size in sizes.items()}, seed)[part]
     count = len(found) if count is None else count
     if len(found) < count:

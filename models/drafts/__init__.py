@@ -88,6 +88,7 @@ class Draft(nn.Module, ABC):
     replayable: bool = True  # what it drafts follows from the text and the tapped states; else `unroll` is a ValueError
     branches: bool = False  # whether its drafters propose likeliest siblings by themselves
     expands: bool = False  # whether its drafters are `Expander`s, so that trees can be grown
+    any_layout: bool = False  # whether its target may be of any layout, not only of Llama's
     asks: bool = True  # whether its drafters ask `go_on`; not those that make no pass
 
     @property

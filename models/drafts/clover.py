@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import output_embedding
+from models.core.checkpoints.readout import output_embedding
 from models.core.drafting.borrowing import BorrowingDraft, Format
 from models.core.drafting.draft_format import LAYER_SIZES
 from models.core.drafting.features import Scale, decoder_layer, start_as

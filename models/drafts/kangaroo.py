@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout
 from models.core.drafting.draft_format import HEAD_SIZES

@@ -31,6 +31,7 @@ from models.core.drafting.draft_files import (
     own,
     read_config,
     read_json,
+    require_llama_layout,
     require_tensors,
     write_config,
 )
@@ -40,7 +41,7 @@ from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
 from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step
 from models.params import BaseParams
-from models.targets import TargetCard, describe
+from models.targets import TargetCard, describe, target_config
 from models.tokens import differing_tokens
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation); arXiv:2407.01955 (nested drafts)"
@@ -128,16 +129,20 @@ class Lm(Draft):
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
     """Take layers out of the target; see `models.drafts.Family`."""
-    config = AutoConfig.from_pretrained(target_dir)
-    if config.architectures[0] not in ARCHITECTURES:
-        raise ValueError(f"lm takes targets of {', '.join(ARCHITECTURES)}; got {config.architectures[0]}")
+    config = target_config(target_dir)
+    require_target(params, config)
+    _require_nested(params.nested, params.num_layers)
+    model = take_layers(load_floats(target_dir), spread_layers(config.num_hidden_layers, params.num_layers))
+    return _for_target(model, describe(target_dir), params.nested)
+
+
+def require_target(params: Params, config: Any) -> None:
+    """Raise ValueError if a target of a configuration is of another layout, or has too few layers."""
+    require_llama_layout(config.model_type, FAMILY)
     if not 1 <= params.num_layers < config.num_hidden_layers:
         raise ValueError(
             f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
         )
-    _require_nested(params.nested, params.num_layers)
-    model = take_layers(load_floats(target_dir), spread_layers(config.num_hidden_layers, params.num_layers))
-    return _for_target(model, describe(target_dir), params.nested)
 
 
 def publishes(config: Mapping[str, Any]) -> bool:

@@ -3,8 +3,9 @@
 `vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has
 `Params`, `start(target, draft, params, served_name, draft_version)`, which returns an `Engine`,
 `child_environment(params)`, the variables that its process must have, `require_draft(draft, params)`, a ValueError if
-it can't draft so with drafts of those Params or would not read some of its own, and `require_serving(serve, draft)`, a
-ValueError if it can't serve so.
+it can't draft so with drafts of those Params or would not read some of its own, `require_target(architecture, config,
+draft, params)`, one if it can't run such a target with them, and `require_serving(serve, draft)`, one if it can't serve
+so.
 """
 
 from abc import abstractmethod

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
+from models.params import BaseParams
 from models.rowfiles import Unusable, usable
 from models.types import Frozen
 
@@ -135,6 +136,11 @@ def encoded(
     return list(usable("prompts", lambda _: ((one.group, one) for one in items), item))
 
 
+def named(source: BaseParams, domain: str) -> BaseParams:
+    """Return a source's settings; one that reads each row's domain and is under a recipe's name reads that instead."""
+    return source.model_copy(update={"domain": domain}) if getattr(source, "domain", None) == "" else source
+
+
 def unique(items: Iterable[ItemT]) -> list[ItemT]:
     """Return items in their order without exact copies, which could otherwise sit on both sides of a split."""
     found: dict[str, ItemT] = {}
@@ -151,9 +157,7 @@ def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> 
     """
     if not fractions or min(fractions.values()) <= 0 or not math.isclose(sum(fractions.values()), 1):
         raise ValueError(f"fractions must be above 0 and sum to 1, got {dict(fractions)}")
-    parts: dict[str, list[ItemT]] = {part: [] for part in fractions}
-    for item in items:
-        parts[_part(int(digest(f"{seed}:{item.group}"), 16) / 2**256, fractions)].append(item)
+    parts = _split(items, fractions, seed)
     for part, members in parts.items():
         if not members:
             num_groups = len({item.group for item in items})
@@ -161,7 +165,18 @@ def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> 
     return parts
 
 
-def _part(point: float, fractions: Mapping[str, float]) -> str:
+def _split(items: Sequence[ItemT], fractions: Mapping[PartT, float], seed: int) -> dict[PartT, list[ItemT]]:
+    parts: dict[PartT, list[ItemT]] = {part: [] for part in fractions}
+    for item in items:
+        parts[_part(int(digest(f"{seed}:{item.group}"), 16) / 2**256, fractions)].append(item)
+    return parts
+
+
+def _in_proportion(sizes: Mapping[PartT, int]) -> dict[PartT, float]:
+    return {part: size / sum(sizes.values()) for part, size in sizes.items()}
+
+
+def _part(point: float, fractions: Mapping[PartT, float]) -> PartT:
     for part, share in fractions.items():
         point -= share
         if point < 0:
@@ -179,16 +194,35 @@ def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
 
 def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, seed: int) -> dict[PartT, list[ItemT]]:
     """Draw each part's items out of groups of its own, and give them the recipe's name of their domain; ValueError if
-    there are fewer items than a part's size."""
-    parts = split(items, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
-    for part, size in sizes.items():
-        if len(parts[part]) < size:
-            kind = f"{type(items[0]).__name__.lower()}s"
-            raise ValueError(f'domain "{domain}" has {len(parts[part])} {kind} for {part}, the recipe wants {size}')
+    a part is too small, with all sizes as they are, and those that fit."""
+    if not items:
+        raise ValueError(f'domain "{domain}": its source has nothing')
+    parts = _split(items, _in_proportion(sizes), seed)
+    if any(len(parts[part]) < size for part, size in sizes.items()):
+        kind, num_groups = f"{type(items[0]).__name__.lower()}s", len({item.group for item in items})
+        found = ", ".join(f"{part} {len(parts[part])} ({size} wanted)" for part, size in sizes.items())
+        fit = ", ".join(f"num_{part} = {size}" for part, size in _fitting(items, sizes, seed).items())
+        raise ValueError(
+            f'domain "{domain}" has {len(items)} {kind} in {num_groups} groups, none of which is divided; they split '
+            f"into {found}. {f'These fit: {fit}' if fit else 'No numbers fit so few groups'}"
+        )
     return {
         part: [item.model_copy(update={"domain": domain}) for item in sample(parts[part], size, seed)]
         for part, size in sizes.items()
     }
+
+
+def _fitting(items: Sequence[ItemT], sizes: Mapping[PartT, int], seed: int) -> dict[PartT, int]:
+    """Return the largest sizes in about the same proportions that there are items for; none where there are not."""
+    while True:
+        parts = _split(items, _in_proportion(sizes), seed)
+        share = min(len(parts[part]) / size for part, size in sizes.items())
+        if share >= 1:
+            return dict(sizes)
+        smaller = {part: max(1, int(size * share)) for part, size in sizes.items()}
+        if smaller == sizes:
+            return {}
+        sizes = smaller
 
 
 def digest(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from models.conversations import document_from_row, prompt_from_row
-from models.params import BaseParams
+from models.params import BaseParams, LocalPath
 from models.rowfiles import WRONG, OnFault, Unusable, holds_rows, read_rows, usable, without_nulls
 from models.sources import Document, ItemT, Prompt
 
@@ -27,13 +27,13 @@ class Params(BaseParams):
         split: of a hub data set or folder; a file has none.
         column: holds a chat, or a text: one user message of a prompt, the whole of a document. Rows without the default
             one may be of another form that an import reads.
-        domain: of all items; "" reads each row's column `domain`.
+        domain: of all items; a recipe's table names it, and elsewhere "" reads each row's column `domain`.
         group_column: rows with one value stay on one side of a split; "" makes each row its own group.
         count: of different items to take, from the start; None for all.
     """
 
     name: Literal["dataset"] = "dataset"
-    path: str = Field(min_length=1)
+    path: LocalPath = Field(min_length=1)
     subset: str = ""
     split: str = Field("train", min_length=1)
     column: str = "messages"

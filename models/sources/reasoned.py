@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from models.conversations import prompt_from_row
-from models.params import BaseParams, unread
+from models.params import BaseParams, LocalPath, unread
 from models.rowfiles import WRONG, Unusable, read_rows, usable
 from models.sources import Document, Message, Prompt, unique
 
@@ -27,11 +27,11 @@ class Params(BaseParams):
         reference_column: holds working, separator and answer.
         separator: its last occurrence counts.
         instruction: stands before the question of a rationale.
-        domain: of all items; "" reads each row's column `domain`.
+        domain: of all items; a recipe's table names it, and elsewhere "" reads each row's column `domain`.
     """
 
     name: Literal["reasoned"] = "reasoned"
-    path: str = Field(min_length=1)
+    path: LocalPath = Field(min_length=1)
     task: Literal["answer", "rationale"]
     column: str = "messages"
     reference_column: str = "reference"

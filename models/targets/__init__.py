@@ -1,19 +1,26 @@
 """Where a target comes from, and what makes two targets the same.
 
 Each file's `build(params, directory)` writes a plain Hugging Face directory: config, safetensors, tokenizer and chat
-template; `tokenizer(params)` returns its tokenizer alone, for a target that takes another's. A draft fits a target only
-if the weights and the tokenizer hash to what it was trained with, so both hashes are taken from the files.
+template; `config(params)` and `tokenizer(params)` return configuration and tokenizer alone, without weights. A draft
+fits a target only if the weights and the tokenizer hash to what it was trained with, so both hashes are taken from the
+files.
 """
 
 import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.types import Frozen
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # Those whose forward pass `models.core.layers.decoder` knows.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Of a model without a chat template: each message's text in a line of its own, for the model to go on.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' if not loop.last }}{% endfor %}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -34,27 +41,33 @@ def describe(directory: Path) -> TargetCard:
     config_file = directory / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{directory} is not a Hugging Face model directory: config.json is missing")
-    config = json.loads(config_file.read_text())
+    told, config = json.loads(config_file.read_text()), target_config(directory)
     return TargetCard(
-        name=str(config.get("_name_or_path") or config.get("_model_name_or_path") or config["model_type"]),
+        name=str(told.get("_name_or_path") or told.get("_model_name_or_path") or told["model_type"]),
         sha256=_digest(sorted(directory.glob("*.safetensors")), f"safetensors weights in {directory}"),
         tokenizer_sha256=_digest(
             [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()], f"tokenizer in {directory}"
         ),
-        vocab_size=config["vocab_size"],
+        vocab_size=config.vocab_size,
         chat_template_sha256=hashlib.sha256(_chat_template(directory).encode()).hexdigest(),
-        hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
     )
+
+
+def target_config(directory: Path) -> "PreTrainedConfig":
+    """Return a target's configuration; sizes have the same names in all families."""
+    from transformers import AutoConfig  # takes seconds, and recipes are parsed without it
+
+    return AutoConfig.from_pretrained(directory)
 
 
 def stop_ids(directory: Path) -> frozenset[int]:
     """Return the token ids that end an answer, from the target's generation settings, else from its configuration."""
-    from transformers import AutoConfig, GenerationConfig  # takes seconds, and recipes are parsed without it
+    from transformers import GenerationConfig
 
     has_settings = (directory / "generation_config.json").is_file()
-    settings = GenerationConfig if has_settings else AutoConfig
-    ids = settings.from_pretrained(directory).eos_token_id
+    ids = (GenerationConfig.from_pretrained(directory) if has_settings else target_config(directory)).eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 

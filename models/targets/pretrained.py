@@ -1,31 +1,56 @@
-"""Any causal language model: a local Hugging Face directory, or a hub id where a hub can be reached."""
+"""Any causal language model: a Hugging Face directory, a GGUF file, or a hub id where a hub can be reached.
+
+Of a model that reads more than text its language model is taken. GGUF files and the forms in `DEQUANTIZED` become the
+floats that they stand for; what compressed-tensors keeps stays as it is where `models.core.checkpoints.compressed` can
+read it. `config` refuses all that can't be taken, before any weight is read.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
+from huggingface_hub import constants
 from pydantic import Field, model_validator
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from models.core.checkpoints import compressed
 from models.core.checkpoints.loading import load_reported
-from models.params import BaseParams, require_unsaid
-from models.targets import TOKENIZER_FILES
+from models.params import BaseParams, LocalPath, require_unsaid
+from models.targets import PLAIN_TEMPLATE, TOKENIZER_FILES
 
 PAPER = "none: whatever the directory holds"
+GGUF = ".gguf"
+DEQUANTIZED = ("fp8",)
 
 
 class Params(BaseParams):
     """Which model."""
 
     name: Literal["pretrained"] = "pretrained"
-    path: str = Field(
-        description='a local directory, or a hub id such as "Qwen/Qwen3-8B", which needs REDRAFT_HUB=true.'
+    path: LocalPath = Field(
+        description='a directory, a GGUF file, or a hub id such as "Qwen/Qwen3-8B", which needs REDRAFT_HUB=true.'
     )
     revision: str = Field("main", description="a branch, tag or commit of the hub's repository.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description='"auto" keeps the format of the files.')
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description='"auto" keeps the format of the files, and bfloat16 of what was quantized.'
+    )
+    chat_template: LocalPath = Field(
+        "",
+        description="a Jinja file; by default the model's own template, and where it has none, each message in a line.",
+    )
 
     @model_validator(mode="after")
     def _has_revisions(self) -> Self:
@@ -35,24 +60,92 @@ class Params(BaseParams):
 
 
 def build(params: Params, directory: Path) -> None:
-    """Write the target into `directory`; remote code is never run. ValueError if there is no such model, no hub to ask,
-    or the directory is not one of a causal language model; names what is missing."""
-    local = Path(params.path)
-    if local.exists() or params.path.startswith(("/", ".", "~")):
-        _require_model(local)
+    """Write the target into `directory`; remote code is never run. ValueError as `config`, or if a tensor is missing;
+    names it."""
+    found, source = _read_config(params), _source(params)
     dtype = "auto" if params.dtype == "auto" else getattr(torch, params.dtype)
+    if "gguf_file" in source:
+        dtype = torch.bfloat16 if dtype == "auto" else dtype
+        source |= {"quantization_config": GgufConfig(dequantize=True)}
+    else:
+        source |= {"config": found, "use_safetensors": True}
+    of_text = found.get_text_config() is found
+    kind = AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
     with _told_apart(params):
-        model, missing = load_reported(params.path, revision=params.revision, dtype=dtype, use_safetensors=True)
+        model, missing = load_reported(kind=kind, dtype=dtype, **source)
     if missing:
         raise ValueError(f"target {params.path!r} has no tensor {missing[0]} ({len(missing)} are missing)")
+    if not of_text or getattr(found, "quantization_config", {}).get("dequantize"):
+        model = _language_model(model)
     model.save_pretrained(directory)
     tokenizer(params).save_pretrained(directory)
 
 
+def config(params: Params) -> PreTrainedConfig:
+    """Return the language model's configuration, without its weights. ValueError if there is no such model, no hub to
+    ask, or it is of a kind or in a form that can't be taken; names what is missing, or what to do."""
+    return _read_config(params).get_text_config()
+
+
 def tokenizer(params: Params) -> PreTrainedTokenizerBase:
-    """Return the target's tokenizer; ValueError as `build`."""
+    """Return the target's tokenizer; ValueError as `config`, or if the chat template can't be read."""
     with _told_apart(params):
-        return AutoTokenizer.from_pretrained(params.path, revision=params.revision)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_source(params))
+    if params.chat_template:
+        file = Path(params.chat_template)
+        if not file.is_file():
+            raise ValueError(f"chat_template {params.chat_template!r} is no file; wanted one of Jinja")
+        found.chat_template = file.read_text(encoding="utf-8")
+    elif not found.chat_template:
+        found.chat_template = PLAIN_TEMPLATE
+    return found
+
+
+def _read_config(params: Params) -> PreTrainedConfig:
+    local = Path(params.path)
+    if local.suffix != GGUF and (local.exists() or params.path.startswith(("/", "."))):
+        _require_model(local)
+    with _told_apart(params):
+        found = AutoConfig.from_pretrained(**_source(params))
+    text, named = found.get_text_config(), f"target {params.path!r}"
+    if found.is_encoder_decoder:
+        raise ValueError(f"{named} is an encoder-decoder ({found.model_type}); wanted a causal language model")
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{named} is of model_type {text.model_type!r}, which is not one of a causal language model")
+    scheme = getattr(found, "quantization_config", None)
+    if scheme is None:
+        return found
+    scheme = scheme if isinstance(scheme, dict) else scheme.to_dict()
+    method = scheme.get("quant_method")
+    if method == compressed.METHOD:
+        compressed.known_bits(scheme)
+    elif method in DEQUANTIZED:
+        found.quantization_config = {**scheme, "dequantize": True}
+    else:
+        raise ValueError(
+            f"{named} is quantized by {method}; wanted one in 16 bits (then quantize it by [quantize]), a GGUF file, "
+            f"or one by {', '.join((compressed.METHOD, *DEQUANTIZED))}"
+        )
+    return found
+
+
+def _source(params: Params) -> dict[str, Any]:
+    """Return where transformers finds the model."""
+    local = Path(params.path)
+    if local.suffix == GGUF:
+        return {"pretrained_model_name_or_path": str(local.parent), "gguf_file": local.name}
+    return {"pretrained_model_name_or_path": params.path, "revision": params.revision, "trust_remote_code": False}
+
+
+def _language_model(whole: PreTrainedModel) -> PreTrainedModel:
+    """Return a causal language model of the decoder and the output matrix of another, and nothing else of it: it may
+    read more than text, and one that was de-quantized would be quantized again where it is saved."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(whole.config.get_text_config())
+    setattr(model, model.base_model_prefix, whole.get_decoder())
+    model.set_output_embeddings(whole.get_output_embeddings())
+    model.generation_config = whole.generation_config
+    return model
 
 
 @contextmanager
@@ -60,16 +153,19 @@ def _told_apart(params: Params) -> Iterator[None]:
     """Say whether a directory is at fault or a hub that can't be reached."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        wrong = (
-            "can't be loaded" if Path(params.path).exists() else "is neither a local directory nor on a hub in reach"
-        )
-        raise ValueError(f"target {params.path!r} {wrong}: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        wrong, why = "can't be loaded", str(error).strip().splitlines()[0]
+        if not Path(params.path).exists():
+            wrong = "is neither a local directory nor on a hub in reach"
+            why = "none is asked; set REDRAFT_HUB=true" if constants.HF_HUB_OFFLINE else why
+        raise ValueError(f"target {params.path!r} {wrong}: {why}") from error
 
 
 def _require_model(directory: Path) -> None:
     if not directory.is_dir():
         raise ValueError(f"target '{directory}' is not a directory")
+    if not (directory / "config.json").is_file() and (files := sorted(directory.glob(f"*{GGUF}"))):
+        raise ValueError(f"target '{directory}' holds GGUF files; name one of them as path, such as '{files[0]}'")
     for what, patterns in (
         ("config.json", ("config.json",)),
         ("safetensors weights", ("*.safetensors",)),

@@ -37,8 +37,17 @@ class Params(BaseParams):
 
 def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(params.seed)
+        model = LlamaForCausalLM(config(params))
+    moved(model, torch.bfloat16).save_pretrained(directory)
+    tokenizer(params).save_pretrained(directory)
+
+
+def config(params: Params) -> LlamaConfig:
+    """Return the target's configuration."""
     vocabulary = tokenizer(params)
-    config = LlamaConfig(
+    made = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=64 * params.num_heads,
         intermediate_size=params.intermediate_size,
@@ -52,12 +61,8 @@ def build(params: Params, directory: Path) -> None:
         bos_token_id=vocabulary.bos_token_id,
         eos_token_id=vocabulary.eos_token_id,
     )
-    config._model_name_or_path = f"random-llama-{params.seed}"
-    with torch.random.fork_rng():
-        torch.manual_seed(params.seed)
-        model = LlamaForCausalLM(config)
-    moved(model, torch.bfloat16).save_pretrained(directory)
-    vocabulary.save_pretrained(directory)
+    made._model_name_or_path = f"random-llama-{params.seed}"
+    return made
 
 
 def tokenizer(params: Params) -> PreTrainedTokenizerFast:

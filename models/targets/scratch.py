@@ -42,8 +42,17 @@ class Params(BaseParams):
 
 def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`; ValueError if the tokenizer can't be had, as its target says."""
+    with torch.random.fork_rng():
+        torch.manual_seed(params.seed)
+        model = LlamaForCausalLM(config(params))
+    moved(model, torch.bfloat16).save_pretrained(directory)
+    tokenizer(params).save_pretrained(directory)
+
+
+def config(params: Params) -> LlamaConfig:
+    """Return the target's configuration; ValueError as `build`."""
     vocabulary = tokenizer(params)
-    config = LlamaConfig(
+    made = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=HEAD_DIM * params.num_heads,
         intermediate_size=params.intermediate_size,
@@ -57,12 +66,8 @@ def build(params: Params, directory: Path) -> None:
         eos_token_id=vocabulary.eos_token_id,
         pad_token_id=vocabulary.pad_token_id,
     )
-    config._name_or_path = f"scratch-llama-{params.seed}"
-    with torch.random.fork_rng():
-        torch.manual_seed(params.seed)
-        model = LlamaForCausalLM(config)
-    moved(model, torch.bfloat16).save_pretrained(directory)
-    vocabulary.save_pretrained(directory)
+    made._name_or_path = f"scratch-llama-{params.seed}"
+    return made
 
 
 def tokenizer(params: Params) -> PreTrainedTokenizerBase:

@@ -12,7 +12,14 @@ from typing import Literal
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from models.core.layers import quantized_weights
 from models.core.layers.quantized_weights import GROUP, Grid
@@ -38,6 +45,12 @@ def build(params: Params, directory: Path) -> None:
     model.save_pretrained(directory)
     tokenizer(params).save_pretrained(directory)
     quantized_weights.save(_grids(gguf, model.config), directory)
+
+
+def config(params: Params) -> PretrainedConfig:
+    """Return the target's configuration; ValueError as `build`."""
+    gguf = find_gguf()
+    return AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
 
 
 def tokenizer(params: Params) -> PreTrainedTokenizerBase:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from flows import cli
 from infra.keys import read_keys
 from models.recipe import load_recipe
+from tests.models.families import write_family
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
@@ -184,6 +185,36 @@ def test_a_recipe_with_changes_is_kept_in_the_home_and_a_wrong_change_is_one_lin
         refused = run("traffic", "--recipe", "tiny", "--set", change)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
         assert told in refused.stderr
+
+
+MINE = """
+distill = {{}}
+target = {{ name = "pretrained", path = "{target}" }}
+draft = {{ name = "eagle3", vocab_size = 64 }}
+engine = {{ name = "vllm", max_model_len = 256 }}
+[traffic.mine]
+source = {{ name = "synthetic", count = 40, num_groups = 10 }}
+num_train = {num_train}
+num_held_out = 4
+num_requests = 4
+"""
+
+
+@pytest.mark.slow
+def test_a_doctor_who_is_shown_a_recipe_tells_each_fault_and_a_build_ends_at_once_with_the_first(run, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    for model_type, num_train, told in (
+        ("gpt2", 8, "vLLM's GPT2LMHeadModel hands out none (it has no SupportsEagle3)"),
+        ("qwen3", 80, '"mine" has 40 prompts in 10 groups'),
+    ):
+        recipe.write_text(MINE.format(target=write_family(model_type, tmp_path / model_type), num_train=num_train))
+        seen, built = run("doctor", "--recipe", str(recipe)), run("build", "--recipe", str(recipe))
+        assert f"ok    target: {model_type}, 2 layers of 64, 259 tokens" in seen.output
+        assert seen.exit_code == 1
+        assert any(line.startswith("FAULT") and told in line for line in seen.output.splitlines())
+        assert (built.exit_code, built.stderr.count("\n")) == (2, 1)
+        assert told in built.stderr
+    assert not list((tmp_path / "home" / "artifacts").glob("target"))
 
 
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):

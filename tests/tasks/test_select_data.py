@@ -7,9 +7,11 @@ import pytest
 
 from infra.consent import GROUP
 from models.recipe import Traffic
-from models.sources import Message, Prompt
+from models.sources import Message, Prompt, dataset
 from models.sources.synthetic import Params
+from models.stages import Text
 from tasks.measure.specbench import as_questions
+from tasks.prepare_text import choose_documents
 from tasks.select_data import as_chats, choose_more, choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
@@ -27,9 +29,28 @@ def test_a_domain_without_training_has_no_such_part():
     assert "train" not in choose_prompts("chat", TRAFFIC.model_copy(update={"num_train": 0}), seed=0)
 
 
-def test_too_few_prompts_are_refused_by_name():
-    with pytest.raises(ValueError, match='domain "chat" has .* prompts for train, the recipe wants 500'):
+def test_too_few_prompts_are_told_with_how_they_split_and_numbers_that_fit():
+    with pytest.raises(ValueError, match='"chat" has 300 prompts in 60 groups, .*train .* \\(500 wanted\\)') as error:
         choose_prompts("chat", TRAFFIC.model_copy(update={"num_train": 500}), seed=0)
+    fitting = dict(re.findall(r"(num_\w+) = (\d+)", str(error.value)))
+    assert fitting.keys() == {"num_train", "num_held_out", "num_requests"}
+    parts = choose_prompts("chat", TRAFFIC.model_copy(update={key: int(n) for key, n in fitting.items()}), seed=0)
+    assert {f"num_{part}": str(len(prompts)) for part, prompts in parts.items()} == fitting
+    assert int(fitting["num_train"]) > 200
+    with pytest.raises(ValueError, match="No numbers fit so few groups"):
+        choose_prompts("chat", TRAFFIC.model_copy(update={"source": Params(count=3, num_groups=1)}), seed=0)
+
+
+def test_the_recipes_name_is_the_domain_of_rows_that_name_none(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    rows = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = dataset.Params(path=str(file))
+    traffic = Traffic(source=source, num_train=8, num_held_out=4, num_requests=4)
+    parts = choose_prompts("support", traffic, seed=0)
+    assert {prompt.domain for prompts in parts.values() for prompt in prompts} == {"support"}
+    documents = choose_documents("support", Text(source=source, num_train=8, num_held_out=4), seed=0)
+    assert {document.domain for chosen in documents.values() for document in chosen} == {"support"}
 
 
 def test_more_prompts_of_a_part_begin_with_the_recipes_own_and_stay_out_of_the_other_parts():

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from models.core.checkpoints import compressed
 from models.core.layers import factors
@@ -46,13 +45,6 @@ def read_parts(directory: Path) -> dict[str, Tensor]:
 def _restored(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     scheme = quantization(directory)
     return compressed.restore(tensors, scheme) if scheme else tensors
-
-
-def output_embedding(directory: Path) -> Tensor:
-    """[V, H] a model's output matrix, which may be its input embedding, in float32."""
-    config = AutoConfig.from_pretrained(directory)
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return read_tensor(directory, name).float()
 
 
 def quantization(directory: Path) -> dict[str, Any] | None:

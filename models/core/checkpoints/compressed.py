@@ -69,7 +69,7 @@ def _scheme(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -
 
 def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
     """Put float32 weights in place of quantized ones, without scales of inputs; ValueError for forms of others."""
-    bits = _known_bits(quantization)
+    bits = known_bits(quantization)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -105,8 +105,8 @@ def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         model.set_submodule(layer, made)
 
 
-def _known_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
-    """Return "Linear", and each layer that is an exception, to its bits a weight."""
+def known_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
+    """Return "Linear", and each layer that is an exception, to its bits a weight; ValueError for forms of others."""
     if quantization.get("quant_method") != METHOD:
         raise ValueError(f"weights quantized by {quantization.get('quant_method')!r} can't be read; {METHOD} can")
     form, bits = quantization.get("format"), dict[str, int]()

@@ -48,15 +48,16 @@ def _is_plain(directory: Path) -> bool:
 
 
 def _load_plain(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model, missing = load_reported(directory, dtype=dtype)
+    model, missing = load_reported(pretrained_model_name_or_path=directory, dtype=dtype)
     _require_all(missing, directory)
     model.eval()
     return model
 
 
-def load_reported(source: str | Path, **settings: Any) -> tuple[PreTrainedModel, list[str]]:
-    """Return a causal language model, and which of its tensors `source` lacks: the library draws those at random."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **settings)
+def load_reported(kind: Any = AutoModelForCausalLM, **settings: Any) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model, of a kind of transformers' automatic classes, and which of its tensors the files lack: the
+    library draws those at random. `settings` are those of `from_pretrained`."""
+    loaded: Any = kind.from_pretrained(output_loading_info=True, **settings)
     model, report = loaded  # which is annotated as the model alone
     return model, sorted(report["missing_keys"])
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor
+from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, layer_config

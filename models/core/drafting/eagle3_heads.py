@@ -23,14 +23,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import choose_vocabulary, output_embedding, read_tensor, tensor_names
+from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, tensor_names
+from models.core.checkpoints.readout import Readout, output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import WEIGHTS, fused, require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.drafts import EngineWeights, require_width
 from models.params import BaseParams
+from models.targets import MODEL_TYPES, target_config
 
 
 class HeadParams(BaseParams):
@@ -44,6 +45,13 @@ class HeadParams(BaseParams):
 
     vocab_size: int = 4096
     aux_layers: tuple[int, ...] | None = None
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return which residual streams of a target are read; ValueError if it has none such."""
+        layers = self.aux_layers or tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
+        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
+            raise ValueError(f"aux_layers must ascend within 0 to {num_layers}; got {list(layers)}")
+        return layers
 
     def more(self, vocab_size: int) -> dict[str, Any]:
         """Return what else the config.json of a head says, for a target of `vocab_size` tokens."""
@@ -115,6 +123,8 @@ Tapped = TypeVar("Tapped", bound=TappedDraft)
 
 class Eagle3(TappedDraft, FeatureDraft):
     """The head; parameters carry the names of the checkpoint."""
+
+    any_layout = True
 
     def make_layers(self) -> None:
         config, width, norms = self.config, self.config["hidden_size"], ("input_layernorm", "hidden_norm")
@@ -191,19 +201,18 @@ class Format(draft_format.Format[Tapped]):
 
     def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Make a draft that says what the target says of the deepest tapped layer; see `models.drafts.Family`."""
-        source = AutoConfig.from_pretrained(target_dir)
-        require_llama_layout(source.model_type, self._family)
+        source = target_config(target_dir)
+        if not getattr(self._draft, "any_layout", False):
+            require_llama_layout(source.model_type, self._family)
         require_vocab_size(params.vocab_size, source.vocab_size)
         last = source.num_hidden_layers
-        layers = params.aux_layers or tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
-        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
-            raise ValueError(f"aux_layers must ascend within 0 to {last}; got {list(layers)}")
-        config = {**layer_config(source), "draft_vocab_size": params.vocab_size, **tapping(layers)}
+        taps = tapping(params.layers(last))
+        config = {**layer_config(source), "draft_vocab_size": params.vocab_size, **taps}
         head = self.new(config | params.more(source.vocab_size), target_dir)
         with torch.no_grad():
             head.fc.weight.zero_()
             head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
-            head.norm.weight.copy_(read_tensor(target_dir, "model.norm.weight"))
+            head.norm.weight.copy_(Readout.load(target_dir).gain)
             self._start(head, target_dir, last - 1)
         _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
         return head
@@ -227,8 +236,15 @@ def tapping(layers: tuple[int, ...]) -> dict[str, Any]:
 def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
     """Start a head from the target's last layer, so that it drafts better than chance before it is trained.
 
-    The hidden-state half of its attention and its MLP are the target's, the embedding half is zero.
+    The hidden-state half of its attention and its MLP are the target's, the embedding half is zero. Beside a target of
+    another layout than Llama's its matrices are noise, the same each time.
     """
+    if target_config(target_dir).model_type not in MODEL_TYPES:
+        rng = torch.Generator().manual_seed(0)
+        for parameter in head.midlayer.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=rng)
+        return
     hidden = head.config["hidden_size"]
     for name, parameter in head.midlayer.named_parameters():
         if name == "input_layernorm.weight":
@@ -242,4 +258,5 @@ def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
 def _set_vocabulary(head: Tapped, target_dir: Path, vocabulary: Tensor) -> None:
     with torch.no_grad():
         head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-        head.lm_head.weight.copy_(output_embedding(target_dir)[vocabulary])
+        readout = Readout.load(target_dir, rows=vocabulary)
+        head.lm_head.weight.copy_(readout.scale * output_embedding(target_dir)[vocabulary])

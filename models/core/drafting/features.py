@@ -23,10 +23,12 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.readout import input_embedding
 from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import rope_frequencies
 from models.core.layers.kernels import rms_norm, rotated
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain
+from models.targets import MODEL_TYPES
 from models.trees import path_to
 
 
@@ -50,7 +52,7 @@ class LayeredDraft(Draft):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def borrow(self, target_dir: Path) -> Self:
-        self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
+        self.embedding = input_embedding(target_dir)
         return self
 
     def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
@@ -282,18 +284,27 @@ def start_as(layer: nn.Module, target_dir: Path, number: int) -> None:
 
 
 def layer_config(source: Any) -> dict[str, Any]:
-    """Return what config.json says of a layer that is shaped like those of `source`, a transformers configuration."""
+    """Return what config.json says of a layer that is shaped like those of `source`, a transformers configuration.
+
+    What a family has no word for, such as RMSNorm, is as in Llama, and positions are rotated as there by default.
+    """
     same = (
         *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
         *("max_position_embeddings", "vocab_size", "bos_token_id", "eos_token_id"),
     )
+    usual = {
+        "intermediate_size": 4 * source.hidden_size,
+        "num_key_value_heads": source.num_attention_heads,
+        "rms_norm_eps": 1e-6,
+    }
+    rotation = {"rope_type": "default", "rope_theta": 10000.0}
     return {
         "model_type": "llama",
-        **{key: getattr(source, key) for key in same},
+        **{key: getattr(source, key, None) or usual.get(key) for key in same},
         "head_dim": getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
-        "rope_parameters": dict(source.rope_parameters),
+        "rope_parameters": dict(source.rope_parameters) if source.model_type in MODEL_TYPES else rotation,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }

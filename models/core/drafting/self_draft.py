@@ -36,6 +36,7 @@ class TargetRunner(Draft):
 
     target_dir: Path
     skipped: Sublayers
+    any_layout = False
     _decoder: Decoder | None = None
 
     def borrow(self, target_dir: Path) -> Self:

@@ -25,6 +25,8 @@ from models.targets import TargetCard, describe
 class Weightless(Draft):
     """A draft without parameters; `params` are of its family, `config` as in config.json."""
 
+    any_layout = True
+
     def __init__(self, params: Any, config: dict[str, Any]) -> None:
         super().__init__()
         self.params, self.config = params, config

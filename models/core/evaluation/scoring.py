@@ -6,7 +6,6 @@ ones an expected number whose mean over answers is the engine's. Parent and cand
 that pairing is what lets a gate tell a small gain from noise.
 """
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.readout import Readout
 from models.core.evaluation.acceptance import Trace
 from models.core.evaluation.paired import Score
 from models.core.learning.captured import Captures
@@ -23,6 +22,7 @@ from models.core.learning.hidden import HiddenStates, Sample, hidden_states, len
 from models.drafts import Draft, Rows
 from models.engines import Rules
 from models.params import BaseParams
+from models.targets import target_config
 from models.types import MIN_COMPLETION
 from models.verify import greedy, rejection
 
@@ -147,9 +147,7 @@ def _sampled_scores(
     draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
 ) -> dict[str, Score]:
     device = draft.vocabulary.device
-    norm = read_tensor(target_dir, "model.norm.weight").float().to(device)
-    eps = json.loads((target_dir / "config.json").read_text())["rms_norm_eps"]
-    output = output_embedding(target_dir).to(device)
+    readout, vocab_size = Readout.load(target_dir, device), target_config(target_dir).vocab_size
     expected_accepted = catalog.load("verify", rule.name).expected_accepted
     scores = {}
     for sample in samples:
@@ -158,15 +156,14 @@ def _sampled_scores(
         expected = 0.0
         for start in range(0, len(rows.index), STARTS):
             index = rows.index[start : start + STARTS]
-            q = torch.zeros(len(index), num_steps, len(output), device=device)
+            q = torch.zeros(len(index), num_steps, vocab_size, device=device)
             for step, (running, logits, *_) in enumerate(drafted):
                 here = (running >= start) & (running < start + STARTS)
                 law = (logits[here] / sample.temperature).softmax(-1)
                 q[(running[here] - start)[:, None], step, draft.vocabulary] = law
             places = torch.arange(int(index[0]) + 1, int(index[-1]) + 1 + num_steps, device=device)
             told = final[0, places.clamp(max=final.shape[1] - 1)]  # past the answer's end nothing is drafted
-            normed = torch.nn.functional.rms_norm(told, told.shape[-1:], norm, eps)
-            laws = ((normed @ output.T) / sample.temperature).softmax(-1)
+            laws = (readout.logits(readout.norm(told)) / sample.temperature).softmax(-1)
             # Neighbouring starts share all tokens but one.
             p, said = (
                 of_places.unfold(0, num_steps, 1).movedim(-1, 1) for of_places in (laws, rows.token_ids[0, places + 1])

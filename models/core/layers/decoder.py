@@ -25,6 +25,17 @@ from models.targets import MODEL_TYPES
 CHUNK = 512
 
 
+def require_known(config: Any) -> None:
+    """Raise ValueError if a model of a configuration is not one that this forward pass knows."""
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
+        raise ValueError("sliding-window attention is not one that this forward pass knows")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
+
+
 class Sublayers(NamedTuple):
     """Attention and MLP sublayers, by the numbers of their layers."""
 
@@ -76,13 +87,7 @@ class Decoder:
 
     def __init__(self, config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: str = "cpu") -> None:
         """Take a model's tensors by the checkpoint's names; ValueError for another architecture or set of tensors."""
-        if config.model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type is {config.model_type!r}; this forward pass knows {', '.join(MODEL_TYPES)}")
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window):
-            raise ValueError("sliding-window attention is not one that this forward pass knows")
-        if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
+        require_known(config)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.num_layers = config.vocab_size, config.num_hidden_layers
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads

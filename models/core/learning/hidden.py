@@ -27,10 +27,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
-from models.core.layers.linears import blocks
+from models.core.checkpoints.readout import Readout, decoder_layers
 from models.core.learning.captured import Captured, Captures
 from models.drafts import Draft, Rows
 from models.precision import fast_dtype
+from models.targets import target_config
 
 # Of one forward pass; four times as many leave a processor's caches and cost a fifth of the speed.
 BATCH_TOKENS = 1024
@@ -180,11 +181,14 @@ class _Target:
     """The target at work: states at some layers, and what its logits sum up to after each token of an answer."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], device: str) -> None:
-        self._model, self._device, self._layers = model, device, layers
+        self._decoder, self._readout, self._width = model.get_decoder(), Readout(model), model.config.hidden_size
+        self._dtype, self._device, self._layers = model.dtype, device, layers
         self._beginnings: dict[tuple[int, ...], Tensor] = {}
         self._kept: dict[int, Tensor] = {}  # residual streams; the library's own list has the last one normed only
-        tapped = [model.model.embed_tokens, *blocks(model)]
-        self._hooks = [tapped[layer].register_forward_hook(partial(self._keep, layer)) for layer in layers]
+        blocks = decoder_layers(model)
+        self._hooks = [blocks[layer - 1].register_forward_hook(partial(self._keep, layer)) for layer in layers if layer]
+        if 0 in layers:  # what the first one reads: some families scale or add to what the embedding puts out
+            self._hooks.append(blocks[0].register_forward_pre_hook(self._keep_read, with_kwargs=True))
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -192,6 +196,9 @@ class _Target:
 
     def _keep(self, layer: int, module: object, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         self._kept[layer] = output[0] if isinstance(output, tuple) else output
+
+    def _keep_read(self, module: object, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        self._kept[0] = inputs[0] if inputs else named["hidden_states"]
 
     def compute(self, batch: Sequence[Sample]) -> list[tuple[Sample, Tensor, Tensor]]:
         """Run whole samples."""
@@ -210,21 +217,20 @@ class _Target:
             if beginning not in self._beginnings:
                 self._beginnings[beginning] = self._read([list(beginning)])[0][0]
             states[: captured.first] = self._beginnings[beginning]
-        norm = self._model.model.norm
-        last = states[:, -len(norm.weight) :].to(self._device, self._model.dtype)
-        return states, self._log_sums(sample, norm(last))
+        last = states[:, -self._width :].to(self._device, self._dtype)
+        return states, self._log_sums(sample, self._readout.norm(last))
 
     def _read(self, token_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """[B, T] → [B, T, W] states in bfloat16 and [B, T, H] what the output matrix multiplies."""
         tokens = pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
         # Right padding needs no mask: no token attends to a later one.
-        final = self._model.model(input_ids=tokens.to(self._device), use_cache=False).last_hidden_state
+        final = self._decoder(input_ids=tokens.to(self._device), use_cache=False).last_hidden_state
         return torch.cat([self._kept[layer] for layer in self._layers], dim=-1).to("cpu", torch.bfloat16), final
 
     def _log_sums(self, sample: Sample, final: Tensor) -> Tensor:
         length, first = len(sample.token_ids), len(sample.prompt_ids) - 1
         sums = torch.zeros(length)
-        sums[first:] = self._model.lm_head(final[first:length]).float().logsumexp(-1).cpu()
+        sums[first:] = self._readout.logits(final[first:length]).float().logsumexp(-1).cpu()
         return sums
 
 
@@ -258,10 +264,10 @@ def hidden_states(
 
     Drafts that read the same layers find them in one folder of `work_dir`, others in another.
     """
-    config = json.loads((target_dir / "config.json").read_text())
-    layers = sorted({*draft.taps, config["num_hidden_layers"]})
+    config = target_config(target_dir)
+    layers = sorted({*draft.taps, config.num_hidden_layers})
     folder = work_dir / "hidden" / "-".join(map(str, layers))
-    states = HiddenStates(folder, samples, layers, config["hidden_size"])
+    states = HiddenStates(folder, samples, layers, config.hidden_size)
     states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
     return states
 

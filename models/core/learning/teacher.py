@@ -12,10 +12,9 @@ A model's last residual stream is kept instead of its logits, because it is smal
 Letters: B sequences, T tokens of a sequence, N rows, H a model's hidden width, V its vocabulary, D the draft's.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -23,12 +22,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models import catalog
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.readout import Readout
 from models.core.learning.hidden import HiddenStates, Sample
 from models.drafts import Draft, Unrolled
 from models.losses import Drafted
 from models.params import BaseParams
-from models.targets import MODEL_TYPES, describe
+from models.targets import MODEL_TYPES, describe, target_config
 from models.tokens import differing_tokens
 from models.types import Frozen
 
@@ -48,29 +47,9 @@ class TeacherParams(Frozen):
     weight: float = Field(1.0, ge=0, allow_inf_nan=False)
 
 
-class Teacher(NamedTuple):
-    """A model's last norm and the rows of its head that the draft can propose."""
-
-    norm: Tensor
-    eps: float
-    head: Tensor
-
-    @classmethod
-    def read(cls, draft: Draft, directory: Path) -> "Teacher":
-        """Read what turns a model's last residual stream into probabilities of the draft's tokens."""
-        config = json.loads((directory / "config.json").read_text())
-        norm = read_tensor(directory, "model.norm.weight").float()
-        vocabulary = draft.vocabulary
-        head = output_embedding(directory)[vocabulary.cpu()].to(vocabulary.device)
-        return cls(norm.to(vocabulary.device), config["rms_norm_eps"], head)
-
-    def normed(self, states: Tensor) -> Tensor:
-        """[N, H] last residual stream → [N, H] what the output matrix multiplies."""
-        return torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
-
-    def probs(self, normed: Tensor, log_sums: Tensor) -> Tensor:
-        """[N, H] normed states, [N] → [N, D] probabilities, not normalised over D."""
-        return (normed @ self.head.T - log_sums[:, None]).exp()
+def probs(readout: Readout, normed: Tensor, log_sums: Tensor) -> Tensor:
+    """[N, H] a model's normed states, [N] → [N, D] its probabilities of what is read out, not normalised over D."""
+    return (readout.logits(normed) - log_sums[:, None]).exp()
 
 
 class Teachers:
@@ -82,12 +61,14 @@ class Teachers:
         """Read the target, and the other models, which lie in `dirs`; the draft is where it learns `loss`."""
         self._loss, self._needs = loss.name, catalog.load("losses", loss.name).NEEDS
         self._dirs, self._states = tuple(dirs), list[HiddenStates]()
-        self._target, vocabulary = Teacher.read(draft, target_dir), draft.vocabulary
+        vocabulary = draft.vocabulary
+        self._target, *self._beside = (
+            Readout.load(directory, vocabulary.device, vocabulary) for directory in (target_dir, *dirs)
+        )
         # Each target id's place in the draft's vocabulary, −1 for those that are not in it.
-        vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
+        vocab_size = target_config(target_dir).vocab_size
         self._draft_ids = torch.full((vocab_size,), -1, device=vocabulary.device)
         self._draft_ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-        self._beside = [Teacher.read(draft, directory) for directory in dirs]
         total = 1 + sum(one.weight for one in beside)
         self._shares = [1 / total, *(one.weight / total for one in beside)]
 
@@ -121,7 +102,7 @@ class Teachers:
         columns: dict[str, Tensor] = {}
         with torch.no_grad():
             if {"target_probs", "target_hidden"} & set(self._needs):
-                columns["target_hidden"] = self._target.normed(word[0][0][places])
+                columns["target_hidden"] = self._target.norm(word[0][0][places].float())
             if "target_probs" in self._needs:
                 columns["target_probs"] = self._mean(columns["target_hidden"], word, places)
             if "token" in self._needs:
@@ -134,9 +115,9 @@ class Teachers:
 
     def _mean(self, normed: Tensor, word: Sequence[Said], places: tuple[Tensor, Tensor]) -> Tensor:
         """Return [n, D] the mean of their probabilities; `normed` [n, H] are the target's states."""
-        mean = self._shares[0] * self._target.probs(normed, word[0][1][places])
+        mean = self._shares[0] * probs(self._target, normed, word[0][1][places])
         for share, teacher, (states, log_sums) in zip(self._shares[1:], self._beside, word[1:], strict=True):
-            mean += share * teacher.probs(teacher.normed(states[places]), log_sums[places])
+            mean += share * probs(teacher, teacher.norm(states[places].float()), log_sums[places])
         return mean
 
 
@@ -155,7 +136,7 @@ def require_teachers(draft: Draft, target_dir: Path, beside: Sequence[TeacherPar
         raise ValueError(f"wanted the directory of each of {len(beside)} teachers; got {len(dirs)}")
     last = int(draft.vocabulary[-1])
     for number, directory in enumerate(dirs, start=1):
-        card, kind = describe(directory), json.loads((directory / "config.json").read_text())["model_type"]
+        card, kind = describe(directory), target_config(directory).model_type
         if kind not in MODEL_TYPES:
             raise ValueError(f"teacher {number}, {card.name}, is a {kind}; wanted one of: {', '.join(MODEL_TYPES)}")
         if other := differing_tokens(directory, target_dir):

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import output_embedding, read_stored, read_tensor
+from models.core.checkpoints.checkpoint import read_stored, read_tensor
+from models.core.checkpoints.readout import input_embedding, output_embedding
 from models.core.drafting.draft_files import WEIGHTS, check_made_for, read_json
 from models.core.drafting.eagle3_heads import (
     Eagle3,
@@ -80,7 +81,7 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
     head = _of_targets_tokens(head, target, directory, target_dir)
     tensors = with_offsets(head.tensors, target.vocab_size)
     own = tensors.pop("embed_tokens.weight", None)
-    if own is not None and not torch.equal(own, read_tensor(target_dir, "model.embed_tokens.weight").to(own.dtype)):
+    if own is not None and not torch.equal(own, input_embedding(target_dir).to(own.dtype)):
         raise ValueError(
             "tensor embed_tokens.weight is not the target's; a head with an embedding of its own is not supported"
         )
@@ -178,4 +179,4 @@ def _of_targets_tokens(head: Published, target: TargetCard, directory: Path, tar
         raise ValueError(f"{told}; the target's tokenizer.json beside the head would tell whether that is padding")
     if (num := num_ids(target_dir)) > min(sizes):
         raise ValueError(f"{told}, and their tokenizer has {num} tokens")
-    return padded_as(head, read_tensor(target_dir, "model.embed_tokens.weight"), output_embedding(target_dir))
+    return padded_as(head, input_embedding(target_dir), output_embedding(target_dir))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 from models import catalog
 from models.core.drafting.draft_families import class_of, family_named, family_of, open_draft
 from models.core.drafting.self_draft import TargetRunner
-from models.core.layers.decoder import Decoder
+from models.core.layers.decoder import Decoder, require_known
 from models.core.learning import fitted
 from models.core.throughput.cost import Cost, Time
 from models.drafts import Draft
@@ -246,6 +246,14 @@ def require_draft(draft: BaseParams, params: Params) -> None:
     _require(kind, bool(getattr(draft, "nested", ())), params)
     if hasattr(catalog.load("lengths", policy), "go_on") and not kind.asks:
         raise ValueError(f"{kind.__name__} drafts in one go; length policy {policy} would never be asked")
+
+
+def require_target(architecture: str, config: Any, draft: BaseParams, params: Params) -> None:
+    """Raise ValueError if the forward pass does not know the target."""
+    try:
+        require_known(config)
+    except ValueError as error:
+        raise ValueError(f'engine "torch" can\'t run the target: {error}; engine "vllm" runs other models') from error
 
 
 def require_serving(serve: BaseModel, draft: BaseParams) -> None:

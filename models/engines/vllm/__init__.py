@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PAPER = "arXiv:2309.06180"
 # Whether a sequence's keys are divided among threads, by how many rows attend at once: then their bits differ.
 SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
+# Where vLLM's classes of models are, and the interface of those that hand out states of their layers.
+MODELS, EAGLE3 = "model_executor/models", "SupportsEagle3"
 # Keys that only a planned step reads.
 PLANNED_BY = ("lookup", "lengths")
 _TARGET = "the recipe's [target] says which model and tokenizer"
@@ -167,6 +169,21 @@ def require_draft(draft: BaseParams, params: Params) -> None:
         require_unsaid(params, ("lookup", "lengths", "draft_sample_method"), "[engine]", why)
 
 
+def require_target(architecture: str, config: Any, draft: BaseParams, params: Params) -> None:
+    """Raise ValueError if the target reads fewer tokens than it is to, or vLLM's class of it hands out no states."""
+    longest = getattr(config, "max_position_embeddings", None)
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if longest and rotation.get("rope_type", "default") == "default" and params.max_model_len > longest:
+        raise ValueError(f"[engine] max_model_len is {params.max_model_len}; the target reads {longest} tokens at most")
+    if not hasattr(draft, "aux_layers") or params.extra.get("model_impl") == "transformers":
+        return
+    if hands_out_states(architecture) is False:
+        raise ValueError(
+            f"a draft of family {draft.name} reads states of the target's layers, and vLLM's {architecture} hands out "
+            "none (it has no SupportsEagle3); choose a family that reads none, such as suffix, ngram or lm"
+        )
+
+
 def require_serving(serve: "Serve", draft: BaseParams) -> None:
     """Raise ValueError if the endpoint has no such tool parser, or no hidden states can be captured."""
     if serve.tool_parser:
@@ -207,11 +224,52 @@ def tool_parsers() -> frozenset[str] | None:
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
+@cache
+def hands_out_states(architecture: str) -> bool | None:
+    """Return whether vLLM's class of a target has the interface of EAGLE-3, off its source; None without vLLM.
+
+    What vLLM has no class for runs as transformers' own, in a class that has it.
+    """
+    if (tree := _parsed(f"{MODELS}/registry.py")) is None:
+        return None
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+    places = {
+        key.value: [part.value for part in place.elts if isinstance(part, ast.Constant)]
+        for table in tables
+        for key, place in zip(table.keys, table.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)
+    }
+    if architecture not in places:
+        return True
+    module, name = places[architecture]
+    return _derives(module.removeprefix("vllm.") if "." in module else f"{MODELS.replace('/', '.')}.{module}", name)
+
+
+def _derives(module: str, name: str) -> bool:
+    """Return whether a class of a module of vLLM, there or where it is imported from, has the interface `EAGLE3`."""
+    package, tree = module.split("."), _parsed(f"{module.replace('.', '/')}/__init__.py")
+    if tree is None:
+        package, tree = package[:-1], _parsed(f"{module.replace('.', '/')}.py")
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            return EAGLE3 in bases or any(_derives(module, base) for base in bases)
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        place = node.module.removeprefix("vllm.")
+        if node.level:
+            place = ".".join([*package[: len(package) + 1 - node.level], place])
+        if any((one.asname or one.name) == name and _derives(place, one.name) for one in node.names):
+            return True
+    return False
+
+
 def _parsed(file: str) -> ast.Module | None:
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
-    return ast.parse(Path(spec.submodule_search_locations[0], file).read_bytes())
+    path = Path(spec.submodule_search_locations[0], file)
+    return ast.parse(path.read_bytes()) if path.is_file() else None
 
 
 async def start(

@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.readout import output_embedding
 from models.drafts import chimera
 from tests.models.drafts.tiny import library_layer, make_tiny, rows_at
 

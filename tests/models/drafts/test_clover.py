@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import output_embedding, read_tensor
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.readout import output_embedding
 from models.drafts import Rows, clover
 from tests.models.drafts.tiny import library_layer, make_tiny, rows_at
 

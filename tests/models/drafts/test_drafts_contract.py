@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infra.artifacts import write_manifest
 from models import catalog
-from models.core.checkpoints.checkpoint import output_embedding
+from models.core.checkpoints.readout import output_embedding
 from models.core.drafting.draft_families import UnknownFamily, check_draft, family_named, family_of, name_of, open_draft
 from models.core.drafting.drafters import Expander, Observer
 from models.core.evaluation.scoring import trace

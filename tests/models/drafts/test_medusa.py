@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.core.checkpoints.checkpoint import output_embedding
+from models.core.checkpoints.readout import output_embedding
 from models.drafts import hydra, medusa
 from tests.models.drafts.tiny import save_tiny
 

@@ -3,11 +3,20 @@
 import dataclasses
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 from models import catalog
-from models.engines.vllm import OWNED, TOOL_MARKS, Params, engine_arguments, tool_parser_of, tool_parsers
+from models.engines.vllm import (
+    OWNED,
+    TOOL_MARKS,
+    Params,
+    engine_arguments,
+    hands_out_states,
+    tool_parser_of,
+    tool_parsers,
+)
 from models.recipe import load_recipe, parse_recipe
 
 
@@ -23,6 +32,32 @@ def test_the_tool_parsers_are_those_of_the_installed_engine() -> None:
     from vllm.tool_parsers import ToolParserManager
 
     assert tool_parsers() == set(ToolParserManager.list_registered())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hands_out"),
+    [
+        ("LlamaForCausalLM", True),
+        ("MistralForCausalLM", True),  # by the class that it derives from, in another file
+        ("Phi3ForCausalLM", True),
+        ("GPTNeoXForCausalLM", True),  # transformers' own model in a class of vLLM's
+        ("GPT2LMHeadModel", False),
+        ("GemmaForCausalLM", False),
+    ],
+)
+def test_a_class_that_hands_out_states_is_told_as_the_installed_engine_tells_it(
+    architecture: str, hands_out: bool
+) -> None:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    module, name = _VLLM_MODELS[architecture]
+    model = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+    assert hands_out_states(architecture) is bool(supports_eagle3(model)) is hands_out
+
+
+def test_what_the_engine_has_no_class_for_runs_as_transformers_own() -> None:
+    assert hands_out_states("NobodyForCausalLM")
 
 
 def test_further_arguments_are_passed_through() -> None:

@@ -1,15 +1,20 @@
 """Targets from a directory, and the one line about a directory that holds none."""
 
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from models.targets import describe
-from models.targets.pretrained import Params, build
+from models.targets.pretrained import Params, build, config, tokenizer
+from models.targets.smollm2 import WHEEL, find_gguf
+from tests.models.families import MULTIMODAL, write_family
 
 
 def test_a_local_directory_becomes_a_target_of_the_same_weights_and_tokens(tiny_target: Path, tmp_path: Path) -> None:
@@ -46,7 +51,8 @@ def with_config(**changed: object) -> Callable[[Path], object]:
         (without("tokenizer.json"), r"is not .*: it has no tokenizer \(tokenizer.json, tokenizer.model"),
         (lambda copy: (copy / "config.json").write_text("{"), "can't be loaded: .*config.json"),
         (with_config(model_type="nobody"), "can't be loaded: .*nobody"),
-        (with_config(model_type="t5"), "can't be loaded: "),
+        (with_config(model_type="t5"), "is an encoder-decoder \\(t5\\); wanted a causal language model"),
+        (with_config(model_type="qwen2_vl_text"), "is of model_type 'qwen2_vl_text', which is not one of a causal"),
         (lambda copy: (copy / "model.safetensors").write_bytes(b"junk"), "can't be loaded: "),
         (without_tensor, r"has no tensor model.layers.1.mlp.up_proj.weight \(1 are missing\)"),
         (shutil.rmtree, "is not a directory"),
@@ -67,5 +73,91 @@ def test_a_directory_that_holds_no_model_is_refused_in_one_line(
 
 def test_a_hub_that_cannot_be_reached_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="target 'nobody/nothing' is neither a local directory nor on a hub in reach"):
+    with pytest.raises(ValueError, match="is neither .* on a hub in reach: none is asked; set REDRAFT_HUB=true$"):
         build(Params(path="nobody/nothing"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "modelopt"])
+def test_a_form_that_can_not_be_restored_is_refused_before_its_weights_are_read(
+    tiny_target: Path, tmp_path: Path, method: str
+) -> None:
+    shutil.copytree(tiny_target, tmp_path / "mine")
+    with_config(quantization_config={"quant_method": method, "bits": 4})(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"is quantized by {method}; wanted one in 16 bits .*compressed-tensors, fp8"):
+        config(Params(path=str(tmp_path / "mine")))
+
+
+def test_float8_weights_in_blocks_become_the_floats_that_they_stand_for(tiny_target: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_target, tmp_path / "mine")
+    tensors, name = load_file(tiny_target / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    for key in [one for one in tensors if one.endswith("_proj.weight")]:
+        scale = tensors[key].float().abs().max() / 448
+        blocks = [-(-size // 128) for size in tensors[key].shape]
+        tensors[key + "_scale_inv"] = torch.full(blocks, float(scale))
+        tensors[key] = (tensors[key].float() / scale).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "mine" / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    with_config(quantization_config=scheme)(tmp_path / "mine")
+    (tmp_path / "made").mkdir()
+    build(Params(path=str(tmp_path / "mine")), tmp_path / "made")
+    wanted, made = (load_file(one / "model.safetensors")[name].float() for one in (tiny_target, tmp_path / "made"))
+    torch.testing.assert_close(made, wanted, rtol=0.08, atol=1e-3)
+    assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_of_a_model_that_reads_images_the_language_model_is_taken(model_type: str, tmp_path: Path) -> None:
+    source, made = write_family(model_type, tmp_path / "source"), tmp_path / "made"
+    made.mkdir()
+    build(Params(path=str(source)), made)
+    ids = torch.tensor([[5, 9, 14]])
+    whole, text = AutoModelForMultimodalLM.from_pretrained(source), AutoModelForCausalLM.from_pretrained(made)
+    assert text.config.model_type == MULTIMODAL[model_type]
+    with torch.inference_mode():
+        torch.testing.assert_close(text(ids).logits, whole(ids).logits)
+    assert (describe(made).hidden_size, describe(made).num_layers) == (64, 2)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma"])
+def test_sizes_are_read_whatever_a_family_calls_them(model_type: str, tmp_path: Path) -> None:
+    card = describe(write_family(model_type, tmp_path))
+    assert (card.hidden_size, card.num_layers, card.vocab_size) == (64, 2, 259)
+
+
+def test_a_chat_template_is_the_models_own_the_recipes_or_plain(tiny_target: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    shutil.copytree(tiny_target, tmp_path / "mine")
+    (tmp_path / "mine" / "chat_template.jinja").unlink()
+    (tmp_path / "own.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    own, mine = str(tmp_path / "own.jinja"), str(tmp_path / "mine")
+    for path, template, wanted in (
+        (tiny_target, "", "<|im_start|>user\na<|im_end|>"),
+        (mine, "", "a\nb\nc"),
+        (mine, own, "[a][b][c]"),
+        (tiny_target, own, "[a][b][c]"),
+    ):
+        said = tokenizer(Params(path=str(path), chat_template=template)).apply_chat_template(chat, tokenize=False)
+        assert said.startswith(wanted)
+    with pytest.raises(ValueError, match=r"chat_template 'none.jinja' is no file; wanted one of Jinja"):
+        tokenizer(Params(path=mine, chat_template="none.jinja"))
+
+
+def test_a_path_may_begin_in_the_users_home(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_target, tmp_path / "mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config(Params(path="~/mine")).hidden_size == 128
+
+
+def test_a_folder_of_gguf_files_asks_for_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ValueError, match=f"holds GGUF files; name one of them as path, such as '{tmp_path}/a.gguf'"):
+        config(Params(path=str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_a_target(tmp_path: Path) -> None:
+    if not list(importlib.metadata.Distribution.discover(name=WHEEL)):
+        pytest.skip(f"{WHEEL} is not installed")
+    found = config(Params(path=str(find_gguf())))
+    assert (found.model_type, found.num_hidden_layers, found.vocab_size) == ("llama", 30, 49152)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import catalog
 from models.params import BaseParams
-from models.targets import describe
+from models.targets import describe, target_config
 from models.targets.smollm2 import WHEEL
 
 NAMES = catalog.names("targets")
@@ -29,6 +29,15 @@ def test_a_target_is_a_directory_that_loads_whole(name: str, tiny_target: Path, 
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert describe(tmp_path).vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2"])
+def test_the_configuration_by_itself_is_that_of_the_directory(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    module, params = catalog.load("targets", name), params_of(name, tiny_target)
+    module.build(params, tmp_path)
+    built, alone = target_config(tmp_path).to_dict(), module.config(params).to_dict()
+    written = {"architectures", "dtype", "_name_or_path", "transformers_version", "redraft"}  # by whoever saves it
+    assert {key: alone[key] for key in alone.keys() - written} == {key: built[key] for key in built.keys() - written}
 
 
 @pytest.mark.parametrize("name", NAMES)

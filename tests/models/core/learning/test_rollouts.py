@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from models import catalog
 from models.answers import mixed_tokens, on_policy
+from models.core.checkpoints.readout import Readout
 from models.core.drafting.draft_families import family_named
 from models.core.layers.decoder import Cache, Decoder
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, pack
 from models.core.learning.rollouts import Rollouts, write
-from models.core.learning.teacher import Teacher
+from models.core.learning.teacher import probs
 from models.drafts import Draft, eagle3, lm
 from tests.models import planted
 from tests.models.drafts.answered import tau_of
@@ -113,13 +114,13 @@ def test_labels_are_what_the_target_says_of_the_drafts_text(tiny_target: Path, t
     draft = make_tiny(family_named("eagle3"), tiny_target)
     samples = [SAMPLE._replace(id=str(number), prompt_ids=[5, 9, number]) for number in range(3, 7)]
     states = rounds(draft, tiny_target, samples, tmp_path).begin(0, "key", lambda *done: None)
-    teacher, model = Teacher.read(draft, tiny_target), AutoModelForCausalLM.from_pretrained(tiny_target)
+    readout, model = Readout.load(tiny_target, rows=draft.vocabulary), AutoModelForCausalLM.from_pretrained(tiny_target)
     for sample in states.samples:
         assert sample.completion_ids != SAMPLE.completion_ids
         rows, final, log_sums, _ = pack([sample], states, 1, draft)
         places = rows.index + 1
         with torch.inference_mode():
-            labels = teacher.probs(teacher.normed(final[0, places]), log_sums[0, places])
+            labels = probs(readout, readout.norm(final[0, places]), log_sums[0, places])
             p = model(torch.tensor([sample.token_ids])).logits[0, places].float().softmax(-1)[:, draft.vocabulary]
         torch.testing.assert_close(labels, p, rtol=0.1, atol=2e-3)  # states are kept in bfloat16
 

@@ -12,7 +12,8 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.core.checkpoints.checkpoint import output_embedding
+from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.readout import output_embedding
 from models.core.learning import distill
 from models.drafts import Rows, eagle3
 from tests.models.drafts.answered import answers_of, prompts
@@ -25,7 +26,7 @@ TINY = {"vocab_size": 64}
 def test_a_new_head_starts_from_the_targets_last_layer(tiny_target: Path) -> None:
     head = eagle3.create(eagle3.Params(vocab_size=10), tiny_target, np.arange(259))
     assert head.vocabulary.tolist() == list(range(249, 259))
-    last = eagle3.read_tensor(tiny_target, "model.layers.1.mlp.up_proj.weight").float()
+    last = read_tensor(tiny_target, "model.layers.1.mlp.up_proj.weight").float()
     torch.testing.assert_close(head.midlayer["mlp"]["up_proj"].weight.detach(), last)
     assert head.midlayer["self_attn"]["q_proj"].weight[:, :HIDDEN].abs().max() == 0
 
