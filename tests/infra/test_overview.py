@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from infra.lineage import Target
 
 from infra.artifacts import staged
 from infra.identity import process_identity
@@ -17,6 +16,7 @@ from infra.serving import serving
 from infra.settings import Settings
 from infra.supervisor import STATE, UpState
 from infra.triggerfile import LastLook, TriggerFile, now_ms
+from infra.versions import Target
 from infra.views.gate import write_files
 from infra.windows import Window
 from tests.conftest import judge

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from models.core.checkpoints.checkpoint import read_stored, read_tensor
-from models.core.checkpoints.readout import input_embedding, output_embedding
+from models.core.checkpoints.checkpoint import read_stored
+from models.core.checkpoints.readout import Readout, input_embedding, output_embedding
 from models.core.drafting.draft_files import WEIGHTS, check_made_for, read_json
 from models.core.drafting.eagle3_heads import (
     Eagle3,
@@ -92,7 +92,7 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
         if "lm_head.weight" not in tensors:
             tensors["lm_head.weight"] = output_embedding(target_dir).bfloat16()
         if "norm.weight" not in tensors:
-            tensors["norm.weight"] = read_tensor(target_dir, "model.norm.weight").bfloat16()
+            tensors["norm.weight"] = Readout.load(target_dir, rows=torch.zeros(1, dtype=torch.long)).gain.bfloat16()
     _format.require_fit(tensors, config)
     adopted = Eagle3(config).borrow(target_dir)
     adopted.load_state_dict(tensors)
