@@ -95,8 +95,8 @@ def overview(settings: Settings) -> Overview:
 
 def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, DomainAcceptance]:
     draft, counts = int(row.version.partition("-")[0]), dict[str, list[tuple[int, int, int]]]()
-    for _, domain, *sums in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
-        counts.setdefault(domain, []).append(tuple(sums))
+    for _, domain, steps, drafted, accepted in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
+        counts.setdefault(domain, []).append((steps, drafted, accepted))
     return {domain: DomainAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
 
 

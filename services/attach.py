@@ -310,11 +310,11 @@ async def _keep(
             reconciler.hooks, was_seen, said = ReplicaHooks(recent=recent, tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
             while (told := await engine.look())["version"] == engine.draft_version:
-                state, counts = reconciler.state, None
+                state, metrics = reconciler.state, None
                 if windows is not None:
-                    counts = read_counts(told["since"])
-                    windows.take(server, int(told["version"]), counts)
-                saw(state, counts)
+                    metrics = read_counts(told["since"])
+                    windows.take(server, int(told["version"]), metrics)
+                saw(state, metrics)
                 await reconciler.look()
                 if windows is not None and reconciler.state != state:
                     windows.begin_anew(server)
