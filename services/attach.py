@@ -312,7 +312,7 @@ async def _keep(
             while (told := await engine.look())["version"] == engine.draft_version:
                 state, metrics = reconciler.state, None
                 if windows is not None:
-                    metrics = read_counts(told["since"])
+                    metrics = read_counts(server, told["since"])
                     windows.take(server, int(told["version"]), metrics)
                 saw(state, metrics)
                 await reconciler.look()

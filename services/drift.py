@@ -66,9 +66,9 @@ class DriftWatch:
         self._detector, self._followed, self._draft = DriftDetector({}, params), "", 0
 
     def follow(self, version: Version, promised: Mapping[str, float] | None = None) -> bool:
-        """Test what this draft serves from now on, by domain; return whether it was another one before.
+        """Test what this draft serves from now on; return whether it was another one before.
 
-        What it promised is said where that is not its own word for each domain.
+        `promised` is τ by domain, by default what its gate measured.
         """
         if is_new := self._followed != label(version):
             self._detector = DriftDetector(version.lineage.tau if promised is None else promised, self._params)

@@ -22,11 +22,11 @@ MIN_STEPS = 512
 MAX_WINDOWS = 4096
 
 
-def read_counts(since: Mapping[str, Any]) -> DraftCounts:
+def read_counts(server: str, since: Mapping[str, Any]) -> DraftCounts:
     """Return what a server's plugin tells of its draft since it serves; ValueError if it keeps no metrics."""
     if "drafts" not in since:
         raise ValueError(
-            "the server keeps no metrics; start it without --disable-log-stats, or leave out --read-metrics"
+            f"{server} keeps no metrics; start it without --disable-log-stats, or leave out --read-metrics"
         )
     places = itertools.takewhile(lambda name: name in since, (f"accepted_{place}" for place in itertools.count()))
     return DraftCounts(

@@ -18,11 +18,11 @@ def counts(steps: float, accepted: float = 0.0) -> DraftCounts:
 
 def test_what_a_plugin_tells_is_read_by_position_and_told_in_a_line() -> None:
     since = {"drafts": 10.0, "drafted": 30.0, "accepted": 12.0, "mean_accepted_length": 2.2}
-    found = read_counts(since | {"accepted_0": 8.0, "accepted_1": 4.0, "accepted_2": 0.0})
+    found = read_counts(A, since | {"accepted_0": 8.0, "accepted_1": 4.0, "accepted_2": 0.0})
     assert found.told() == "τ 2.20 over 10 steps of all domains, accepted by position 0.80, 0.40, 0.00"
     assert counts(0).told() == "nothing was drafted since it serves"
-    with pytest.raises(ValueError, match="keeps no metrics.*--read-metrics"):
-        read_counts({"mean_accepted_length": None})
+    with pytest.raises(ValueError, match="http://a keeps no metrics.*--read-metrics"):
+        read_counts(A, {"mean_accepted_length": None})
 
 
 def test_a_window_is_of_one_server_and_one_draft_and_has_steps_enough() -> None:
