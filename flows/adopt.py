@@ -6,8 +6,8 @@ from typing import Literal
 from prefect import flow
 
 from flows.build import make_target, prepare
+from infra.memory import gives_way
 from infra.versions import Version
-from infra.watchdog import gives_way
 from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft, settle_reading
 from tasks.claim_window import hold_out_past, reading_rows

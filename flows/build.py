@@ -3,8 +3,8 @@
 from prefect import flow
 
 from infra.artifacts import Artifact
+from infra.memory import gives_way
 from infra.versions import Version
-from infra.watchdog import gives_way
 from models.recipe import Recipe
 from tasks.change_model import CHANGES, change_model
 from tasks.distill_draft import distill_draft

@@ -22,9 +22,9 @@ from flows.home_commands import backup, clean, erase, restore, retain
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
 from flows.service_commands import attach, down, logs, record, serve, status, traffic, up
+from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
-from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:

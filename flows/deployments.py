@@ -20,11 +20,11 @@ from flows.build import build
 from flows.clean import clean, retain
 from flows.refresh import refresh
 from infra.home import open_home
+from infra.memory import go_first
 from infra.priority import lower_session
 from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
-from infra.watchdog import go_first
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import RefreshTrigger, champion_of_registry, of_registry, prefect_server
 

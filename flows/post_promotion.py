@@ -16,12 +16,11 @@ from typing import NoReturn
 
 from infra.events import DRAFT_RESOURCE, DRAFT_ROLLED_BACK, Emitter
 from infra.home import open_home
-from infra.memory import read_memory
+from infra.memory import gives_way, go_first, read_memory
 from infra.post_promotion import ROLLED_BACK, PostPromotionTests
 from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.versions import ForeignVersion
-from infra.watchdog import gives_way, go_first
 from models.recipe import Recipe, load_recipe
 
 # Seconds that a process before this one may take to end.

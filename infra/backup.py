@@ -21,21 +21,20 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from infra.artifacts import LEFTOVER
+from infra.artifacts import LEFTOVER, file_sha256
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
 from infra.files import replacing
 from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
-from infra.lineage import SNAPSHOT_TAGS
 from infra.logfile import SCHEMA_VERSION, TORN, copy_database
-from infra.manifest import file_sha256
 from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings
 from infra.triggerfile import TriggerFile, trigger_path
+from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
 
 CONTENTS, ARTIFACTS, REGISTRY = "backup.json", "artifacts", "mlflow.db"

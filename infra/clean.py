@@ -16,14 +16,11 @@ from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from infra import history
-from infra.artifacts import LEFTOVER, discard
-from infra.files import files_under
+from infra.artifacts import LEFTOVER, MANIFEST_NAME, Manifest, discard
+from infra.files import files_under, lock_folder
 from infra.home import COPIES
 from infra.identity import process_identity
-from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
-from infra.locks import lock_folder
-from infra.manifest import MANIFEST_NAME, Manifest
 from infra.post_promotion import PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
@@ -31,7 +28,7 @@ from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile
-from infra.versions import CLEANED, Version, cached, is_usable
+from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable
 from infra.windows import Window
 
 DAY_S, YOUNG_DAYS = 24 * 3600.0, 1.0

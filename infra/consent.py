@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from infra.manifest import canonical_json
+from infra.artifacts import canonical_json
 from models.types import Frozen
 
 Consent = Literal["none", "metadata", "full"]

@@ -1,13 +1,18 @@
-"""Files that others read or write meanwhile."""
+"""Files that others read or write meanwhile, and locks between processes, on a file or a folder.
 
+The kernel releases a lock with its process, after kill -9 too.
+"""
+
+import fcntl
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-TAIL_BYTES, POLL_S = 1 << 18, 0.3
+TAIL_BYTES = 1 << 18
+LOG_POLL_S, LOCK_POLL_S = 0.3, 0.05
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
@@ -73,4 +78,42 @@ def follow_logs(files: Sequence[Path]) -> Iterator[tuple[Path, str]]:
             ends[file] = end + len(whole) + len(newline)
             for line in whole.decode(errors="replace").splitlines():
                 yield file, line
-        time.sleep(POLL_S)
+        time.sleep(LOG_POLL_S)
+
+
+def lock_file(file: Path, shared: bool = False, wait_s: float | None = None) -> AbstractContextManager[bool]:
+    """Hold a lock file, which is made where it is missing; yields whether it is held.
+
+    Those who share it hold it at the same time. Without `wait_s` it is waited for until it is free.
+    """
+    return _locked(file, os.O_RDWR | os.O_CREAT, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait_s)
+
+
+def lock_folder(folder: Path, wait_s: float | None = None) -> AbstractContextManager[bool]:
+    """Hold a folder alone, so that nobody takes it for that of a dead process; otherwise as `lock_file`."""
+    return _locked(folder, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX, wait_s)
+
+
+@contextmanager
+def _locked(path: Path, flags: int, kind: int, wait_s: float | None) -> Iterator[bool]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield _take(descriptor, kind, wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, kind: int, wait_s: float | None) -> bool:
+    if wait_s is None:
+        fcntl.flock(descriptor, kind)
+        return True
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(LOCK_POLL_S)
+        else:
+            return True

@@ -17,8 +17,7 @@ from typing import Literal, get_args
 from pydantic import Field, ValidationError
 
 from infra.consent import Consent
-from infra.files import write_atomic
-from infra.locks import lock_file
+from infra.files import lock_file, write_atomic
 from infra.secret import home_secret
 from infra.settings import Settings
 from models.types import Frozen

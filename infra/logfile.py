@@ -12,8 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from infra.consent import QueryRow, require_loggable
-from infra.files import replacing
-from infra.locks import lock_file
+from infra.files import lock_file, replacing
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"

@@ -1,12 +1,35 @@
-"""Memory of this machine or container, and the shares of it at which somebody has to go (infra/watchdog.py)."""
+"""Memory of this machine or container, and who goes when it runs short: whatever trains first, the service last.
 
-from contextlib import suppress
+Three ends are told apart, and each comes before the next. A process that trains ends itself once more than
+TRAINER_ENDS_AT of the memory is used. Ray's own monitor ends proxy, controller and replica, so it is set to wait until
+SERVICE_ENDS_AT. The kernel's killer takes who offers itself by its score: a trainer, and everything it started.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
+
+from infra.serving import is_served
+from infra.settings import load_settings
 
 # Shares of the memory that are used.
 TRAINER_ENDS_AT, SERVICE_ENDS_AT = 0.90, 0.95
 GIB = 1 << 30
+
+# A trainer that takes new memory as fast as it can needs half a second for a GiB.
+PERIOD_S = 0.1
+# Last words are one small write; they must not keep the memory from being given back.
+LAST_WORDS_S = 0.5
+# What a shell says of a process that was ended by SIGKILL.
+KILLED = 137
+# Of −1000 to 1000: above every process that did not ask for it, below one that was marked by hand.
+FIRST_TO_GO = 900
 
 CGROUPS = Path("/sys/fs/cgroup")
 # Limit, usage, and what of the usage are files' pages, which are given back when memory is wanted.
@@ -19,6 +42,11 @@ CGROUP_FILES = (
         ("total_inactive_file", "total_active_file"),
     ),
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
 
 
 class MemoryUsage(NamedTuple):
@@ -60,3 +88,77 @@ def own_gib() -> float:
     """Return the memory that this process alone holds, files' pages left out."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024 / GIB
+
+
+def go_first() -> None:
+    """Offer this process and all that it starts to the kernel's killer, for good: only root could take it back."""
+    score = Path("/proc/self/oom_score_adj")
+    with suppress(OSError):  # no procfs, or a sandbox that lets nobody write there
+        score.write_text(str(max(FIRST_TO_GO, int(score.read_text()))))
+
+
+def end_with_children() -> NoReturn:
+    """End this process at once, as kill -9 does, and whatever it started: that holds memory too."""
+    for pid in _descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(KILLED)
+
+
+class Watchdog:
+    """Ends the process when memory runs short, if there is a service to spare; `peak_gib` is the most it held."""
+
+    def __init__(
+        self,
+        spares: Callable[[], bool],
+        last_words: Callable[[str], None] = lambda why: None,
+        read: Callable[[], MemoryUsage] = read_memory,
+        end: Callable[[], object] = end_with_children,
+    ) -> None:
+        """Take what says whether a service runs that would go otherwise, and what hears why before the process ends."""
+        self.peak_gib = 0.0
+        self._spares, self._last_words, self._read, self._end = spares, last_words, read, end
+        self._done = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Iterator["Watchdog"]:
+        thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._done.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(PERIOD_S):
+            self.peak_gib = max(self.peak_gib, own_gib())
+            memory = self._read()
+            if memory.share > TRAINER_ENDS_AT and self._spares():
+                why = f"{memory.share:.0%} of {memory.total / GIB:.1f} GiB are used, {TRAINER_ENDS_AT:.0%} may be"
+                log.error("memory runs short, and this process goes before the service: %s", why)
+                speaker = threading.Thread(target=self._last_words, args=(why,), daemon=True)
+                speaker.start()
+                speaker.join(LAST_WORDS_S)
+                self._end()
+                return
+
+
+def gives_way(work: Callable[P, R]) -> Callable[P, R]:
+    """Return `work`, whose process ends when memory runs short beside the service of its home."""
+
+    @wraps(work)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+        home = load_settings().home
+        with Watchdog(lambda: is_served(home)).watching():
+            return work(*args, **kwargs)
+
+    return watched
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                yield from _descendants(child)
+                yield child

@@ -12,8 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from infra.files import write_atomic
-from infra.locks import lock_file
+from infra.files import lock_file, write_atomic
 from infra.settings import Settings
 from models.types import ALL, Finding, Frozen
 

@@ -11,13 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from infra.artifacts import renamed_when_complete
-from infra.lineage import Lineage
-from infra.locks import lock_file
-from infra.manifest import check_manifest
+from infra.artifacts import check_manifest, renamed_when_complete
+from infra.files import lock_file
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
-from infra.versions import OWN_TAGS, ForeignVersion, Kind, Version, as_version, cached, is_quarantined, is_usable
+from infra.versions import (
+    OWN_TAGS,
+    ForeignVersion,
+    Kind,
+    Lineage,
+    Version,
+    as_version,
+    cached,
+    is_quarantined,
+    is_usable,
+)
 
 CHAMPION = "champion"
 

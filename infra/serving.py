@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.locks import lock_file
+from infra.files import lock_file
 from infra.settings import Settings
 
 # The model's name in requests.

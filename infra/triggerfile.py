@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from infra.locks import lock_file
+from infra.files import lock_file
 from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen

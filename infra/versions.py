@@ -1,20 +1,198 @@
-"""Versions in the registry: what MLflow tells of one, and whether it may be served."""
+"""Versions in the registry: what one was made from and how it was gated, and whether it may be served.
 
+MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
+tag says "does not apply".
+"""
+
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.artifacts import Artifact
-from infra.lineage import Lineage, Target
-from models.types import Frozen
+from models.types import Frozen, GateVerdict
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
+
+NESTED = ("target", "window")
+# Tags that hold the address of a directory.
+SNAPSHOT_TAGS = ("window_uri", "gate_data", "samples_uri", "state_uri")
+
+
+def _none_if_blank(value: object) -> object:
+    return None if value == "" else value
+
+
+def _from_json(value: object) -> object:
+    """Parse the text of a tag; what is no JSON stays a text, which no field of this type takes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError:
+        return value
+
+
+def _figures(value: object) -> object:
+    return {} if value == "" else _from_json(value)
+
+
+Number = Annotated[int | None, BeforeValidator(_none_if_blank)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Tau = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+class _Tags(Frozen):
+    """A value that is kept as tags: a field's alias is its tag's name, if that is another than its own."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    @classmethod
+    def tag_names(cls) -> tuple[str, ...]:
+        return tuple(_own_tags(cls).values())
+
+    @classmethod
+    def from_tags(cls, tags: Mapping[str, str]) -> Self:
+        """Read the value off all the tags of a version; ValueError names those missing or that hold something else."""
+        return cls._read(tags)
+
+    @classmethod
+    def _read(cls, tags: Mapping[str, str], **parts: "_Tags | None") -> Self:
+        try:
+            own = {name: tags[name] for name in _own_tags(cls).values() if name in tags}
+            return cls.model_validate({**own, **parts})
+        except ValidationError as error:
+            faults = []
+            for detail in error.errors():
+                tag = str(detail["loc"][0])
+                found = f"is {tags[tag][:60]!r}: {detail['msg']}" if tag in tags else "is missing"
+                faults.append(f"tag {tag} {found}")
+            raise ValueError("; ".join(faults)) from error
+
+    def to_tags(self) -> dict[str, str]:
+        return {tag: _text(getattr(self, name)) for name, tag in _own_tags(type(self)).items()}
+
+
+class Target(_Tags):
+    name: str = Field(validation_alias="target_name")
+    sha256: str = Field(validation_alias="target_sha256")
+    tokenizer_sha256: str
+    vocab_size: int
+    chat_template_sha256: str
+
+
+class TrainedWindow(_Tags):
+    """The rows that a draft was trained on; `sha256` is over them, `uri` has the samples."""
+
+    first_seq: int = Field(validation_alias="window_first_seq")
+    last_seq: int = Field(validation_alias="window_last_seq")
+    sha256: str = Field(validation_alias="window_sha256")
+    uri: str = Field("", validation_alias="window_uri")
+
+
+class Lineage(_Tags):
+    """Where a draft came from.
+
+    Attributes:
+        parent: the champion that it was trained from, None if from nothing or elsewhere; of a past draft that returns,
+            the version that has the same weights.
+        continues: the checkpoint that it resumed, which the gate had left undecided against the same champion; None
+            where it started from the champion itself.
+        window: what it was trained on beyond its first samples.
+        sampling: how the target answered the first samples.
+        quantization: method that stored the target in fewer bits.
+        gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
+        gated_against: the champion that a draft from elsewhere, or one that returns, was gated against.
+        returns_for: the domain that a past draft was tried again for, "" for all other drafts.
+        tau: domain to mean accepted length on held-out conversations.
+        coverage: domain to the share of these conversations' answers that the draft's vocabulary has, of their tokens.
+        golden_tau: the same on the target's golden prompts; the service measures it again.
+        regression_sets: domain to the version of the regression set that it was held to.
+        gate_data: the conversations that it was gated by; beside the log it is known which rows these are.
+        unlike: domain to by how many nats a token its imported answers are likelier to the target than its own, where
+            they are shown to be unlike these: then it is gated by the target's own answers.
+        num_draft_tokens: K that it was trained and measured for.
+        source, source_sha256: the directory that a draft from elsewhere was read from.
+        source_reading: what its files leave open and was measured, with τ of each reading; "" where they don't.
+        source_layers: how many of its first layers were taken, None for all that it is.
+        samples_uri, samples_sha256: the answers that its line started with.
+        state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
+        teachers: sha256 of the weights of each model whose word it learnt beside the target's, to its name and its
+            weight in the mean.
+    """
+
+    target: Target
+    target_version: Number
+    parent: Number
+    window: TrainedWindow | None
+    sampling: Annotated[dict[str, JsonValue] | None, BeforeValidator(_from_json)]
+    quantization: str
+    git_commit: str
+    flow_run: str
+    gate: Annotated[GateVerdict | None, BeforeValidator(_none_if_blank)]
+    gate_reasons: str = ""
+    gate_test: Annotated[int, BeforeValidator(lambda value: 0 if value == "" else value)] = 0
+    gated_against: Number = None
+    returns_for: str = ""
+    line: str = ""
+    tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
+    coverage: Annotated[dict[str, Share], BeforeValidator(_figures)] = Field(default_factory=dict)
+    golden_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
+    regression_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
+    gate_data: str = ""
+    unlike: Annotated[dict[str, float], BeforeValidator(_figures)] = Field(default_factory=dict)
+    num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
+    source: str = ""
+    source_sha256: str = ""
+    source_reading: str = ""
+    source_layers: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
+    samples_uri: str = ""
+    samples_sha256: str = ""
+    state_uri: str = ""
+    state_sha256: str = ""
+    continues: Number = None
+    teachers: Annotated[dict[str, JsonValue], BeforeValidator(_figures)] = Field(default_factory=dict)
+    seed: Number = None
+
+    @property
+    def gate_champion(self) -> int | None:
+        return None if self.gate is None else self.gated_against or self.parent
+
+    @property
+    def returns(self) -> str:
+        """Which draft returns in it, and for what; "" for a draft of its own."""
+        return f"draft {self.parent} returns for {self.returns_for}" if self.returns_for else ""
+
+    @classmethod
+    def tag_names(cls) -> tuple[str, ...]:
+        return (*Target.tag_names(), *_own_tags(cls).values(), *TrainedWindow.tag_names())
+
+    @classmethod
+    def from_tags(cls, tags: Mapping[str, str]) -> Self:
+        blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
+        window = None if blank else TrainedWindow.from_tags(tags)
+        return cls._read(tags, target=Target.from_tags(tags), window=window)
+
+    def to_tags(self) -> dict[str, str]:
+        window = dict.fromkeys(TrainedWindow.tag_names(), "") if self.window is None else self.window.to_tags()
+        return {**self.target.to_tags(), **super().to_tags(), **window}
+
+
+def _own_tags(model: type[_Tags]) -> dict[str, str]:
+    """Return field to tag, without the fields that are values of several tags themselves."""
+    fields = model.model_fields.items()
+    return {name: str(field.validation_alias or name) for name, field in fields if name not in NESTED}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else str(value)
+
 
 Kind = Literal["target", "draft"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from infra.busy import Busy, cores, gpus
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
 from infra.logfile import LogFile
 from infra.logwriter import BackgroundWriter
+from infra.priority import Busy, cores, gpus
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME

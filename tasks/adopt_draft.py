@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from infra.artifacts import Artifact, open_artifact
-from infra.manifest import file_sha256
+from infra.artifacts import Artifact, file_sha256, open_artifact
 from infra.settings import load_settings
 from models.core.drafting.draft_families import adopter_of, name_of, open_draft
 from models.core.evaluation.scoring import score
@@ -13,9 +12,8 @@ from models.recipe import Recipe
 from models.types import Frozen
 from tasks.measure_draft import scored_by, tau_of
 from tasks.stages import cached_step, json_sha256
-from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
-from tasks.stages.task import task
+from tasks.stages.task import table, task
 from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32

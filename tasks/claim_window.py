@@ -28,7 +28,6 @@ from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, json_sha256, stage_key
 from tasks.stages.imported import gate_by_own_answers
-from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import (
     SPLITS,
     Split,
@@ -41,7 +40,7 @@ from tasks.stages.samples import (
 )
 from tasks.stages.shares import rows_of_others
 from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, stands_for
-from tasks.stages.task import task
+from tasks.stages.task import run_logger, table, task
 
 
 @task

@@ -29,10 +29,9 @@ from models.types import Frozen
 from tasks.find_challenger import Start
 from tasks.prepare_target import prepare_target
 from tasks.stages import cached_step, stage_key
-from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import task
+from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 
 STATE, STATE_FILE = "state", "state.safetensors"

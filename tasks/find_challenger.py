@@ -9,8 +9,7 @@ from infra.windows import Window
 from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from models.types import Frozen
-from tasks.stages.reporting import run_logger
-from tasks.stages.task import task
+from tasks.stages.task import run_logger, task
 
 EVIDENCE = "evidence.json"
 

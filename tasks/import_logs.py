@@ -40,8 +40,7 @@ from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
 from tasks.stages import json_sha256
-from tasks.stages.reporting import progress
-from tasks.stages.task import task
+from tasks.stages.task import progress, task
 
 BATCH_ROWS = 256
 DEFAULT_TEMPERATURE = 1.0

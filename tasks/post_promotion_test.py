@@ -32,10 +32,9 @@ from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from tasks.measure_draft import tau_of
-from tasks.stages.reporting import run_logger
 from tasks.stages.samples import usable
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import task
+from tasks.stages.task import run_logger, task
 from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared

@@ -31,9 +31,8 @@ from models.recipe import Recipe, Regeneration
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION
 from tasks.stages import cached_step
-from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
-from tasks.stages.task import task
+from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 
 BATCH = 16

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import Artifact, open_artifact
-from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
-from infra.versions import Kind, Pair, Version, same_files
+from infra.versions import Kind, Lineage, Pair, Target, TrainedWindow, Version, same_files
 from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window
@@ -26,8 +25,7 @@ from tasks.find_past import Past
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
-from tasks.stages.reporting import flow_run_id, run_logger
-from tasks.stages.task import task
+from tasks.stages.task import flow_run_id, run_logger, task
 
 
 @task

@@ -17,8 +17,7 @@ from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents
 from tasks.stages import cached_step
 from tasks.stages.change_target import shown_by
-from tasks.stages.reporting import progress, table
-from tasks.stages.task import task
+from tasks.stages.task import progress, table, task
 from tasks.stages.throttle import throttled
 
 

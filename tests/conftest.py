@@ -148,7 +148,7 @@ def tiny_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def make_draft(target: Path, directory: Path, seed: int, vocab_size: int = 64) -> Path:
     """Save a head with seeded noise on its weights, so that two seeds draft differently."""
-    from infra.manifest import write_manifest
+    from infra.artifacts import write_manifest
     from models.drafts import eagle3
 
     counts = np.zeros(259)

@@ -1,6 +1,6 @@
 """The tags of a draft of which a test says nothing more."""
 
-from infra.lineage import Lineage, Target
+from infra.versions import Lineage, Target
 
 TARGET = Target(name="made-up", sha256="a", tokenizer_sha256="b", vocab_size=64, chat_template_sha256="c")
 

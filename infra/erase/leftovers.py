@@ -6,8 +6,7 @@ from pathlib import Path
 from infra.artifacts import discard, sweep_staging
 from infra.captured import CapturedFiles
 from infra.erase.job import Job
-from infra.files import files_under
-from infra.locks import lock_folder
+from infra.files import files_under, lock_folder
 from infra.post_promotion import PostPromotionTests
 
 STATES = "states.bin"

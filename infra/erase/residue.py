@@ -16,11 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from infra.artifacts import LEFTOVER
+from infra.artifacts import LEFTOVER, MANIFEST_NAME
 from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
-from infra.manifest import MANIFEST_NAME
 
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
 SQLITE = b"SQLite format 3\x00"

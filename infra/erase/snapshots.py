@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from infra.artifacts import publish, staged, sweep_staging
+from infra.artifacts import MANIFEST_NAME, check_manifest, publish, staged, sweep_staging
 from infra.consent import row_of
 from infra.erase.job import Job
 from infra.erasures import Rewritten
-from infra.manifest import MANIFEST_NAME, check_manifest
 from infra.registry import open_registry
 from infra.store import translated
 from infra.versions import Version

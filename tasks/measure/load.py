@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infra.manifest import write_manifest
+from infra.artifacts import write_manifest
 from infra.registry import Registry, open_registry
 from infra.views.figures import draw_ratios
 from infra.views.results import Grid, Report, interval

@@ -18,12 +18,11 @@ from types import ModuleType
 
 from pydantic import BaseModel
 
-from infra.artifacts import Artifact, publish, staged
-from infra.locks import lock_folder
-from infra.manifest import canonical_json, file_sha256
+from infra.artifacts import Artifact, canonical_json, file_sha256, publish, staged
+from infra.files import lock_folder
 from infra.settings import load_settings
 from models import catalog
-from tasks.stages.reporting import run_logger
+from tasks.stages.task import run_logger
 
 ROOT = Path(__file__).parents[2]
 KEY_LENGTH = 16

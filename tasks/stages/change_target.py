@@ -18,7 +18,7 @@ from models.core.learning import training
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import cached_step
-from tasks.stages.reporting import progress, run_logger, table
+from tasks.stages.task import progress, run_logger, table
 from tasks.stages.throttle import throttled
 
 Losses = Sequence[tuple[int, float]]

@@ -19,8 +19,8 @@ from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
 from tasks.stages import cached_step, json_sha256
-from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Split, by_domain, draw_per_domain, read_samples, write_samples
+from tasks.stages.task import run_logger, table
 from tasks.stages.throttle import device_of, throttled
 
 FILE = "differences.json"

@@ -23,8 +23,8 @@ from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample
 from models.targets import describe
 from models.types import MIN_COMPLETION
-from tasks.stages.reporting import run_logger
 from tasks.stages.shares import cap_per_key
+from tasks.stages.task import run_logger
 
 TrafficSplit = Literal["train", "held_out"]
 Split = TrafficSplit | Literal["regression"]

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import ParamSpec, TypeVar
 
-from infra.busy import Busy, cores, gpus
-from infra.priority import at_low_priority
+from infra.priority import Busy, at_low_priority, cores, gpus
 from infra.settings import load_settings
 from models.core.learning import distill
 from models.core.learning.background_throttle import BackgroundThrottle
 from models.params import BaseParams
-from tasks.stages.reporting import run_logger
+from tasks.stages.task import run_logger
 
 TOLD_S = 1.0
 

@@ -12,18 +12,17 @@ from typing import Literal
 
 import torch
 
-from infra.memory import GIB, own_gib, read_memory
+from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
 from infra.serving import is_served
 from infra.settings import load_settings
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, TriggerState
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
-from infra.watchdog import Watchdog, gives_way
 from models.precision import is_out_of_memory, require_device
 from models.recipe import Recipe
 from tasks.promote import Outcome
-from tasks.stages.reporting import run_logger
+from tasks.stages.task import run_logger
 from tasks.stages.throttle import device_of
 
 RefreshOutcome = Outcome | Literal["nothing to do", "waits for memory"]

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.busy import BUSY_FILE
 from infra.environment import environment_of
 from infra.files import files_under
+from infra.priority import BUSY_FILE
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry

@@ -16,8 +16,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from infra.artifacts import write_manifest
 from infra.logfile import BUSY_TIMEOUT_S
-from infra.manifest import write_manifest
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.lineage import Lineage
-from infra.manifest import check_manifest
+from infra.artifacts import check_manifest
+from infra.versions import Lineage
 from models.drafts import eagle3
 from tests.conftest import shake
 from tests.flows.conftest import registry_of

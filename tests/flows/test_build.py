@@ -9,8 +9,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from infra.lineage import Lineage
-from infra.manifest import check_manifest
+from infra.artifacts import check_manifest
+from infra.versions import Lineage
 from models.sources import Prompt
 from tests.flows.conftest import Cli, registry_of
 from tests.models.tokenizers import byte_ids

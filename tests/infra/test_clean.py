@@ -14,7 +14,7 @@ import pytest
 from infra import history
 from infra.artifacts import staged
 from infra.clean import DAY_S, clean_up
-from infra.locks import lock_folder
+from infra.files import lock_folder
 from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry

@@ -1,8 +1,27 @@
 """The reading of a machine's memory, and of a container's."""
 
+import threading
+import time
 from pathlib import Path
 
-from infra.memory import GIB, MemoryUsage, free_memory_gib, read_memory
+import pytest
+
+from infra.memory import (
+    FIRST_TO_GO,
+    GIB,
+    KILLED,
+    PERIOD_S,
+    SERVICE_ENDS_AT,
+    TRAINER_ENDS_AT,
+    MemoryUsage,
+    Watchdog,
+    free_memory_gib,
+    own_gib,
+    read_memory,
+)
+from infra.serving import serving
+from services.runner import RAY_VARIABLES
+from tests.infra.rows import running_python
 
 MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {free} kB\n"
 
@@ -31,3 +50,72 @@ def test_this_machine_has_memory() -> None:
     memory = read_memory()
     assert 0 < memory.used < memory.total
     assert 0 < free_memory_gib() < memory.total / GIB
+
+
+# A trainer with a child, whose machine has as much memory left as a file says.
+TRAINER = """
+import subprocess, sys, time
+from pathlib import Path
+from infra import memory, serving
+home, reading = map(Path, sys.argv[1:])
+memory.go_first()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+dog = memory.Watchdog(
+    lambda: serving.is_served(home),
+    lambda why: (home / "why").write_text(why),
+    lambda: memory.MemoryUsage(100, int(reading.read_text())),
+)
+with dog.watching():
+    print(child.pid, Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
+    assert TRAINER_ENDS_AT < SERVICE_ENDS_AT < 1
+    assert RAY_VARIABLES["RAY_memory_usage_threshold"] == str(SERVICE_ENDS_AT)
+    assert RAY_VARIABLES["RAY_worker_oom_score_adjustment"] == "0"  # by Ray's own the kernel would take the replica
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", [True, False])
+def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
+    reading = tmp_path / "used"
+    reading.write_text("89")
+    with running_python(TRAINER, tmp_path, reading) as (trainer, told):
+        child, score = told.split()
+        assert int(score) == FIRST_TO_GO
+        time.sleep(3 * PERIOD_S)
+        assert trainer.poll() is None
+        if served:
+            with serving(tmp_path, "http://127.0.0.1:1"):
+                (tmp_path / "more").write_text("91")
+                (tmp_path / "more").replace(reading)
+                assert trainer.wait(60) == KILLED
+            assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+            assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
+        else:
+            (tmp_path / "more").write_text("99")
+            (tmp_path / "more").replace(reading)
+            time.sleep(3 * PERIOD_S)
+            assert trainer.poll() is None  # there is nobody to make room for
+
+
+@pytest.mark.slow
+def test_last_words_that_hang_do_not_keep_the_process_from_its_end() -> None:
+    ended = threading.Event()
+    dog = Watchdog(lambda: True, lambda why: ended.wait(60), lambda: MemoryUsage(100, 95), ended.set)
+    with dog.watching():
+        assert ended.wait(30)
+
+
+@pytest.mark.slow
+def test_who_watches_knows_what_the_process_held_at_most() -> None:
+    dog = Watchdog(lambda: True, read=lambda: MemoryUsage(100, 10))
+    with dog.watching():
+        held = bytearray(1 << 28)
+        time.sleep(3 * PERIOD_S)
+        before = own_gib()
+        del held
+    assert dog.peak_gib >= before - 0.05
+    assert own_gib() < dog.peak_gib - 0.2

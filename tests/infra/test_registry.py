@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import staged
-from infra.manifest import check_manifest
+from infra.artifacts import check_manifest, staged
 from infra.processes import free_port, hold_port
 from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import StoreUnavailable

@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from infra.artifacts import write_manifest
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
-from infra.manifest import write_manifest
 from infra.registry import CHAMPION, Registry
 from infra.settings import Settings
 from infra.status import Phase

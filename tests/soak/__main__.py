@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from infra.lineage import Lineage
+from infra.versions import Lineage
 from tests.drills.load import Ended, Load, quiet_answers
 from tests.drills.scene import small_disk
 from tests.soak.checker import RECOVERY_S, Answer, Fault, Record, promoted, violations

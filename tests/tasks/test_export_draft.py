@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from infra.artifacts import Artifact
-from infra.manifest import file_sha256, write_manifest
+from infra.artifacts import Artifact, file_sha256, write_manifest
 from infra.registry import Registry
 from models.core.drafting.draft_families import adopter_of, family_named
 from models.drafts import eagle3

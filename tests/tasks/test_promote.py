@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.up import programs_of, start
-from infra.artifacts import Artifact, staged
-from infra.manifest import write_manifest
+from infra.artifacts import Artifact, staged, write_manifest
 from infra.processes import free_port
 from infra.registry import Registry
 from infra.service_process import Attached

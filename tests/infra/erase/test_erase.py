@@ -12,8 +12,8 @@ from flows import home_commands
 from flows.command import complete_erasures
 from infra.consent import QueryRow, subject_of
 from infra.erase import certificate_file, erase_older_than, erase_subject, finish_erasures
+from infra.files import lock_folder
 from infra.keys import add_key, keys_path, read_keys, revoke_key
-from infra.locks import lock_folder
 from infra.querylog import QueryLog
 from infra.settings import Settings
 from tests.infra.erase.planted import SUBJECT, WHO, check_erased, make_home, planted_in, planted_row

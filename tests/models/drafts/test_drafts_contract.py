@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from infra.manifest import write_manifest
+from infra.artifacts import write_manifest
 from models import catalog
 from models.core.checkpoints.checkpoint import output_embedding
 from models.core.drafting.draft_families import UnknownFamily, check_draft, family_named, family_of, name_of, open_draft

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from infra.manifest import write_manifest
+from infra.artifacts import write_manifest
 from models.core.drafting.draft_families import name_of
 from models.drafts import Draft, Family, Rows
 from models.params import BaseParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from infra.manifest import write_manifest
+from infra.artifacts import write_manifest
 from models.drafts import eagle3
 from models.engines import Completion
 from models.engines.vllm import Params

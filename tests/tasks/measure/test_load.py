@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.manifest import check_manifest, write_manifest
+from infra.artifacts import check_manifest, write_manifest
 from infra.registry import Registry
 from models.core.drafting.draft_families import check_draft
 from models.drafts import ngram

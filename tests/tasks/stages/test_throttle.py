@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.busy import Busy, cores, gpus
+from infra.priority import Busy, cores, gpus
 from tasks.stages.throttle import throttled
 
 

@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 import torch
 
+from infra.memory import PERIOD_S
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Fallen, Fell, Running
 from infra.versions import Version
-from infra.watchdog import PERIOD_S
 from models.recipe import Recipe, load_recipe
 from tasks.promote import Outcome
 from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged, short_of_memory

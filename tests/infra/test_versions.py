@@ -2,8 +2,7 @@
 
 import pytest
 
-from infra.lineage import Lineage, Target, TrainedWindow
-from infra.versions import ForeignVersion, Version
+from infra.versions import ForeignVersion, Lineage, Target, TrainedWindow, Version
 from tests.tags import TARGET, draft_tags
 
 # A refreshed draft's, as revision 8179b87 wrote them.
