@@ -6,13 +6,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client import REGISTRY, Counter
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from models.engines.vllm.redraft_vllm.served import ASKED, TOKEN, TOLD, ServedBy, TellingMiddleware, proof, read_told
+from models.engines.vllm.redraft_vllm.routes import DraftRoutes
+from models.engines.vllm.redraft_vllm.served import ASKED, TOKEN, TOLD, ServedBy, proof, read_told
 from models.engines.vllm.redraft_vllm.swapper import Broken, Order, Refused, Swapper
 
 Meanwhile = Callable[[], Awaitable[object]]
@@ -60,8 +61,8 @@ def served(swapper: Swapper, meanwhile: Meanwhile) -> httpx.AsyncClient:
         await meanwhile()
         return JSONResponse({})
 
-    app = Starlette(routes=[Route("/{kind}", answer)])
-    app.add_middleware(TellingMiddleware)
+    app = FastAPI(openapi_url=None, routes=[Route("/{kind}", answer)])
+    DraftRoutes().attach_router(app)
     app.state.redraft_swapper = swapper
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
