@@ -1,6 +1,6 @@
 """The post-promotion test, as a process that needs no orchestrator.
 
-    python -m flows.post_promotion --recipe FILE
+    python -m flows.post_promotion --recipe FILE [--imported]
 
 `redraft up` runs it. It gives way to the service, and may be killed at any time: what it found is kept after each look.
 """
@@ -33,7 +33,8 @@ def main() -> int:
     """Test promoted drafts until a signal comes; return 2 where that is not possible."""
     parser = argparse.ArgumentParser(description="Roll back drafts that do worse.")
     parser.add_argument("--recipe", required=True)
-    name = parser.parse_args().recipe
+    parser.add_argument("--imported", action="store_true", help="Rows that were imported since count as served.")
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = load_settings()
@@ -44,20 +45,20 @@ def main() -> int:
         try:
             open_home(settings)
             held.enter_context(PostPromotionTests(settings).alone(HAND_OVER_S))
-            recipe = load_recipe(name)
+            recipe = load_recipe(given.recipe)
         except ValueError as error:
             print(error, flush=True)
             return 2
-        return _look_on(recipe)
+        return _look_on(recipe, given.imported)
 
 
-def _look_on(recipe: Recipe) -> NoReturn:
+def _look_on(recipe: Recipe, imported: bool) -> NoReturn:
     from tasks.post_promotion_test import check_promoted_draft  # torch: too slow for who is refused
 
     emitter, look = Emitter(os.environ.get("PREFECT_API_URL", "")), gives_way(check_promoted_draft.fn)
     while True:
         try:
-            test = look(recipe) if read_memory().room_gib > recipe.schedule.min_free_memory_gib else None
+            test = look(recipe, imported) if read_memory().room_gib > recipe.schedule.min_free_memory_gib else None
         except (ConnectionError, sqlite3.Error, ForeignVersion) as error:  # of registry or log: it may pass
             log.warning("no look this time: %s", error)
         else:

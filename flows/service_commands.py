@@ -25,6 +25,9 @@ ServerCache = Annotated[str, typer.Option(help="Where servers see our folder cac
 WeightsUrl = Annotated[
     str, typer.Option(help="Where the servers reach this command to fetch drafts, http://HOST:PORT, not read them.")
 ]
+ReadMetrics = Annotated[
+    bool, typer.Option("--read-metrics", help="Take acceptance from the servers' metrics: no recorder is needed.")
+]
 Ca = Annotated[str, typer.Option(help="File of the certificates that sign the recorded server's.")]
 
 
@@ -73,6 +76,7 @@ def attach(
     resolve: Resolve = False,
     server_cache: ServerCache = "",
     weights_url: WeightsUrl = "",
+    read_metrics: ReadMetrics = False,
 ) -> None:
     """Keep the drafts of vLLM servers that you run at the registry's champion, until Ctrl-C; the first tries it first.
 
@@ -84,7 +88,7 @@ def attach(
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
-    told |= {"server_cache": server_cache, "weights_url": weights_url}
+    told |= {"server_cache": server_cache, "weights_url": weights_url, "read_metrics": read_metrics}
     _run(attach_program({**config, **told}, settings), f"following the champion for {', '.join(servers)}", settings)
 
 
@@ -172,6 +176,7 @@ def up(
     resolve: Resolve = False,
     server_cache: ServerCache = "",
     weights_url: WeightsUrl = "",
+    read_metrics: ReadMetrics = False,
     record: Annotated[
         str, typer.Option(metavar="URL", help="Of what clients' requests go on to; by default the first --attach.")
     ] = "",
@@ -188,13 +193,13 @@ def up(
     from infra.service_process import RECORD, Attached
 
     attached = None
-    if not attach and (resolve or server_cache or weights_url or record or model or ca):
+    if not attach and (resolve or server_cache or weights_url or read_metrics or record or model or ca):
         raise ValueError("--attach is missing, for which the other options are")
     if not model and (record or ca):
         raise ValueError("--record and --ca need --model, without which nothing is recorded")
     if attach:
         told = {"resolve": resolve, "server_cache": server_cache, "weights_url": weights_url, "port": port, "ca": ca}
-        told |= {"servers": [server.rstrip("/") for server in attach], "models": model}
+        told |= {"servers": [server.rstrip("/") for server in attach], "models": model, "read_metrics": read_metrics}
         attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
     with working("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)

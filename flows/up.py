@@ -154,8 +154,9 @@ def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> l
     served = _service(parsed, settings, config) if attached is None else _attached(settings, config, attached)
     programs += [replace(program, env={**program.env, **orchestrated}) for program in served]
     # What may train comes once requests are answered: it would hold up their start.
-    for name, module in ((RUNNER, "flows.deployments"), (POST_PROMOTION, "flows.post_promotion")):
-        argv = [sys.executable, "-m", module, "--recipe", recipe]
+    imported = ["--imported"] if attached is not None and attached.read_metrics else []
+    for name, module, more in ((RUNNER, "flows.deployments", []), (POST_PROMOTION, "flows.post_promotion", imported)):
+        argv = [sys.executable, "-m", module, "--recipe", recipe, *more]
         programs.append(Program(name, argv, env=orchestrated, after=(PREFECT, served[-1].name)))
     return programs
 
@@ -176,7 +177,7 @@ def _service(recipe: Recipe, settings: Settings, config: Mapping[str, Any]) -> l
 
 
 def _attached(settings: Settings, config: Mapping[str, Any], attached: Attached) -> list[Program]:
-    followed = {**config, **attached.model_dump(include={"servers", "resolve", "server_cache", "weights_url"})}
+    followed = {**config, **attached.model_dump(exclude={"recorded", "models", "port", "ca"})}
     programs = [attach_program(followed, settings)]
     if attached.models:
         recorded = {"server": attached.recorded, **attached.model_dump(include={"models", "port", "ca"})}

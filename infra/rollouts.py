@@ -13,16 +13,37 @@ from models.types import Frozen
 FOLDER, PREFIX = "attached", "rollout-"
 
 
+class DraftCounts(Frozen):
+    """What a server's metrics count since its draft serves: verification steps, and tokens that were accepted.
+
+    `per_position` says of each place of a draft in how many steps it was accepted.
+    """
+
+    steps: int
+    drafted: int
+    accepted: int
+    per_position: tuple[int, ...]
+
+    def told(self) -> str:
+        if not self.steps:
+            return "nothing was drafted since it serves"
+        places = ", ".join(f"{count / self.steps:.2f}" for count in self.per_position)
+        tau = f"τ {1 + self.accepted / self.steps:.2f} over {self.steps:,} steps of all domains"
+        return f"{tau}, accepted by position {places}"
+
+
 class AttachedServer(Frozen):
     """Where a server stands; of wave 0 is the one that tries new drafts.
 
-    `version` is "" before it is known, and so is `name`, by which rows of the query log name the server.
+    `version` is "" before it is known, and so is `name`, by which rows of the query log name the server. `counts` is
+    None where metrics are not read.
     """
 
     version: str = ""
     wave: int
     server: str
     name: str = ""
+    counts: DraftCounts | None = None
     state: Literal["starting", "away", "serving"] = "starting"
 
 

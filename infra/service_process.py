@@ -50,6 +50,7 @@ class Attached(Frozen):
     """Somebody else's servers, by their URLs without `/v1`, in the place of a service of ours.
 
     Attributes:
+        read_metrics: their metrics tell how drafts do; rows are imported, and tell which of two drafts is better.
         recorded: URL of what clients' requests go on to: one of them, or a router before them.
         models: names by which it knows the target; without one nothing is recorded here.
         ca: file of the certificates that sign what is recorded, "" for the system's.
@@ -59,6 +60,7 @@ class Attached(Frozen):
     resolve: bool = False
     server_cache: str = ""
     weights_url: str = ""
+    read_metrics: bool = False
     recorded: str
     models: tuple[str, ...]
     port: int

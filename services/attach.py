@@ -4,7 +4,8 @@
 
 The server has the plugin `redraft_vllm`. What follows the registry in a replica of ours follows it here: probation on
 golden prompts through the server's own API, canaries, the last good draft again when one fails. A server that comes
-back with its start-up draft gets the champion again. Its requests reach the query log by `services/record.py`.
+back with its start-up draft gets the champion again. Its requests reach the query log by `services/record.py`; without
+it the server's metrics tell how its draft does.
 
 Of several servers the first that answers tries a draft, the rest get it once it was proven there. Who may take a draft
 follows from rows in a file of the home, so that a proven draft goes on to the rest after a restart too. A server whose
@@ -40,7 +41,7 @@ from pydantic import Field
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, read_rollout, write_rollout
+from infra.rollouts import FOLDER, PREFIX, AttachedServer, DraftCounts, RolloutState, read_rollout, write_rollout
 from infra.settings import ATTACH_TOKEN
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
@@ -51,6 +52,7 @@ from services.config import ServiceConfig, read_as
 from services.drafts import DraftSource, DraftState, Loaded, label, recall
 from services.drift import DriftWatch
 from services.reconciler import Reconciler, ReplicaHooks
+from services.server_metrics import MetricWindows, promised_of_all, read_counts
 
 WEIGHTS = "model.safetensors"
 NUM_COUNTED = 4096  # rows that say how the champion does, at one look
@@ -71,12 +73,14 @@ class AttachConfig(ServiceConfig):
         resolve: every address that a URL's host resolves to is a server, now and later.
         server_cache: where the servers see our cache, "" if they see the same paths.
         weights_url: where they reach this process to fetch drafts, "" if they read them.
+        read_metrics: drift is detected by the servers' metrics and not by logged rows.
     """
 
     servers: tuple[str, ...] = Field(min_length=1)
     resolve: bool = False
     server_cache: str = ""
     weights_url: str = ""
+    read_metrics: bool = False
 
     @property
     def rollout(self) -> Path:
@@ -123,12 +127,14 @@ class Rollout(RolloutState):
         new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
         return _in_waves((*kept, *new), self.proven)
 
-    def saw(self, server: str, state: DraftState | None, name: str = "") -> "Rollout":
+    def saw(
+        self, server: str, state: DraftState | None, name: str = "", counts: DraftCounts | None = None
+    ) -> "Rollout":
         """Return the state after a look at a server's reconciler; None of a server that does not answer."""
-        seen, proven = {"state": "away"}, self.proven
+        seen, proven = dict[str, object](state="away"), self.proven
         if state is not None:
             serving = "" if state.serving is None else label(state.serving.version)
-            seen = {"state": "serving", "version": serving, "name": name}
+            seen = {"state": "serving", "version": serving, "name": name, "counts": counts}
             if serving and state.proof is not None:
                 proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
         return _in_waves((row.model_copy(update=seen) if row.server == server else row for row in self.rows), proven)
@@ -153,13 +159,19 @@ class RolloutFile:
         """Keep the state after an event; a full disk costs the memory of a restart."""
         if rollout == self.rollout:
             return
-        for row in set(rollout.rows) - set(self.rollout.rows):
-            log.info("%s, wave %d: %s, draft %s", row.server, row.wave, row.state, row.version or "unknown")
+        stood = {_standing(row) for row in self.rollout.rows}
+        for row in rollout.rows:
+            if _standing(row) not in stood:
+                log.info("%s, wave %d: %s, draft %s", *_standing(row))
         self.rollout = rollout
         try:
             write_rollout(self._path, rollout)
         except OSError as error:
             log.warning("where the servers stand was not written: %s", error)
+
+
+def _standing(row: AttachedServer) -> tuple[str, int, str, str]:
+    return row.server, row.wave, row.state, row.version or "unknown"
 
 
 async def attach(config: AttachConfig, token: str) -> None:
@@ -170,9 +182,10 @@ async def attach(config: AttachConfig, token: str) -> None:
     """
     target = await asyncio.to_thread(describe, config.target_dir)
     rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
+    windows = MetricWindows() if config.read_metrics else None
     try:
         async with _offering(config) as offer, asyncio.TaskGroup() as group:
-            group.create_task(detect_drift(config))
+            group.create_task(detect_drift(config, windows))
             async for servers in _listed(config):
                 if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
                     for task in gone:
@@ -182,7 +195,7 @@ async def attach(config: AttachConfig, token: str) -> None:
                 for server in servers:
                     if server not in followed:
                         one = ServerConfig(**vars(config), server=server)
-                        followed[server] = group.create_task(_keep(one, token, target, rollout, offer))
+                        followed[server] = group.create_task(_keep(one, token, target, rollout, offer, windows))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
@@ -264,7 +277,14 @@ def resolved(url: str) -> list[str]:
     return [parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl() for host in hosts]
 
 
-async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: RolloutFile, offer: Offer) -> None:
+async def _keep(
+    config: ServerConfig,
+    token: str,
+    target: TargetCard,
+    rollout: RolloutFile,
+    offer: Offer,
+    windows: MetricWindows | None,
+) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
     server, was_seen, said = config.server, rollout.rollout.is_followed, ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
@@ -275,8 +295,8 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
     def tell(event: str, text: str) -> None:
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
-    def saw(state: DraftState | None) -> None:
-        rollout.become(rollout.rollout.saw(server, state, engine.server))
+    def saw(state: DraftState | None, counts: DraftCounts | None = None) -> None:
+        rollout.become(rollout.rollout.saw(server, state, engine.server, counts))
 
     def recent(draft: str) -> list[AcceptanceCount]:
         return counts_of(config, int(draft), 0, config.serve.canary.num_requests, engine.server)
@@ -289,9 +309,15 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
             reconciler.hooks, was_seen, said = ReplicaHooks(recent=recent, tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
-            while (await engine.look())["version"] == engine.draft_version:
-                saw(reconciler.state)
+            while (told := await engine.look())["version"] == engine.draft_version:
+                state, metrics = reconciler.state, None
+                if windows is not None:
+                    metrics = read_counts(server, told["since"])
+                    windows.take(server, int(told["version"]), metrics)
+                saw(state, metrics)
                 await reconciler.look()
+                if windows is not None and reconciler.state != state:
+                    windows.begin_anew(server)
                 await asyncio.sleep(config.serve.poll_s)
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
@@ -307,8 +333,8 @@ async def _keep(config: ServerConfig, token: str, target: TargetCard, rollout: R
             await engine.close()
 
 
-async def detect_drift(config: AttachConfig) -> None:
-    """Tell the trigger by the log's rows which domains the champion's drafting fell short in."""
+async def detect_drift(config: AttachConfig, windows: MetricWindows | None = None) -> None:
+    """Tell the trigger by the log's rows, or by windows, which domains the champion's drafting fell short in."""
     registry, params = open_registry(config.settings), config.serve.drift_detector
     drift = DriftWatch(params, config.settings.querylog, Emitter(config.orchestrator))
 
@@ -316,8 +342,14 @@ async def detect_drift(config: AttachConfig) -> None:
         await asyncio.sleep(params.period_s)
         try:
             if (champion := await asyncio.to_thread(registry.champion, "draft")) is not None:
-                drift.follow(champion)
-                await drift.hear(await asyncio.to_thread(counts_of, config, champion.number, drift.last, NUM_COUNTED))
+                number, tau = champion.number, champion.lineage.tau
+                if windows is None:
+                    drift.follow(champion)
+                    counts = await asyncio.to_thread(counts_of, config, number, drift.last, NUM_COUNTED)
+                else:
+                    drift.follow(champion, promised_of_all(tau))
+                    counts = windows.of(number, drift.last)
+                await drift.hear(counts)
         except (sqlite3.Error, OSError, ValueError) as error:
             log.warning("registry and query log don't tell how the champion does: %s", error)
 

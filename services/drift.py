@@ -1,6 +1,6 @@
 """Keeps for the trigger which domains fell short of what the champion was promoted for, and draws what that is told by.
 
-A replica of ours counts what it serves; of somebody else's servers the rows of the query log tell.
+A replica of ours counts what it serves; of somebody else's servers the rows of the query log tell, or their metrics.
 
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted head-only and up to K, as the gate scored it, and the trigger, the canaries
@@ -14,7 +14,7 @@ import logging
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +65,13 @@ class DriftWatch:
         self._params, self._trigger, self._events = params, TriggerFile(querylog), events
         self._detector, self._followed, self._draft = DriftDetector({}, params), "", 0
 
-    def follow(self, version: Version) -> bool:
-        """Test what this draft serves from now on; return whether it was another one before."""
+    def follow(self, version: Version, promised: Mapping[str, float] | None = None) -> bool:
+        """Test what this draft serves from now on; return whether it was another one before.
+
+        `promised` is τ by domain, by default what its gate measured.
+        """
         if is_new := self._followed != label(version):
-            self._detector = DriftDetector(version.lineage.tau, self._params)
+            self._detector = DriftDetector(version.lineage.tau if promised is None else promised, self._params)
             self._followed, self._draft = label(version), version.number
         return is_new
 

@@ -165,9 +165,11 @@ class StreamReader(AnswerReader):
         """
         begin = frame.find(BEGIN) + len(BEGIN)
         end = frame.find(b"]", begin)
+        ids = frame[begin:end]
         if (
             begin < len(BEGIN)
-            or end <= begin
+            or not ids.translate(None, b",").isdigit()
+            or not frame.startswith(b"data: {")
             or b'"finish_reason":null' not in frame
             or b'"delta":{}' in frame
             or b'"usage"' in frame
@@ -178,7 +180,7 @@ class StreamReader(AnswerReader):
         self._last_s = time.monotonic()
         if not self._unread and not self._token_ids:
             self._first_s = self._last_s
-        self._unread.append(frame[begin:end])
+        self._unread.append(ids)
         return frame[: begin - 1] + b"null" + frame[end + 1 :]
 
 

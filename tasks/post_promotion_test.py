@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.consent import Consent, QueryRow
+from infra.consent import ELSEWHERE, Consent, QueryRow
 from infra.post_promotion import (
     FAILED,
     PASSED,
@@ -42,12 +42,16 @@ EVIDENCE = "post_promotion_test.json"
 
 
 @task
-def check_promoted_draft(recipe: Recipe) -> PostPromotionTest | None:
+def check_promoted_draft(recipe: Recipe, imported: bool = False) -> PostPromotionTest | None:
     """Look once at what the champion has served, and act on what all looks together say.
 
     Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
     cluster only one request ever counts. A loss moves the alias back and quarantines the draft, unless somebody moved
     it meanwhile. What is found is kept before anything is done about it, so that the next look goes on from there.
+
+    Where servers are followed by their metrics no row names a draft. Both drafts are scored on the target's answers,
+    whoever drafted them; so rows that were `imported` since the draft was registered do as well, if they are of the
+    traffic that these servers have.
 
     Returns:
         the test of the champion, or of the draft that was just rolled back; None where none of the champion's target
@@ -69,18 +73,18 @@ def check_promoted_draft(recipe: Recipe) -> PostPromotionTest | None:
         num_wanted = recipe.post_promotion_test.num_requests
         test = PostPromotionTest(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
     with QueryLog(settings.querylog).reading():  # an erasure waits until the look's work folder is gone
-        test = _look(recipe, tests, test, champion, previous)
+        test = _look(recipe, tests, test, (champion, previous), imported)
     return _roll_back(registry, tests, test) if test.outcome == FAILED else test
 
 
 def _look(
-    recipe: Recipe, tests: PostPromotionTests, test: PostPromotionTest, champion: Version, previous: Version
+    recipe: Recipe, tests: PostPromotionTests, test: PostPromotionTest, drafts: tuple[Version, Version], imported: bool
 ) -> PostPromotionTest:
-    params, settings = recipe.post_promotion_test, load_settings()
+    params, settings, champion = recipe.post_promotion_test, load_settings(), drafts[0]
     log = QueryLog(settings.querylog)
     last_seq = log.last_seq()
-    rows = _served(log, champion, last_seq, "full")
-    num_unreadable = len(_served(log, champion, last_seq, "metadata"))
+    rows = _served(log, champion, last_seq, "full", imported)
+    num_unreadable = len(_served(log, champion, last_seq, "metadata", imported))
     test = test.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
     if test != tests.find(test.draft, test.previous):
         tests.save(test)
@@ -96,16 +100,19 @@ def _look(
     if not samples or (len(samples) < params.per_look and now_ms - test.looked_ms < 1000 * params.max_wait_s):
         return test
     seqs = {row.id: row.seq or 0 for row in rows}
-    compared = _compare(recipe, tests, samples, seqs, target_dir, (champion, previous))
+    compared = _compare(recipe, tests, samples, seqs, target_dir, drafts)
     test = _concluded(recipe, test, (*test.compared, *compared)).model_copy(update={"looked_ms": now_ms})
     tests.save(test)
     run_logger().info("draft %d, held against draft %d: %s", test.draft, test.previous, test.told())
     return test
 
 
-def _served(log: QueryLog, draft: Version, last_seq: int, consent: Consent) -> list[QueryRow]:
-    rows = log.rows(max(1, last_seq - MAX_ROWS + 1), last_seq, consent)
-    return [row for row in rows if row.draft_version == draft.number and not row.structured]
+def _served(log: QueryLog, draft: Version, last_seq: int, consent: Consent, imported: bool) -> list[QueryRow]:
+    def is_served(row: QueryRow) -> bool:
+        since = imported and row.id.startswith(ELSEWHERE) and row.time_ms > draft.created_ms
+        return (since or row.draft_version == draft.number) and not row.structured
+
+    return [row for row in log.rows(max(1, last_seq - MAX_ROWS + 1), last_seq, consent) if is_served(row)]
 
 
 def _one_of_each_cluster(

@@ -53,6 +53,8 @@ def show_overview(seen: Overview, out: Console) -> None:
     for row in seen.attached:
         told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
         out.print(told, soft_wrap=True, markup=False)
+        if row.counts is not None:
+            out.print(f"  by its metrics: {row.counts.told()}", soft_wrap=True, markup=False)
         for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
             out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
     for program in seen.programs:

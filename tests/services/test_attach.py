@@ -148,13 +148,16 @@ def home(tiny_target: Path, tiny_draft: Path, store: Path, tmp_path: Path) -> Pa
     return home
 
 
-def with_plugin(draft: Path) -> Callable[[Request], AsyncIterator[bytes]]:
-    """Play a server that drafts with a draft, and generates nothing."""
+def with_plugin(draft: Path, *counted: float) -> Callable[[Request], AsyncIterator[bytes]]:
+    """Play a server that drafts with a draft, and generates nothing; at each look it has counted more of traffic."""
+    since = dict.fromkeys(("drafts", "drafted", "accepted", "accepted_0")[: len(counted)], 0.0)
     told = {"version": "1", "digest": file_digest(draft / "model.safetensors"), "state": "serving", "worst": 0.0}
     told |= {"server": "host:8000"}
 
     async def play(request: Request) -> AsyncIterator[bytes]:
-        found = json.dumps(told).encode() if request.target == "/redraft/draft" else b"{}"
+        for name, more in zip(since, counted, strict=True):
+            since[name] += more
+        found = json.dumps(told | {"since": since}).encode() if request.target == "/redraft/draft" else b"{}"
         status = "200 OK" if request.target == "/redraft/draft" else "503 Service Unavailable"
         yield head("application/json", status, length=len(found)) + found
 
@@ -215,6 +218,39 @@ def test_servers_join_and_leave_as_their_name_resolves(
             await asyncio.wait([following])
 
     asyncio.run(run())
+
+
+def test_with_metrics_alone_a_fall_of_all_traffic_is_told_and_counts_stand_in_the_rollout(
+    home: Path, tiny_draft: Path
+) -> None:
+    settings = Settings(home=home)
+    registry = open_registry(settings)
+    registry.promote("draft", 1)
+    registry.store.client.set_model_version_tag("draft", "1", "tau", json.dumps({"code": 2.5, "chat": 1.8}))
+
+    async def run() -> None:
+        serve = {"port": 1, "poll_s": 0.02, "drift_detector": {"min_requests": 8, "period_s": 0.1}}
+        async with PlayedServer(with_plugin(tiny_draft, 600, 1800, 60, 60)) as server:
+            told = config(home, servers=[server.url], serve=serve, read_metrics=True)
+            following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token"))
+            await until(lambda: "other" in TriggerFile(settings.querylog).state().domains, following)
+            following.cancel()
+            await asyncio.wait([following])
+
+    asyncio.run(run())
+    assert isinstance(fallen := TriggerFile(settings.querylog).state().domains["other"], Fallen)
+    assert (fallen.fall.promised, fallen.fall.served) == (1.8, pytest.approx(1.1))
+    [row] = attached_servers(home)
+    assert (row.name, row.counts is not None and row.counts.per_position[0] * 10) == ("host:8000", row.counts.steps)
+
+
+def test_a_server_that_keeps_no_metrics_is_told_at_the_start(home: Path, tiny_draft: Path) -> None:
+    async def run() -> None:
+        async with PlayedServer(with_plugin(tiny_draft)) as server:
+            await attach(AttachConfig.model_validate(config(home, servers=[server.url], read_metrics=True)), "token")
+
+    with pytest.raises(ValueError, match="keeps no metrics"):
+        asyncio.run(run())
 
 
 def test_a_name_without_an_address_is_told_at_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

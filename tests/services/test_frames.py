@@ -40,15 +40,21 @@ def test_a_stream_passes_as_it_is_in_whatever_pieces_it_comes(law: str, piece: i
     [
         b'data: {"choices":[{"delta":{"content":"\\"token_ids\\":[7]"},"finish_reason":null}]}\n\n',
         b'data: {"choices":[{"delta":{"content":"a"},"token_ids":[7,"finish_reason":null}\n\n',
-        b'data: {"token_ids":[7],"finish_reason":null}\n\n: ping\r\n\r\ndata: {"choices":[]}\n\n',
+        b'data: {"token_ids":[[7],[8]],"finish_reason":null}\n\n',
+        b'event: a\ndata: {"token_ids":[7],"finish_reason":null}\n\n',
         b": ping\n\n",
     ],
-    ids=["ids in a text", "no end", "another end of lines", "a comment"],
+    ids=["ids in a text", "no end", "other ids", "an event", "a comment"],
 )
 def test_what_only_looks_like_a_usual_chunk_passes_as_it_came(frame: bytes) -> None:
     reader = StreamReader(Added(True, True))
-    assert reader.feed(frame).replace(b'"token_ids":null', b'"token_ids":[7]') + reader.rest() == frame
+    assert reader.feed(frame) + reader.rest() == frame
     assert not reader.has_ids
+
+
+def test_frames_of_another_end_of_lines_are_told_apart() -> None:
+    reader, sent = StreamReader(Added(True, True)), b': ping\r\n\r\ndata: {"error":{}}\n\n'
+    assert (reader.feed(sent), reader.fault) == (sent, "an error")
 
 
 def test_ids_that_are_none_are_a_fault_and_no_row() -> None:

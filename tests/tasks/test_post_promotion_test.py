@@ -215,6 +215,20 @@ def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) ->
 
 
 @pytest.mark.slow
+def test_where_no_row_can_name_a_draft_those_count_that_were_imported_since(scene: Scene, drafts: Path) -> None:
+    scene.serve(0, 20, draft=1)
+    scene.promote(drafts, "same")
+    since_ms = scene.registry.get("draft", 2).created_ms + 1
+    for first, time_ms in ((1, 1), (11, since_ms)):
+        served = scene.log.rows(first, first + 9)
+        said = {"seq": None, "draft_version": None, "time_ms": time_ms}
+        scene.log.append([row.model_copy(update=said | {"id": f"import-{row.seq}"}) for row in served])
+    assert looked().blind
+    found = check_promoted_draft.fn(recipe(), imported=True)
+    assert found is not None and sorted(one.seq for one in found.compared) == list(range(31, 41))
+
+
+@pytest.mark.slow
 def test_one_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 100)

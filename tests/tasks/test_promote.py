@@ -197,10 +197,13 @@ def test_servers_of_others_are_followed_and_recorded_where_they_stand_for_a_serv
 ) -> None:
     servers, router = ("http://127.0.0.1:1", "http://127.0.0.1:2"), "https://127.0.0.1:3"
     attached = Attached(servers=servers, recorded=router, models=models, port=free_port(), server_cache="/mnt")
+    attached = attached.model_copy(update={"read_metrics": not models})
     found = {program.name: program for program in programs_of("tiny", load_settings(), attached)}
     assert [*found] == ["prefect", "mlflow", "attach", *(["record"] if models else []), "runner", "post-promotion"]
     follows = read_as(AttachConfig, Path(found["attach"].argv[-1]))
-    assert (follows.servers, follows.server_cache) == (servers, "/mnt")
+    assert (follows.servers, follows.server_cache, follows.read_metrics) == (servers, "/mnt", not models)
+    assert ("--imported" in found["post-promotion"].argv) == follows.read_metrics
+    assert "--imported" not in found["runner"].argv
     assert follows.orchestrator == f"{found['prefect'].url}/api"
     assert set(found["runner"].after) <= {*found}
     if models:

@@ -9,7 +9,7 @@ from infra.overview import DraftOverview, Gated, Overview
 from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
-from infra.rollouts import AttachedServer
+from infra.rollouts import AttachedServer, DraftCounts
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
@@ -227,13 +227,15 @@ def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told:
 
 
 def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
+    counts = DraftCounts(steps=1000, drafted=2000, accepted=700, per_position=(500, 200))
     rows = (
-        AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving"),
+        AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving", counts=counts),
         AttachedServer(wave=1, server="http://b:8000"),
     )
     found = {rows[0].server: {"code": RecentAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
-    assert shown(attached=rows, attached_acceptance=found)[-4:-1] == [
+    assert shown(attached=rows, attached_acceptance=found)[-5:-1] == [
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
+        "  by its metrics: τ 1.70 over 1,000 steps of all domains, accepted by position 0.50, 0.20",
         "  code: τ 2.00 over its last 2 requests",
         "attached server http://b:8000: starting, draft unknown, wave 1",
     ]

@@ -6,12 +6,14 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from prometheus_client import REGISTRY, Counter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from models.engines.vllm.redraft_vllm.served import ASKED, TOKEN, TOLD, ServedBy, TellingMiddleware, proof, read_told
+from models.engines.vllm.redraft_vllm.routes import DraftRoutes
+from models.engines.vllm.redraft_vllm.served import ASKED, TOKEN, TOLD, ServedBy, proof, read_told
 from models.engines.vllm.redraft_vllm.swapper import Broken, Order, Refused, Swapper
 
 Meanwhile = Callable[[], Awaitable[object]]
@@ -59,8 +61,8 @@ def served(swapper: Swapper, meanwhile: Meanwhile) -> httpx.AsyncClient:
         await meanwhile()
         return JSONResponse({})
 
-    app = Starlette(routes=[Route("/{kind}", answer)])
-    app.add_middleware(TellingMiddleware)
+    app = FastAPI(openapi_url=None, routes=[Route("/{kind}", answer)])
+    DraftRoutes().attach_router(app)
     app.state.redraft_swapper = swapper
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
@@ -140,6 +142,27 @@ async def test_a_server_without_a_token_tells_nobody(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(TOKEN)
     async with served(swapper(PlayedEngine()), nothing) as http:
         assert (await http.get("/stream", headers={ASKED.decode(): proof("").decode()})).content == b"".join(EVENTS)
+
+
+def test_what_vllm_counts_is_told_since_the_draft_serves_and_by_position() -> None:
+    names = {"num_drafts": "drafts", "num_draft_tokens": "drafted", "num_accepted_tokens": "accepted"}
+    labels = ["model_name", "engine"]
+    made = {name: Counter(f"vllm:spec_decode_{name}", name, labels).labels("target", "0") for name in names}
+    by_place = Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "places", [*labels, "position"])
+    try:
+        made["num_drafts"].inc(5)
+        one = swapper(PlayedEngine())
+        for name, more in {"num_drafts": 10, "num_draft_tokens": 30, "num_accepted_tokens": 12}.items():
+            made[name].inc(more)
+        for place, more in enumerate((8, 4, 0)):
+            by_place.labels("target", "0", str(place)).inc(more)
+        since = one.status()["since"]
+    finally:
+        for collector in {*REGISTRY._names_to_collectors.values()}:
+            if getattr(collector, "_name", "").startswith("vllm:spec_decode"):
+                REGISTRY.unregister(collector)
+    wanted = {"drafts": 10, "drafted": 30, "accepted": 12, "accepted_0": 8, "accepted_1": 4, "accepted_2": 0}
+    assert since == wanted | {"mean_accepted_length": 2.2}
 
 
 @pytest.mark.parametrize("said", [b"", b"{}", b"[1, 2]", b'["a", 7]', b'["a b", "7"]', b'["host:1"]', b"[null, null]"])

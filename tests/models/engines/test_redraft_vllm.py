@@ -151,7 +151,8 @@ def test_a_draft_is_replaced_under_running_requests_and_changes_no_text(server: 
     assert texts == before * 3
     server.complete(asked[0])
     seen = server.draft().json()
-    assert seen["version"] == "2" and seen["since"]["drafted"] > 0
+    assert seen["version"] == "2" and (since := seen["since"])["drafted"] > 0
+    assert since["accepted"] == sum(since[f"accepted_{place}"] for place in range(3))
 
 
 @pytest.mark.parametrize(
@@ -313,6 +314,9 @@ def test_a_recorder_changes_no_answer_and_logs_the_servers_own_ids(
     rows = log.latest(9)
     log.close()
     assert len(rows) == 3
+    serves = server.draft().json()
+    version = int(serves["version"]) if serves["version"].isdigit() else None
+    assert {(row.server, row.draft_version) for row in rows} == {(serves["server"], version)}
     for row in rows[:2]:
         assert row.prompt_ids == told["prompt_token_ids"]
         assert row.completion_ids == told["choices"][0]["token_ids"]

@@ -225,19 +225,22 @@ def _require_ok(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def _counters() -> dict[str, float]:
-    """Return vLLM's own counts of speculation; empty where the server keeps no statistics."""
+    """Return vLLM's own counts of speculation, by position as "accepted_0" and so on; empty where it keeps none."""
     from prometheus_client import REGISTRY
 
     names = {
         "vllm:spec_decode_num_drafts": "drafts",
         "vllm:spec_decode_num_draft_tokens": "drafted",
         "vllm:spec_decode_num_accepted_tokens": "accepted",
+        "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_",
     }
-    return {
-        names[metric.name]: sum(one.value for one in metric.samples if one.name.endswith("_total"))
-        for metric in REGISTRY.collect()
-        if metric.name in names
-    }
+    found = dict[str, float]()
+    for metric in REGISTRY.collect():
+        for one in metric.samples if metric.name in names else ():
+            if one.name.endswith("_total"):  # one for each place of a draft, where it is by position
+                name = names[metric.name] + one.labels.get("position", "")
+                found[name] = found.get(name, 0.0) + one.value
+    return found
 
 
 def download(url: str, file: Path, size: int, sha256: str) -> None:
