@@ -29,7 +29,7 @@ SCHEMA = {
     "required": ["sum"],
     "additionalProperties": False,
 }
-FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA}
+FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA, "strict": True}
 # vLLM's command line asks for a package "vllm", which a CPU's build is not called.
 BENCH = """
 from argparse import ArgumentParser
@@ -60,14 +60,14 @@ def completions() -> object:
 
 
 def structured() -> object:
-    answer = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=64, response_format=FORM)
+    answer = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=256, response_format=FORM)
     return json.loads(answer.choices[0].message.content)["sum"]
 
 
 def tools() -> object:
     tool = {"type": "function", "function": FUNCTION}
     choice = {"type": "function", "function": {"name": "add"}}
-    made = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=64, tools=[tool], tool_choice=choice)
+    made = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=256, tools=[tool], tool_choice=choice)
     return json.loads(made.choices[0].message.tool_calls[0].function.arguments)["sum"]
 
 
@@ -82,7 +82,7 @@ def responses_stream() -> object:
 
 def responses_tools() -> object:
     asked = {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "add"}}
-    made = CLIENT.responses.create(model=MODEL, input="Two and two?", max_output_tokens=64, **asked)
+    made = CLIENT.responses.create(model=MODEL, input="Two and two?", max_output_tokens=256, **asked)
     return json.loads(made.output[0].arguments)["sum"]
 
 
@@ -96,9 +96,9 @@ def messages_stream() -> object:
 
 
 def messages_tools() -> object:
-    tool = {"name": "add", "input_schema": SCHEMA}
+    tool = {"name": "add", "input_schema": SCHEMA, "strict": True}
     choice = {"type": "tool", "name": "add"}
-    made = CLAUDE.messages.create(model=MODEL, messages=SAID, max_tokens=64, tools=[tool], tool_choice=choice)
+    made = CLAUDE.messages.create(model=MODEL, messages=SAID, max_tokens=256, tools=[tool], tool_choice=choice)
     return made.content[0].input["sum"]
 
 
@@ -115,9 +115,7 @@ def litellm_messages() -> object:
 def llm_prompt() -> object:
     folder = Path(os.environ["LLM_USER_PATH"])
     (folder / "extra-openai-models.yaml").write_text(f"- {{model_id: mine, model_name: {MODEL}, api_base: {URL}/v1}}\n")
-    model = llm.get_model("mine")
-    model.key = KEY
-    return model.prompt("What is two and two?", max_tokens=16).text()
+    return llm.get_model("mine").prompt("What is two and two?", max_tokens=16, key=KEY).text()
 
 
 def langchain_openai() -> object:
