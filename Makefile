@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BASELINES := .venv/baselines
 
 .PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak attach-demo mutants test-bench \
-	baselines references compat docs tutorial clean
+	baselines references compat clients docs tutorial clean
 
 install: $(STAMP)
 
@@ -117,6 +117,13 @@ references: install
 compat: install
 	$(BIN)/pip download -q --no-deps -d .venv/wheels vllm
 	$(BIN)/python -m tests.compat $$(ls -v .venv/wheels/vllm-*.whl | tail -n 1)
+
+# Stock clients against the service at URL=, with its KEY=; with TARGET=, its target's directory, vLLM's benchmark too.
+clients: install
+	test -x .venv/clients/bin/python || $(PYTHON) -m venv .venv/clients
+	.venv/clients/bin/pip install -q openai anthropic litellm llm langchain-openai langchain-anthropic
+	LITELLM_LOCAL_MODEL_COST_MAP=True LLM_USER_PATH=$$(mktemp -d) .venv/clients/bin/python tests/clients.py $(URL) $(KEY) \
+		$(if $(TARGET),$(TARGET) $(BIN)/python)
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

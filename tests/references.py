@@ -45,7 +45,8 @@ CODES = (
     "Ctrl-C with 130. Settings are environment variables: see [operations](../operations.md#settings)."
 )
 ERRORS = (
-    "In OpenAI's shape: `error` with `message`, `type`, `param` and `code`. `…` stands for what was sent or wanted."
+    "In OpenAI's shape: `error` with `message`, `type`, `param` and `code`; on `/v1/messages` in Anthropic's. `…` is "
+    "what was sent or wanted."
 )
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 # Tables whose class the recipe does not name, because it imports torch.
@@ -97,7 +98,7 @@ def api_reference() -> str:
         "Of one replica, since its start.",
         _grid(("field", "type", "meaning"), list(_fields(ServiceStatus))),
         "## What an answer says of speculation",
-        "In `usage.redraft`; of a stream, in the chunk with the usage (`stream_options.include_usage`).",
+        "In `usage.redraft`; of a stream, in the event with the usage (of chats, with `stream_options.include_usage`).",
         _grid(("field", "type", "meaning"), list(_fields(recorder.Speculated))),
         "## Request headers",
         "No other header of a request reaches the service.",

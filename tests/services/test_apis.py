@@ -73,6 +73,9 @@ def test_a_text_and_a_chat_are_tokenized_as_they_are_answered(world: World, clie
     assert text["tokens"] == completion.choices[0].prompt_token_ids
     refused = post(world, "/tokenize", {"messages": turns, "add_special_tokens": True}).json()["error"]
     assert (refused["param"], refused["code"]) == ("add_special_tokens", "unsupported")
+    for long in ({"prompt": "x" * 5000}, {"messages": [{"role": "user", "content": "x" * 5000}]}):
+        refused = post(world, "/tokenize", long).json()["error"]
+        assert (refused["param"], refused["code"]) == (next(iter(long)), "context_length_exceeded")
 
 
 def test_a_response_is_a_chats_answer_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -202,7 +202,8 @@ class _Compiler:
                     break
             else:
                 return TOO_LONG
-            grammar = self._backend.compile_grammar(*get_structured_output_key(as_json(wanted)))
+            assert params.structured_outputs is not None
+            grammar = self._backend.compile_grammar(*get_structured_output_key(as_json(params.structured_outputs)))
             first = self._backend.allocate_token_bitmask(1)
             grammar.fill_bitmask(first, 0)
             if not first.any():

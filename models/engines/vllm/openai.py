@@ -69,6 +69,7 @@ class Handlers:
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
+        self._most_chars: int = state.vllm_config.model_config.max_model_len * tokenizer.max_chars_per_token
         self._grammars: Grammars | None = state.engine_client.grammars
 
     @classmethod
@@ -127,9 +128,11 @@ class Handlers:
         answer = await _run(serving.create_chat_completion(request, raw))
         if not isinstance(answer, ChatCompletionResponse):
             return _message_events(serving, answer)
-        for choice in answer.choices:  # a call that a limit of tokens has cut has no arguments
-            said = choice.message
-            said.tool_calls = [call for call in said.tool_calls if _is_json(call.function.arguments)]
+        (choice,) = answer.choices
+        whole = [call for call in choice.message.tool_calls if _is_object(call.function.arguments)]
+        if choice.finish_reason == "tool_calls" and not whole:  # a client would wait for a call to answer
+            choice.finish_reason = "stop"
+        choice.message.tool_calls = whole  # one that a limit of tokens has cut has no arguments
         return dict(serving.messages_full_converter(answer).model_dump(exclude_none=True))
 
     async def count_tokens(self, body: dict[str, Any], raw: Request) -> Answer:
@@ -140,10 +143,15 @@ class Handlers:
 
     async def tokenize(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /tokenize, of a chat or a prompt; raises what `chat` does."""
-        kind = TokenizeChatRequest if "messages" in body else TokenizeCompletionRequest
-        request = _parse(kind, body)
-        if isinstance(request, TokenizeChatRequest):
+        request: TokenizeChatRequest | TokenizeCompletionRequest
+        if "messages" in body:
+            request = _parse(TokenizeChatRequest, body)
             _require_no_special_tokens(request)
+        else:
+            request = _parse(TokenizeCompletionRequest, body)
+            if (num_chars := len(request.prompt)) > self._most_chars:  # one thread encodes for all
+                message = f"the prompt has {num_chars} characters; the context length takes {self._most_chars}"
+                raise _refused(400, message, "prompt")
         return _told(await _run(self._state.serving_tokenization.create_tokenize(request, raw)))
 
     async def models(self) -> dict[str, Any]:
@@ -289,12 +297,11 @@ def _require_no_special_tokens(request: ChatCompletionRequest | TokenizeChatRequ
         raise _refused(501, message, "add_special_tokens")
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        json.loads(text)
+        return isinstance(json.loads(text), dict)
     except ValueError:
         return False
-    return True
 
 
 def _refused(status: int, message: str, param: str | None) -> Refused:
