@@ -56,12 +56,25 @@ def main() -> None:
     app()
 
 
-def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
+def build(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Run nothing: print the whole recipe, and which steps would run.")
+    ] = False,
+) -> None:
     """Build the target and its first draft, and make them the champions. Finished steps are reused.
 
     Example: redraft build --recipe tiny
     """
     settings, parsed = prepare(recipe)
+    if plan:
+        from flows.build import plan as look
+        from tasks.measure.fit import toml
+
+        typer.echo(toml(parsed.model_dump(mode="json", exclude_none=True)) + "\n")
+        for step, key in look(parsed).items():
+            typer.echo(f"# {step}: {f'cached, {key}' if key else 'would run'}")
+        return
     lower_session()
     go_first()
     from flows.build import build as flow

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from flows import cli
 from infra.keys import read_keys
-from models.recipe import load_recipe
+from models.recipe import changed_tables, load_recipe, parse_recipe
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
@@ -184,6 +185,17 @@ def test_a_recipe_with_changes_is_kept_in_the_home_and_a_wrong_change_is_one_lin
         refused = run("traffic", "--recipe", "tiny", "--set", change)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
         assert told in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_is_the_whole_recipe_and_the_steps_that_would_run_and_runs_none(run, tmp_path):
+    planned = run("build", "--recipe", "tiny", "--set", "distill.num_epochs=3", "--plan")
+    assert planned.exit_code == 0
+    tables = tomllib.loads(planned.stdout)
+    assert parse_recipe(tables, "the plan") == parse_recipe(changed_tables("tiny", ["distill.num_epochs=3"]), "tiny")
+    *_, last = planned.stdout.splitlines()
+    assert (planned.stdout.count(": would run\n"), last) == (7, "# golden_tau: would run")
+    assert not (tmp_path / "home" / "artifacts").exists()
 
 
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
