@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from flows.bench import advise, bench
-from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, out, prepare
+from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, prepare
 from flows.compare import compare
 from flows.home_commands import backup, clean, erase, restore, retain
 from flows.key_commands import KEYS, keys
@@ -25,7 +25,7 @@ from flows.service_commands import attach, down, logs, record, serve, status, tr
 from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
-from infra.views.results import working
+from infra.views.results import out, working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
