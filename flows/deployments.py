@@ -66,6 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe, stop = load_recipe(options.recipe), threading.Event()
     settings = load_settings()
+    settings.prepare_environment()  # for the processes that run the flows
     open_home(settings)
     querylog = settings.querylog
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")

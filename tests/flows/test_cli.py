@@ -250,7 +250,8 @@ def test_a_home_that_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monke
     (tmp_path / "file").touch()
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "file" / "home"))
     refused = run("status")
-    assert (refused.exit_code, refused.stderr) == (2, f"redraft: {tmp_path / 'file' / 'home'}: Not a directory\n")
+    told = f"redraft: [Errno 20] Not a directory: '{tmp_path / 'file' / 'home'}'\n"
+    assert (refused.exit_code, refused.stderr) == (2, told)
 
 
 @pytest.mark.parametrize(
