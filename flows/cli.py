@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from flows.bench import advise, bench
-from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, out, prepare
+from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, prepare
 from flows.compare import compare
 from flows.home_commands import backup, clean, erase, restore, retain
 from flows.key_commands import KEYS, keys
@@ -25,7 +25,7 @@ from flows.service_commands import attach, down, logs, record, serve, status, tr
 from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
-from infra.views.results import working
+from infra.views.results import out, working
 from models.recipe import DEFAULT_RECIPE, load_recipe
 
 if TYPE_CHECKING:
@@ -56,12 +56,25 @@ def main() -> None:
     app()
 
 
-def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
+def build(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Run nothing: print the whole recipe, and which steps would run.")
+    ] = False,
+) -> None:
     """Build the target and its first draft, and make them the champions. Finished steps are reused.
 
     Example: redraft build --recipe tiny
     """
     settings, parsed = prepare(recipe)
+    if plan:
+        from flows.build import plan as look
+        from tasks.measure.fit import toml
+
+        typer.echo(toml(parsed.model_dump(mode="json", exclude_none=True)) + "\n")
+        for step, key in look(parsed).items():
+            typer.echo(f"# {step}: {f'cached, {key}' if key else 'would run'}")
+        return
     lower_session()
     go_first()
     from flows.build import build as flow

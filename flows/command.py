@@ -9,7 +9,6 @@ import inspect
 import logging
 import os
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -27,8 +26,7 @@ from models.recipe import Recipe, changed_tables, load_recipe
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LOG = "commands.log"
-# What the system says of a path that somebody named.
-NO_SUCH_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +53,8 @@ def command_of(
                 if changes := options.pop("changes", ()):
                     options["recipe"] = _changed(options["recipe"], changes)
                 function(**options)
-            except (ValueError, ConnectionError) as error:  # a registry out of reach is a ConnectionError
+            except (ValueError, ConnectionError, *WRONG_PATH) as error:  # a registry out of reach is a ConnectionError
                 _fail(error, USAGE)
-            except NO_SUCH_PATH as error:
-                _fail(error, USAGE, f"{error.filename}: {error.strerror}")
             except (RuntimeError, TimeoutError, FloatingPointError) as error:
                 _fail(error, FAILED)
             except sqlite3.Error as error:  # torn, locked or full
@@ -135,7 +131,7 @@ def logged(settings: Settings) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log.exception("redraft %s", " ".join(sys.argv[1:]))
+        log.exception("the command failed")  # its arguments may name a person
         error.add_note(f"log: {file}")
         raise
     finally:

@@ -1,4 +1,4 @@
-"""When flows run by themselves: by the clock, and `refresh` on an interval and when acceptance fell or is low.
+"""When flows run by themselves: by the clock, and `refresh` when asked, at intervals and as acceptance fell or is low.
 
     python -m flows.deployments --recipe FILE
 
@@ -9,7 +9,6 @@ work_pool="…")` and `apply()` each, and run this with `--only-ask` where the q
 
 import argparse
 import threading
-from datetime import timedelta
 from typing import Any
 
 from prefect import serve
@@ -45,10 +44,9 @@ def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
         "enforce_parameter_schema": False,
     }
     schedule = recipe.schedule
-    interval = None if schedule.refresh_interval_s is None else timedelta(seconds=schedule.refresh_interval_s)
     served = [
         build.to_deployment(NAME, cron=schedule.build_cron, **common),
-        refresh.to_deployment(NAME, interval=interval, **common),
+        refresh.to_deployment(NAME, **common),  # asked for: while one runs, an interval would make runs to be cancelled
     ]
     if schedule.retain_days is not None:  # by the clock: an interval would begin anew at each start
         served.append(retain.to_deployment(NAME, cron=EVERY_NIGHT, **common))
@@ -66,6 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe, stop = load_recipe(options.recipe), threading.Event()
     settings = load_settings()
+    settings.prepare_environment()  # for the processes that run the flows
     open_home(settings)
     querylog = settings.querylog
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")

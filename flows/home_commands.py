@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.command import RecipeName, open_settings, out, prepare
-from infra.views.results import working
+from flows.command import RecipeName, open_settings, prepare
+from infra.views.results import out, working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:

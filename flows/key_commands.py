@@ -6,7 +6,8 @@ from typing import Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from flows.command import command_of, open_settings, out
+from flows.command import command_of, open_settings
+from infra.views.results import out
 
 KEYS = "Keys"
 

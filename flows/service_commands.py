@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from flows.command import NONE, RecipeName, complete_erasures, open_settings, out, prepare
-from infra.views.results import counting, working
+from flows.command import NONE, RecipeName, complete_erasures, open_settings, prepare
+from infra.views.results import counting, out, working
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:

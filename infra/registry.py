@@ -71,7 +71,7 @@ class Registry:
         """Store a checked directory as the next version of its kind; it is not served yet.
 
         A draft's tags are those of its lineage. `files` are reports, kept in the version's run before the version is
-        listed, which `attached` reads. MLflow shows `description` first, with where the files lie.
+        listed, which `attached` reads. MLflow shows `description` first, with links to the files.
 
         Raises:
             ValueError: the manifest does not fit, a tag of a draft is missing or wrong, a tag is one of OWN_TAGS, or a
@@ -84,7 +84,8 @@ class Registry:
             raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
         sha256 = check_manifest(directory)
         run_id = self.store.record_run(f"register {kind}", {}, metrics or {}, files)
-        places = ", ".join(f"runs:/{run_id}/{file.name}" for file in files)
+        folder = f"#/experiments/{self.store.experiment_id}/runs/{run_id}/artifactPath"  # as MLflow's page calls it
+        places = ", ".join(f"[{file.name}]({folder}/{file.name})" for file in files)
         with translated(f"registering {directory} as {kind}"):
             model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
             self.store.client.log_model_artifacts(model.model_id, str(directory))

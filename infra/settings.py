@@ -164,9 +164,10 @@ class Settings(Frozen):
             # Prefect's own has the path as it is.
             **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
-            # What these libraries compile would lie in folders of the user.
+            # What these libraries compile or list would lie in folders of the user.
             "VLLM_CACHE_ROOT": str(plain_path(self.cache) / "vllm"),
             "TORCH_EXTENSIONS_DIR": str(plain_path(self.cache) / "extensions"),
+            "MPLCONFIGDIR": str(self.cache / "matplotlib"),
         }
 
     def process_variables(self) -> dict[str, str]:

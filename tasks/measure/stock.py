@@ -16,7 +16,7 @@ from infra.installed import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.serving import SERVED_NAME
-from infra.settings import Settings
+from infra.settings import Settings, plain_path
 from models.core.drafting.draft_families import family_of
 from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
@@ -71,7 +71,7 @@ class Stock(ChatServer):
         environment = {
             **child_environment(self._engine),
             **openmp_preload(),
-            "VLLM_CACHE_ROOT": str(self._settings.home / "stock"),
+            "VLLM_CACHE_ROOT": str(plain_path(self._settings.cache) / "stock"),
             "VLLM_SERVER_DEV_MODE": "1",  # adds the route that empties the prefix cache, among others
             SPLIT_KV: "1",  # as shipped
         }

@@ -9,8 +9,8 @@ import ast
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from infra.artifacts import Artifact, canonical_json, file_sha256, publish, stag
 from infra.files import lock_folder
 from infra.settings import load_settings
 from models import catalog
-from tasks.stages.task import run_logger
+from tasks.stages.task import PLANNED, run_logger
 
 ROOT = Path(__file__).parents[2]
 KEY_LENGTH = 16
@@ -30,6 +30,21 @@ KEY_LENGTH = 16
 SCHEMAS = ("models.recipe", "models.stages")
 # Another version may compute something else.
 LIBRARIES = ("torch", "transformers")
+
+
+class NotMade(Exception):
+    """A plan came to a step whose result is not there, and whatever follows would be made from it."""
+
+
+@contextmanager
+def planning(found: dict[str, str]) -> Iterator[None]:
+    """Only look for the results of the block's steps, up to the first one that is not there; tell stages and keys."""
+    token = PLANNED.set(found)
+    try:
+        with suppress(NotMade):
+            yield
+    finally:
+        PLANNED.reset(token)
 
 
 def cached_step(
@@ -55,7 +70,12 @@ def cached_step(
     key = stage_key(stage, params, inputs or {}, (make, *code))
     artifacts = load_settings().artifacts
     final, work = artifacts / stage / key, artifacts / "work" / key
-    if (found := _made(final, kind)) is not None:
+    found, planned = _made(final, kind), PLANNED.get()
+    if planned is not None:
+        if found is None:
+            raise NotMade(stage)
+        planned.setdefault(stage, key)
+    if found is not None:
         return found
     work.mkdir(parents=True, exist_ok=True)
     with lock_folder(work):

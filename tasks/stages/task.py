@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, update_wrapper
 from inspect import signature
 from typing import Generic, ParamSpec, Protocol, TypeVar, cast
@@ -18,6 +19,8 @@ from tqdm import tqdm
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Stage to key of what a plan found made; None where there is no plan, and steps are run.
+PLANNED: ContextVar[dict[str, str] | None] = ContextVar("planned", default=None)
 
 
 class task(Generic[P, R]):
@@ -28,7 +31,7 @@ class task(Generic[P, R]):
         update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._run(*args, **kwargs)
+        return (self._run if PLANNED.get() is None else self.fn)(*args, **kwargs)
 
     @cached_property
     def _run(self) -> Callable[P, R]:

@@ -91,7 +91,7 @@ class RefreshTrigger:
         before = self._trigger.state()
         wanted = self._decide(before, others is not None)
         seen = self._trigger.state()
-        is_due = any(isinstance(state, Due) for state in seen.domains.values())
+        is_due = self._is_time(seen) or any(isinstance(state, Due) for state in seen.domains.values())
         short, error = "", ""
         if not seen.running and (seen.waits_for_memory or is_due):
             short = short_of_memory(self._recipe, seen)
@@ -205,6 +205,12 @@ class RefreshTrigger:
             self._trigger.ask_anew(wish)
             self._ended_ms = self._trigger.clock()
         return ""
+
+    def _is_time(self, seen: TriggerState) -> bool:
+        """Return whether the interval is over since the last refresh began, or since the first look."""
+        interval_s, begun_ms = self._recipe.schedule.refresh_interval_s, [self._from_ms]
+        begun_ms += [seen.last_run.started_ms] if seen.last_run else []
+        return interval_s is not None and not any(self._is_within(interval_s, of_ms) for of_ms in begun_ms)
 
     def _is_within(self, seconds: float, of_ms: float) -> bool:
         """Return whether a time was so lately; a clock that is set ends that, in either direction."""

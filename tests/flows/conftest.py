@@ -88,11 +88,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     user, temporary = (tmp_path_factory.mktemp(name) for name in ("user", "temporary"))
     (user / ".prefect").mkdir()  # a folder that is there is written to
     # A build asks nobody but its own servers, so it needs no proxy that answers.
-    proxies = {
-        "http_proxy": "http://127.0.0.1:9",
-        "HTTPS_PROXY": "http://127.0.0.1:9",
-        "ALL_PROXY": "socks5://127.0.0.1:9",
-    }
+    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
     cli = Cli(tmp_path_factory.mktemp("built") / ODD_NAME, HOME=str(user), TMPDIR=str(temporary), **proxies)
     cli.home.mkdir()
     (cli.home / secret.NAME).touch(0o600)

@@ -49,6 +49,17 @@ def test_the_prompts_of_answers_have_the_ids_that_the_chat_template_gives_them(b
         assert sample["prompt_ids"] == ids == byte_ids(chat)
 
 
+def test_a_plan_tells_what_a_build_would_find_and_what_it_would_make(built, cli_in):
+    def steps(*changes: str) -> dict[str, str]:
+        lines = cli_in(built[0].home).run("build", "--recipe", "tiny", "--plan", *changes).splitlines()
+        return dict(line.removeprefix("# ").split(": ") for line in lines if line.startswith("# "))
+
+    assert len(steps()) == 7
+    assert all(told.startswith("cached, ") for told in steps().values())
+    again = steps("--set", "distill.num_epochs=5")
+    assert [step for step, told in again.items() if told == "would run"] == ["draft", "scores", "golden_tau"]
+
+
 def test_a_build_writes_nothing_outside_of_its_home_but_temporary_files(built):
     cli, _ = built
     assert [*cli.home.parent.iterdir()] == [cli.home]  # where it was called

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from flows import cli
 from infra.keys import read_keys
-from models.recipe import load_recipe
+from models.recipe import changed_tables, load_recipe, parse_recipe
 from tests.models.families import write_family
 
 COMMANDS = (
@@ -217,6 +218,17 @@ def test_a_doctor_who_is_shown_a_recipe_tells_each_fault_and_a_build_ends_at_onc
     assert not list((tmp_path / "home" / "artifacts").glob("target"))
 
 
+@pytest.mark.slow
+def test_a_plan_is_the_whole_recipe_and_the_steps_that_would_run_and_runs_none(run, tmp_path):
+    planned = run("build", "--recipe", "tiny", "--set", "distill.num_epochs=3", "--plan")
+    assert planned.exit_code == 0
+    tables = tomllib.loads(planned.stdout)
+    assert parse_recipe(tables, "the plan") == parse_recipe(changed_tables("tiny", ["distill.num_epochs=3"]), "tiny")
+    *_, last = planned.stdout.splitlines()
+    assert (planned.stdout.count(": would run\n"), last) == (7, "# golden_tau: would run")
+    assert not (tmp_path / "home" / "artifacts").exists()
+
+
 def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
     monkeypatch.setenv("REDRAFT_HOMES", "x")
     result = run("doctor")
@@ -269,7 +281,8 @@ def test_a_home_that_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monke
     (tmp_path / "file").touch()
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "file" / "home"))
     refused = run("status")
-    assert (refused.exit_code, refused.stderr) == (2, f"redraft: {tmp_path / 'file' / 'home'}: Not a directory\n")
+    told = f"redraft: [Errno 20] Not a directory: '{tmp_path / 'file' / 'home'}'\n"
+    assert (refused.exit_code, refused.stderr) == (2, told)
 
 
 @pytest.mark.parametrize(

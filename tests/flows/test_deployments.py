@@ -75,13 +75,13 @@ def test_retention_runs_every_night_where_the_recipe_says_for_how_long_rows_are_
     assert retained.parameters["recipe"]["schedule"]["retain_days"] == 30
 
 
-def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -> None:
+def test_the_clock_creates_a_scheduled_run_and_each_wish_for_a_refresh_one(api: str) -> None:
     recipe = load_recipe("tiny")
-    build, refresh, _ = (deployment.apply() for deployment in deployments(recipe))
-    scheduled = wait_for_runs(refresh, bool)
+    build, refresh, clean = (deployment.apply() for deployment in deployments(recipe))
+    scheduled = wait_for_runs(clean, bool)
     assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
     assert all(run.auto_scheduled for run in scheduled)
-    assert runs_of(build) == []  # its recipe has no cron
+    assert runs_of(build) == runs_of(refresh) == []  # the recipe has no cron, and refreshes are asked for
     ask, wish = prefect_server("refresh/online"), RunRequest(log="a log")
     assert [ask(wish), ask(wish)] == [False, False]
     (asked,) = [run for run in runs_of(refresh) if not run.auto_scheduled]

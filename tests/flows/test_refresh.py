@@ -20,8 +20,10 @@ from tests.tasks.made import row_of
 
 
 @pytest.mark.engine
-def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_once(home, rows, cli_in, orchestrator):
-    cli, log = cli_in(home), QueryLog(home / "queries.db")
+def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_once(
+    home, rows, cli_in, orchestrator, tmp_path
+):
+    cli, log = cli_in(home, HOME=str(tmp_path / "user")), QueryLog(home / "queries.db")
     log.append(rows[:20])
     assert "nothing to do: 20 rows wait, 60 are wanted" in cli.run("refresh", "--recipe", "tiny")
     assert registry_of(home).champion("draft").number == 1
@@ -43,6 +45,7 @@ def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_onc
     assert len(registry_of(home).versions("draft")) == 2
     of_rows = f"refresh 1–{len(rows)} → draft 2"
     names = [run["name"] for run in httpx.post(f"{orchestrator}/flow_runs/filter", json={}, trust_env=False).json()]
+    assert not (tmp_path / "user").exists()  # nothing is written to the user's own folder
     assert {"refresh, nothing to do", f"{of_rows}, promoted", f"{of_rows}, already trained"} <= {*names}
 
 

@@ -353,7 +353,8 @@ def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
     assert registry.attached(version, "page.md") == "τ rose"
     assert registry.attached(version, "other.md") is None
     described = registry.store.client.get_model_version("draft", "1")
-    assert described.description == f"it may serve\n\nruns:/{described.run_id}/page.md"
+    link = f"#/experiments/{registry.store.experiment_id}/runs/{described.run_id}/artifactPath/page.md"
+    assert described.description == f"it may serve\n\n[page.md]({link})"
     plain = registry.register("draft", checkpoint("two"), LINEAGE)
     assert registry.attached(plain, "page.md") is None
     assert registry.store.client.get_model_version("draft", "2").description == ""

@@ -9,7 +9,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "flows/demo.py": {"recipe.Recipe": "demo"},
     "flows/deployments.py": {
         "recipe.Recipe": "schedule",
-        "recipe.Schedule": "build_cron refresh_interval_s retain_days",
+        "recipe.Schedule": "build_cron retain_days",
     },
     "flows/refresh.py": {"recipe.Gate": "promote"},
     "flows/post_promotion.py": {"evaluation.post_promotion_test": "period_s"},
@@ -171,6 +171,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/select_text.py": {"stages.Select": "max_length method num_documents num_rounds proxy"},
     "tasks/stages/throttle.py": {"learning.distill": "device"},
     "tasks/stages/shares.py": {"recipe.Refresh": "share_wait_s"},
+    "tasks/trigger/ask.py": {"recipe.Schedule": "refresh_interval_s"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s min_free_memory_gib"},
     "tasks/post_promotion_test.py": {
         "recipe.Recipe": "post_promotion_test",

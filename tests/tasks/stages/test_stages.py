@@ -12,7 +12,7 @@ import pytest
 from infra.artifacts import Artifact
 from models.core.evaluation import gate
 from tasks import stages
-from tasks.stages import cached_step, code_version, local_content, stage_key
+from tasks.stages import cached_step, code_version, local_content, planning, stage_key
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,19 @@ def test_a_stage_is_made_once():
     maker = Maker()
     assert make(maker) == make(maker)
     assert maker.times == 1
+
+
+def test_a_plan_finds_what_was_made_up_to_what_was_not_and_makes_nothing(artifacts):
+    maker, found = Maker(), dict[str, str]()
+    first = make(maker)
+    with planning(found):
+        assert make(maker) == first
+        make(maker, before=first)
+        raise AssertionError("the plan went on without a result")
+    assert (maker.times, found) == (1, {"stage": first.path.name})
+    assert [*(artifacts / "work").iterdir()] == []
+    make(maker, before=first)  # after a plan, steps are run again
+    assert maker.times == 2
 
 
 def test_other_params_and_other_inputs_are_other_stages():

@@ -41,7 +41,8 @@ class Home:
         self.log = QueryLog(self.folder / "queries.db")
         self.trigger = TriggerFile(self.log.path, lambda: self.now_ms)
         self.recipe: Recipe = load_recipe("smollm2-cpu")
-        schedule = self.recipe.schedule
+        schedule = self.recipe.schedule.model_copy(update={"refresh_interval_s": None})
+        self.recipe = self.recipe.model_copy(update={"schedule": schedule})
         self.retry = Retry(first_s=schedule.retry_s, most_s=schedule.max_retry_s)
         self.trigger.note(Need(gib=0.01))
         self.evidence = Evidence.start(self.recipe.num_draft_tokens)
@@ -435,3 +436,20 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     home.serve(240)
     assert home.asked_after(1) == 1
     assert "sql" not in home.domains
+
+
+def test_a_refresh_is_asked_for_at_each_interval_and_none_while_one_runs(home: Home) -> None:
+    schedule = home.recipe.schedule.model_copy(update={"refresh_interval_s": 3600.0})
+    home.asker = home.ask_with(home.recipe.model_copy(update={"schedule": schedule}))
+    assert (home.asked_after(59), home.asked_after(1), home.asked_after(5)) == (0, 1, 1)  # which has not begun yet
+    with home.trigger.run(home.retry) as tell:
+        assert home.asked_after(90) == 1
+        tell(*NOTHING)
+    assert home.asked_after(1) == 2  # an hour after the last one began, it is over
+    home.refresh(NOTHING)
+    assert (home.asked_after(59), home.asked_after(1)) == (2, 3)
+    home.refresh(NOTHING)
+    home.now_ms -= 24 * 60 * MINUTE_MS  # a clock that is set makes one more at most
+    home.asked_after(1)
+    home.refresh(NOTHING)
+    assert home.asked_after(50) == 4
