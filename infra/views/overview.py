@@ -55,7 +55,7 @@ def show_overview(seen: Overview, out: Console) -> None:
         out.print(told, soft_wrap=True, markup=False)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
-        state = "down, restarts soon" if program.state == "down" else program.state
+        state = "down, starts soon" if program.state == "down" else program.state
         out.print(f"{program.name}: {state}{restarts} {program.url}".rstrip(), soft_wrap=True)
     for name, link in seen.links.items():
         out.print(f"{name}: {link}", soft_wrap=True, markup=False)
