@@ -123,7 +123,7 @@ def _show_service(service: RunningService, out: Console) -> None:
         gain = plan.tokens_per_s / plan.plain_tokens_per_s
         out.print(f"  drafts {plan.num_draft_tokens} tokens a step ({plan.why}): {gain:.2f}× the tokens without drafts")
     for verdict in verdicts(service).values():
-        out.print(f"  {verdict}", markup=False)
+        out.print(f"  {verdict}", soft_wrap=True, markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
     tasks = service.failed_tasks.items()
