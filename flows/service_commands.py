@@ -184,8 +184,8 @@ def up(
     Example: redraft up --recipe tiny
     """
     settings, _ = prepare(recipe)
-    from flows.up import SERVICE, start
-    from infra.service_process import RECORD, Attached
+    from flows.up import start
+    from infra.service_process import RECORD, SERVICE, Attached
 
     attached = None
     if not attach and (resolve or server_cache or weights_url or record or model or ca):

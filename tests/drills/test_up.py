@@ -24,11 +24,11 @@ import httpx
 import psutil
 import pytest
 
-from flows.up import MLFLOW, PREFECT
 from infra.auth_middleware import pages_login
 from infra.identity import process_identity
 from infra.processes import wait_until
 from infra.secret import home_secret
+from infra.service_process import MLFLOW, PREFECT
 from infra.supervisor import read_state
 from infra.triggerfile import TriggerFile
 from tests.drills.machine import Memory, seen_with
