@@ -186,6 +186,7 @@ def up(
     settings, _ = prepare(recipe)
     from flows.up import start
     from infra.service_process import RECORD, SERVICE, Attached
+    from infra.waiting import FIRST_LOOK_S
 
     attached = None
     if not attach and (resolve or server_cache or weights_url or record or model or ca):
@@ -203,6 +204,7 @@ def up(
         at = f"{program.url}{path}" if program.url else "running"
         out.print(f"{program.name:8} {at}", soft_wrap=True)
     out.print("Prefect's and MLflow's pages ask for what `redraft keys pages` prints")
+    out.print(f"first look whether a refresh is due in {FIRST_LOOK_S:.0f} s; see: redraft status")
 
 
 def down() -> None:

@@ -69,7 +69,7 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     home.chmod(0o755)
     told = cli.run("up", "--recipe", str(recipe))
     try:
-        assert all(name in told for name in ("prefect", "mlflow", "service", "runner"))
+        assert all(name in told for name in ("prefect", "mlflow", "service", "runner", "first look whether"))
         with cli.start("up", "--recipe", str(recipe)) as second:
             output, _ = second.communicate(timeout=60)
         assert (second.returncode, "up already, at http://127.0.0.1:" in output) == (2, True)
