@@ -317,7 +317,9 @@ def make_report(
     rows = []
     for option in options:
         places = acceptance_by_place(seen[option.way].steps)
-        shown = interval(speeds[option.way]) if option.way in speeds else "–"
+        shown = "–"
+        if (speed := speeds.get(option.way)) is not None:  # one prompt has no interval
+            shown = interval(speed) if measured[option.way]["num_prompts"] > 1 else f"{speed['value']:.2f}"
         tokens = " ".join(f"{place:.2f}" for place in places[:8]) or "–"
         rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
     columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]

@@ -122,9 +122,9 @@ def report_of(measured: dict[str, Row], speedup: float = 1.5) -> tuple[list[str]
     return report.notes, report.figures["missed_by"]
 
 
-def measured_as(suffix: float, ngram: float) -> dict[str, Row]:
+def measured_as(suffix: float, ngram: float, num: int = 2) -> dict[str, Row]:
     return {
-        name: {"speedup": {"value": value, "low": value, "high": value}, "num_equal": 1}
+        name: {"speedup": {"value": value, "low": value, "high": value}, "num_equal": 1, "num_prompts": num}
         for name, value in (("suffix", suffix), ("ngram", ngram))
     }
 
@@ -144,6 +144,14 @@ def test_what_is_measured_decides_and_where_nothing_pays_nothing_is_to_be_pasted
     assert notes[0] == told
     assert ("```toml" in notes) == pasted and ('name = "ngram"' in "\n".join(notes)) == bool(measured)
     assert missed_by == (pytest.approx({"suffix": 0.25, "ngram": 1.2 / 1.3 - 1}) if measured else {})
+
+
+def test_one_prompt_is_told_without_an_interval() -> None:
+    seen = {"suffix": Seen([Step(4, 2)], DraftingCost(0.1))}
+    costs, options = Costs(rows_ms={1: 1.0}), [Option("suffix", 4, 1.5)]
+    for num, told in ((1, "1.20"), (2, "1.20 (1.20 to 1.20)")):
+        report = make_report("tiny", options, seen, WAYS, costs, {"suffix": measured_as(1.2, 1.3, num)["suffix"]})
+        assert report.grids[0].rows[0][3] == told
 
 
 def test_every_way_comes_as_tables_of_a_recipe() -> None:
