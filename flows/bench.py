@@ -180,7 +180,7 @@ def advise(
 
 
 def run_benchmark(
-    name: str, recipe: str, output: Path | None, limits: Mapping[str, float] = NO_LIMITS, **options: Any
+    name: str, recipe: str, output: Path | None, limits: Mapping[str, float] = NO_LIMITS, /, **options: Any
 ) -> None:
     """Measure and report; what is measured depends on the options, and not on the limits.
 

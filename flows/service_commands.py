@@ -189,8 +189,9 @@ def up(
     Example: redraft up --recipe tiny
     """
     settings, _ = prepare(recipe)
-    from flows.up import SERVICE, start
-    from infra.service_process import RECORD, Attached
+    from flows.up import start
+    from infra.service_process import RECORD, SERVICE, Attached
+    from infra.waiting import FIRST_LOOK_S
 
     attached = None
     if not attach and (resolve or server_cache or weights_url or read_metrics or record or model or ca):
@@ -208,6 +209,7 @@ def up(
         at = f"{program.url}{path}" if program.url else "running"
         out.print(f"{program.name:8} {at}", soft_wrap=True)
     out.print("Prefect's and MLflow's pages ask for what `redraft keys pages` prints")
+    out.print(f"first look whether a refresh is due in {FIRST_LOOK_S:.0f} s; see: redraft status")
 
 
 def down() -> None:

@@ -107,7 +107,7 @@ def overview(settings: Settings) -> Overview:
         log=log.stats(),
         service=service,
         service_since_ms=served_since_ms(settings.home),
-        links=_links(settings, state, champion),
+        links=links(settings, state, champion),
         attached=attached,
         attached_acceptance={row.server: _acceptance(log, row) for row in attached if row.name and row.version},
         programs=() if state is None else state.programs,
@@ -142,10 +142,11 @@ def _runner(settings: Settings, state: UpState | None) -> Runner | None:
     return Runner(started=found.pid is not None or found.restarts > 0, since_ms=since_ms)
 
 
-def _links(settings: Settings, state: UpState | None, champion: Version | None) -> dict[str, str]:
+def links(settings: Settings, state: UpState | None, champion: Version | None) -> dict[str, str]:
+    """Return the addresses of pages that say more, by their names."""
     mlflow, prefect = ("" if state is None else state.url(name) for name in (MLFLOW, PREFECT))
-    if settings.mlflow_uri.startswith("http"):
-        mlflow = settings.mlflow_uri
+    if settings.mlflow_uri.startswith("http") and "@" not in settings.mlflow_uri:  # a password is nobody's to read
+        mlflow = settings.mlflow_uri.rstrip("/")
     report = settings.home / REPORT
     found = {
         "MLflow": mlflow and f"{mlflow}/#/models/draft{f'/versions/{champion.number}' if champion else ''}",

@@ -189,6 +189,6 @@ class Speed(Frozen):
             lost = 1 - self.tokens_per_s / self.plain_tokens_per_s
             does = f"costs {domain} {lost:.0%} ({1 - self.high:.0%} to {1 - self.low:.0%})"
         else:
-            does = f"neither speeds {domain} up nor slows it down, {self.gain}"
+            does = f"has shown neither gain nor loss on {domain}, {self.gain}"
         off = ": off there" if self.drafted < RARELY else ""
         return f"{does}{off}; {self.tokens_per_s:.1f} tokens/s of one request, {self.plain_tokens_per_s:.1f} without"

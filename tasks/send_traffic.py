@@ -42,8 +42,8 @@ class TrafficReport(Frozen):
         """Return τ in words, and what of it is the draft model's."""
         if self.tau is None:
             return "τ none"
-        head, lookup = self.tau - 1 - self.looked_up, self.looked_up
-        return f"τ {self.tau:.3f}: 1 + {head:.3f} by the draft + {lookup:.3f} by look-up, tokens a step"
+        head = max(0.0, self.tau - 1 - self.looked_up)  # which rounding may have made negative
+        return f"τ {self.tau:.3f}: 1 + {head:.3f} by the draft + {self.looked_up:.3f} by look-up, tokens a step"
 
 
 def sent_before(home: Path) -> set[str]:

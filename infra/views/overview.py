@@ -59,7 +59,7 @@ def show_overview(seen: Overview, out: Console) -> None:
             out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
-        state = "down, restarts soon" if program.state == "down" else program.state
+        state = "down, starts soon" if program.state == "down" else program.state
         out.print(f"{program.name}: {state}{restarts} {program.url}".rstrip(), soft_wrap=True)
     for name, link in seen.links.items():
         out.print(f"{name}: {link}", soft_wrap=True, markup=False)
@@ -127,7 +127,7 @@ def _show_service(service: RunningService, trained: Mapping[int, int | None], ou
         gain = plan.tokens_per_s / plan.plain_tokens_per_s
         out.print(f"  drafts {plan.num_draft_tokens} tokens a step ({plan.why}): {gain:.2f}× the tokens without drafts")
     for verdict in verdicts(service).values():
-        out.print(f"  {verdict}", markup=False)
+        out.print(f"  {verdict}", soft_wrap=True, markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
     tasks = service.failed_tasks.items()

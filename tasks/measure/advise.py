@@ -52,7 +52,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
 REPEATS = 9
 NUM_MEASURED = 3
-SEEING = 0.6  # of the time, at most; the rest is to measure
+FEW_REPEATS = 3
+SEEING, TIMING = 0.6, 0.7  # of the time, when each ends at the latest; the rest is to measure
 TREE_SIZES = (4, 8, 16)
 ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are
 UNSURE = {"num_draft_tokens": ENDED, "lengths": {"name": "confidence"}}
@@ -70,7 +71,8 @@ def measure(
     """
     limit_s, started_s = 60 * limit_minutes or math.inf, time.monotonic()
     if limit_minutes:
-        out.print(f"ends in {limit_minutes:g} minutes with what it knows then; the same command goes on from there")
+        told = f"ends in {limit_minutes:g} minutes with what it knows then; the same command goes on from there"
+        out.print(told, soft_wrap=True)
     brought = None if costs is None else read_costs(Path(costs))
     run.served()
     target, ways = open_target(run), ways_of(run.recipe.num_draft_tokens)
@@ -78,15 +80,16 @@ def measure(
     with run.bar("see what is accepted", (1 + len(ways)) * len(prompts)) as bar:
         answers = _see(target, ways, prompts, max_tokens, run.cells, started_s + SEEING * limit_s, bar)
     plain, seen = answers.pop(PLAIN), {name: _seen(of_way, is_cut(ways[name])) for name, of_way in answers.items()}
-    ends_s = started_s + limit_s
-    found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, plain, prompts, ends_s)))
+    timed_s = started_s + TIMING * limit_s
+    found = brought or _costs(run.cells.keep("rows", lambda: _rows_ms(target, prompts, timed_s)), plain)
     (run.folder / "costs.json").write_text(found.model_dump_json(indent=2) + "\n")
     options = ranked(seen, SIZES, found)
     measured: dict[str, Row] = {}
     if brought is None:
         best = {option.way: sized(ways[option.way], option) for option in options[:NUM_MEASURED]}
         with run.bar("measure the best", len(prompts)) as bar:
-            measured = _measure(target, best, prompts, max_tokens, run.recipe.seed, run.cells, ends_s, bar)
+            ends_s, seed = started_s + limit_s, run.recipe.seed
+            measured = _measure(target, best, prompts, max_tokens, seed, run.cells, ends_s, bar)
     report = make_report(run.recipe.name, options, seen, ways, found, measured)
     return report.model_copy(update={"notes": [*report.notes, *_left(len(plain), len(prompts), measured, ways, seen)]})
 
@@ -204,9 +207,8 @@ def _of_longest(rows: Sequence[Row]) -> tuple[int, float]:
 
 
 @torch.inference_mode()
-def _costs(target: Target, plain: Sequence[Row], prompts: Sequence[list[int]], ends_s: float = math.inf) -> Row:
-    """Return a `Costs` of this machine: rows of the target behind a prompt of the usual length, in turns, each once at
-    least."""
+def _rows_ms(target: Target, prompts: Sequence[list[int]], ends_s: float) -> dict[int, float]:
+    """Return what rows of the target take here, behind a prompt of the usual length, in turns; a few times at least."""
     decoder = target.decoder
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     cache = Cache(decoder, len(prompt) + max(ROWS))
@@ -214,7 +216,7 @@ def _costs(target: Target, plain: Sequence[Row], prompts: Sequence[list[int]], e
     decoder.forward(ids, cache, ())
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for number in range(REPEATS + 1):
-        if number > 1 and time.monotonic() > ends_s:
+        if number > FEW_REPEATS and time.monotonic() > ends_s:
             break
         for rows, took in times.items():
             block = ids[-1:].repeat(rows)
@@ -224,14 +226,15 @@ def _costs(target: Target, plain: Sequence[Row], prompts: Sequence[list[int]], e
             if number:  # the first time warms up
                 took.append(1000 * (time.perf_counter() - started))
             cache.keep(len(prompt), [])
-    rows_ms = {rows: median(took) for rows, took in times.items()}
+    return {rows: median(took) for rows, took in times.items()}
+
+
+def _costs(rows_ms: Mapping[str, float], plain: Sequence[Row]) -> Costs:
+    """Return what steps take here, by rows of the target as a cell keeps them, and what plain decoding took."""
     plain_ms = 1000 * sum(row["decoded"][1] for row in plain) / sum(row["decoded"][0] for row in plain)
     machine = describe_machine()
-    return {
-        "device": f"{machine['processor']}, {machine['cores']} cores",
-        "rows_ms": rows_ms,
-        "rest_ms": max(0.0, plain_ms - rows_ms[1]),
-    }
+    costs = {"device": f"{machine['processor']}, {machine['cores']} cores", "rows_ms": rows_ms}
+    return Costs.model_validate({**costs, "rest_ms": max(0.0, plain_ms - rows_ms["1"])})
 
 
 def _measure(
@@ -314,7 +317,9 @@ def make_report(
     rows = []
     for option in options:
         places = acceptance_by_place(seen[option.way].steps)
-        shown = interval(speeds[option.way]) if option.way in speeds else "–"
+        shown = "–"
+        if (speed := speeds.get(option.way)) is not None:  # one prompt has no interval
+            shown = interval(speed) if measured[option.way]["num_prompts"] > 1 else f"{speed['value']:.2f}"
         tokens = " ".join(f"{place:.2f}" for place in places[:8]) or "–"
         rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
     columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]

@@ -24,11 +24,11 @@ import httpx
 import psutil
 import pytest
 
-from flows.up import MLFLOW, PREFECT
 from infra.auth_middleware import pages_login
 from infra.identity import process_identity
 from infra.processes import wait_until
 from infra.secret import home_secret
+from infra.service_process import MLFLOW, PREFECT
 from infra.supervisor import read_state
 from infra.triggerfile import TriggerFile
 from tests.drills.machine import Memory, seen_with
@@ -69,7 +69,7 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     home.chmod(0o755)
     told = cli.run("up", "--recipe", str(recipe))
     try:
-        assert all(name in told for name in ("prefect", "mlflow", "service", "runner"))
+        assert all(name in told for name in ("prefect", "mlflow", "service", "runner", "first look whether"))
         with cli.start("up", "--recipe", str(recipe)) as second:
             output, _ = second.communicate(timeout=60)
         assert (second.returncode, "up already, at http://127.0.0.1:" in output) == (2, True)

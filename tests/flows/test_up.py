@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.up import MLFLOW, PREFECT, pages
+from flows.up import pages
 from infra.auth_middleware import pages_login
 from infra.events import Emitter
 from infra.processes import Child, answers, wait_until
+from infra.service_process import MLFLOW, PREFECT
 from infra.settings import Settings
 
 pytestmark = pytest.mark.engine  # no engine, but servers that take as long to start

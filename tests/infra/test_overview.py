@@ -8,7 +8,7 @@ import pytest
 
 from infra.artifacts import staged
 from infra.identity import process_identity
-from infra.overview import Gated, overview
+from infra.overview import Gated, links, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
@@ -87,6 +87,19 @@ def test_the_pages_of_what_runs_are_told_and_what_starts_with_since_when(setting
     }
     assert seen.service_since_ms is not None and 0 <= now_ms() - seen.service_since_ms < 60_000
     assert seen.waiting.words.startswith("the first look whether a refresh is due, in ")
+
+
+@pytest.mark.parametrize(
+    ("uri", "linked"),
+    [
+        ("https://mlflow.example/", {"MLflow": "https://mlflow.example/#/models/draft"}),
+        ("https://ann:secret@mlflow.example", {}),
+    ],
+)
+def test_a_shared_mlflow_is_linked_unless_its_address_has_a_password(
+    tmp_path: Path, uri: str, linked: dict[str, str]
+) -> None:
+    assert links(Settings(home=tmp_path, mlflow_uri=uri), None, None) == linked
 
 
 def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None:

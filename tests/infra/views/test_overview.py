@@ -219,7 +219,7 @@ def test_each_domain_has_a_verdict_while_the_service_speculates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "ready", "told"), [(7, True, "running"), (7, False, "starting"), (None, False, "down, restarts soon")]
+    ("pid", "ready", "told"), [(7, True, "running"), (7, False, "starting"), (None, False, "down, starts soon")]
 )
 def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told: str) -> None:
     program = ProcessRecord(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")

@@ -16,6 +16,7 @@ from tasks.measure.advise import (
     _costs,
     _left,
     _measure,
+    _rows_ms,
     _see,
     _seen,
     is_cut,
@@ -99,8 +100,9 @@ def test_what_there_was_no_time_for_is_told() -> None:
 def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
     target: Target, rows: dict[str, list[Row]], cells: Cells, bar: Bar
 ) -> None:
-    costs = Costs.model_validate(_costs(target, rows[PLAIN], PROMPTS))
+    costs = _costs(cells.keep("rows", lambda: _rows_ms(target, PROMPTS, ends_s=0.0)), rows[PLAIN])
     assert costs.rows_ms.keys() == {*ROWS}
+    assert costs.target_ms(1) + costs.rest_ms >= costs.target_ms(1) > 0
     seen = {name: _seen(rows[name], is_cut(way)) for name, way in WAYS.items()}
     options = ranked(seen, SIZES, costs)
     assert {option.way for option in options} == {*WAYS}
@@ -120,9 +122,9 @@ def report_of(measured: dict[str, Row], speedup: float = 1.5) -> tuple[list[str]
     return report.notes, report.figures["missed_by"]
 
 
-def measured_as(suffix: float, ngram: float) -> dict[str, Row]:
+def measured_as(suffix: float, ngram: float, num: int = 2) -> dict[str, Row]:
     return {
-        name: {"speedup": {"value": value, "low": value, "high": value}, "num_equal": 1}
+        name: {"speedup": {"value": value, "low": value, "high": value}, "num_equal": 1, "num_prompts": num}
         for name, value in (("suffix", suffix), ("ngram", ngram))
     }
 
@@ -142,6 +144,14 @@ def test_what_is_measured_decides_and_where_nothing_pays_nothing_is_to_be_pasted
     assert notes[0] == told
     assert ("```toml" in notes) == pasted and ('name = "ngram"' in "\n".join(notes)) == bool(measured)
     assert missed_by == (pytest.approx({"suffix": 0.25, "ngram": 1.2 / 1.3 - 1}) if measured else {})
+
+
+def test_one_prompt_is_told_without_an_interval() -> None:
+    seen = {"suffix": Seen([Step(4, 2)], DraftingCost(0.1))}
+    costs, options = Costs(rows_ms={1: 1.0}), [Option("suffix", 4, 1.5)]
+    for num, told in ((1, "1.20"), (2, "1.20 (1.20 to 1.20)")):
+        report = make_report("tiny", options, seen, WAYS, costs, {"suffix": measured_as(1.2, 1.3, num)["suffix"]})
+        assert report.grids[0].rows[0][3] == told
 
 
 def test_every_way_comes_as_tables_of_a_recipe() -> None:

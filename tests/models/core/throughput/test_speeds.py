@@ -42,7 +42,7 @@ def test_the_reading_of_a_prompt_takes_its_time_with_a_draft_and_without() -> No
         (60.0, 1.15, 1.25, 0.9, "speeds math up 1.20× (1.15 to 1.25); 60.0"),
         (48.5, 0.95, 0.99, 0.9, "costs math 3% (1% to 5%); 48.5"),
         (48.5, 0.95, 0.99, 0.01, "costs math 3% (1% to 5%): off there; 48.5"),
-        (50.0, 0.98, 1.02, 0.0, "neither speeds math up nor slows it down, 1.00× (0.98 to 1.02): off there; 50.0"),
+        (50.0, 0.98, 1.02, 0.0, "has shown neither gain nor loss on math, 1.00× (0.98 to 1.02): off there; 50.0"),
     ],
 )
 def test_the_verdict_is_what_the_interval_shows_and_says_where_nothing_is_drafted(
