@@ -163,7 +163,7 @@ def require_target(architecture: str, config: Any, draft: BaseParams, params: Pa
     if hands_out_states(architecture) is False:
         raise ValueError(
             f"a draft of family {draft.name} reads states of the target's layers, and vLLM's {architecture} hands out "
-            "none (it has no SupportsEagle3); choose a family that reads none, such as suffix, ngram or lm"
+            "none (it has no SupportsEagle3); choose a family that reads none, such as ngram"
         )
 
 
