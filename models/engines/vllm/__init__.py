@@ -212,7 +212,7 @@ def hands_out_states(architecture: str) -> bool | None:
         return None
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
     places = {
-        key.value: [part.value for part in place.elts if isinstance(part, ast.Constant)]
+        key.value: [str(part.value) for part in place.elts if isinstance(part, ast.Constant)]
         for table in tables
         for key, place in zip(table.keys, table.values, strict=True)
         if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)
