@@ -5,8 +5,9 @@ vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
 publish is an `Adopter` as well. One whose drafts hold smaller ones has `cut(draft, num_layers)`; one of which vLLM can
-compute some drafts alone has `require_served(params, num_draft_tokens)`, whose ValueError says what to set; one that is
-fitted to the target's answers by a search has `search`. `models.core.drafting.draft_families` finds a directory's.
+compute some drafts alone has `require_served(params, num_draft_tokens)`, whose ValueError says what to set; one that
+asks more of a target than a layout has `require_target(params, config)`; one that is fitted to the target's answers by
+a search has `search`. `models.core.drafting.draft_families` finds a directory's.
 """
 
 from abc import ABC, abstractmethod

@@ -93,6 +93,7 @@ def _set_rows(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = datasets.load_dataset(params.path, params.subset or None, split=params.split)
     except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f'data set "{params.path}" is neither on a hub in reach, nor cached, nor a folder or file ({error})'
+            f'data set "{params.path}" is neither on a hub in reach (none is asked unless REDRAFT_HUB=true), nor '
+            f"cached, nor a folder or file ({error})"
         ) from error
     return ((f"row {number}", without_nulls(row)) for number, row in enumerate(rows, start=1))

@@ -59,7 +59,8 @@ def target_config(directory: Path) -> "PreTrainedConfig":
     """Return a target's configuration; sizes have the same names in all families."""
     from transformers import AutoConfig  # takes seconds, and recipes are parsed without it
 
-    return AutoConfig.from_pretrained(directory)
+    found: PreTrainedConfig = AutoConfig.from_pretrained(directory)
+    return found
 
 
 def stop_ids(directory: Path) -> frozenset[int]:

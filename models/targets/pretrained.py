@@ -106,7 +106,7 @@ def _read_config(params: Params) -> PreTrainedConfig:
     if local.suffix != GGUF and (local.exists() or params.path.startswith(("/", "."))):
         _require_model(local)
     with _told_apart(params):
-        found = AutoConfig.from_pretrained(**_source(params))
+        found: PreTrainedConfig = AutoConfig.from_pretrained(**_source(params))
     text, named = found.get_text_config(), f"target {params.path!r}"
     if found.is_encoder_decoder:
         raise ValueError(f"{named} is an encoder-decoder ({found.model_type}); wanted a causal language model")
@@ -117,7 +117,7 @@ def _read_config(params: Params) -> PreTrainedConfig:
         return found
     scheme = scheme if isinstance(scheme, dict) else scheme.to_dict()
     method = scheme.get("quant_method")
-    if method == compressed.METHOD:
+    if method == compressed.METHOD and text is found:
         compressed.known_bits(scheme)
     elif method in DEQUANTIZED:
         found.quantization_config = {**scheme, "dequantize": True}

@@ -50,7 +50,8 @@ def build(params: Params, directory: Path) -> None:
 def config(params: Params) -> PretrainedConfig:
     """Return the target's configuration; ValueError as `build`."""
     gguf = find_gguf()
-    return AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    found: PretrainedConfig = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    return found
 
 
 def tokenizer(params: Params) -> PreTrainedTokenizerBase:

@@ -210,7 +210,7 @@ def test_a_doctor_who_is_shown_a_recipe_tells_each_fault_and_a_build_ends_at_onc
     ):
         recipe.write_text(MINE.format(target=write_family(model_type, tmp_path / model_type), num_train=num_train))
         seen, built = run("doctor", "--recipe", str(recipe)), run("build", "--recipe", str(recipe))
-        assert f"ok    target: {model_type}, 2 layers of 64, 259 tokens" in seen.output
+        assert f"ok    target: {model_type}, 2 layers of 128, 259 tokens" in seen.output
         assert seen.exit_code == 1
         assert any(line.startswith("FAULT") and told in line for line in seen.output.splitlines())
         assert (built.exit_code, built.stderr.count("\n")) == (2, 1)

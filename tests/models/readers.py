@@ -123,7 +123,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/sources/stdlib_code.py": {"sources.stdlib_code": "min_chars max_chars max_document_chars"},
     "models/stages.py": {"stages.Text": "num_train num_held_out"},
     "models/targets/scratch.py": {"targets.scratch": "tokenizer"},
-    "models/targets/pretrained.py": {"targets.pretrained": "path revision dtype"},
+    "models/targets/pretrained.py": {"targets.pretrained": "path revision dtype chat_template"},
     "models/verify/judge.py": {"verify.judge": "head threshold marks bad_weight"},
     "models/verify/relaxed_nearest.py": {"verify.relaxed_nearest": "neighbours delta"},
     "services/bodies.py": {"serving.Limits": "max_body_bytes max_held_bytes body_timeout_s"},

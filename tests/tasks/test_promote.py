@@ -156,6 +156,12 @@ def test_the_recipe_that_it_was_built_by_is_served_whatever_else_it_says(served:
         assert configure_service.fn(recipe)["target_version"] == 1
 
 
+def test_what_the_target_can_not_do_starts_no_service(served: Artifact) -> None:
+    engine = TINY.engine.model_copy(update={"max_model_len": 8192})
+    with pytest.raises(ValueError, match="max_model_len is 8192; the target reads 2048 tokens at most"):
+        configure_service.fn(having(TINY.target, engine=engine))
+
+
 def test_another_recipe_that_makes_the_same_files_is_served_once_it_was_built(
     served: Artifact, registry: Registry
 ) -> None:

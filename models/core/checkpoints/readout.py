@@ -77,9 +77,15 @@ class Readout:
         return readout
 
     @property
+    def matrix(self) -> Tensor:
+        """[D, H] what normed states are multiplied by."""
+        weight: Tensor = self._head.weight
+        return weight.detach()
+
+    @property
     def gain(self) -> Tensor:
         """[H] what the last norm multiplies each channel by."""
-        signs = torch.ones_like(next(self.norm.parameters()))
+        signs = torch.ones_like(self.matrix[0])
         signs[1::2] = -1  # of mean 0 and root mean square 1, so that norms of both kinds only multiply it
         gain: Tensor = (self.norm(signs) - self.norm(-signs)) / 2 * signs
         return gain.detach()
@@ -87,8 +93,7 @@ class Readout:
     @property
     def scale(self) -> float:
         """What a family multiplies the output matrix's products by, where they are small."""
-        weight: Tensor = self._head.weight.detach()
-        row = weight[weight.norm(dim=-1).argmax(), None]
+        row = self.matrix[self.matrix.norm(dim=-1).argmax(), None]
         unit = row / row.square().sum()
         odd = self.logits(unit) - self.logits(-unit)  # without a bias
         return float(f"{odd.max() / 2:.3g}")  # exactly 1 in most families
@@ -129,11 +134,13 @@ def _skeleton_of(config_json: str) -> PreTrainedModel:
     config = AutoConfig.for_model(**said)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _name(model: nn.Module, part: nn.Module | None) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+    names: list[str] = [name for name, module in model.named_modules() if module is part]
+    return names[0]
 
 
 def _output_parts(directory: Path) -> dict[str, Tensor]:

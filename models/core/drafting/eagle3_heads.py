@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, tensor_names
-from models.core.checkpoints.readout import Readout, output_embedding
+from models.core.checkpoints.readout import Readout
 from models.core.drafting import draft_format
 from models.core.drafting.draft_files import WEIGHTS, fused, require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
@@ -212,15 +212,14 @@ class Format(draft_format.Format[Tapped]):
         with torch.no_grad():
             head.fc.weight.zero_()
             head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
-            head.norm.weight.copy_(Readout.load(target_dir).gain)
             self._start(head, target_dir, last - 1)
-        _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
+            head.norm.weight.copy_(_set_vocabulary(head, target_dir, token_counts).gain)
         return head
 
     def renew(self, draft: Tapped, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Let the draft vocabulary follow the traffic within its size; new tokens' rows start from the target's."""
         known, before = draft.vocabulary, draft.lm_head.weight.detach().clone()
-        _set_vocabulary(draft, target_dir, choose_vocabulary(token_counts, len(draft.d2t)))
+        _set_vocabulary(draft, target_dir, token_counts)
         kept = torch.isin(draft.vocabulary, known)
         with torch.no_grad():
             draft.lm_head.weight[kept] = before[torch.searchsorted(known, draft.vocabulary[kept])]
@@ -255,8 +254,11 @@ def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
         (parameter.zero_()[:, hidden:] if reads_both else parameter).copy_(stored)
 
 
-def _set_vocabulary(head: Tapped, target_dir: Path, vocabulary: Tensor) -> None:
+def _set_vocabulary(head: Tapped, target_dir: Path, token_counts: np.ndarray) -> Readout:
+    """Let a head say the commonest tokens, as its target says them; return what the target says them by."""
+    vocabulary = choose_vocabulary(token_counts, len(head.d2t))
+    readout = Readout.load(target_dir, rows=vocabulary)
     with torch.no_grad():
         head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-        readout = Readout.load(target_dir, rows=vocabulary)
-        head.lm_head.weight.copy_(readout.scale * output_embedding(target_dir)[vocabulary])
+        head.lm_head.weight.copy_(readout.scale * readout.matrix)
+    return readout

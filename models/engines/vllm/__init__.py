@@ -180,7 +180,7 @@ def require_target(architecture: str, config: Any, draft: BaseParams, params: Pa
     if hands_out_states(architecture) is False:
         raise ValueError(
             f"a draft of family {draft.name} reads states of the target's layers, and vLLM's {architecture} hands out "
-            "none (it has no SupportsEagle3); choose a family that reads none, such as suffix, ngram or lm"
+            "none (it has no SupportsEagle3); choose a family that reads none, such as ngram"
         )
 
 
@@ -234,7 +234,7 @@ def hands_out_states(architecture: str) -> bool | None:
         return None
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
     places = {
-        key.value: [part.value for part in place.elts if isinstance(part, ast.Constant)]
+        key.value: [str(part.value) for part in place.elts if isinstance(part, ast.Constant)]
         for table in tables
         for key, place in zip(table.keys, table.values, strict=True)
         if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)

@@ -8,16 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.core.drafting.draft_families import family_named, name_of, open_draft
+from models.core.drafting.draft_families import class_of, family_named, name_of, open_draft
 from models.drafts import Family
 from models.targets import describe, random
 from tests.models.drafts.tiny import change_config, params_of, require_refused, rows_at
 
-ANY_TARGET = {"jacobi", "ngram", "rest", "suffix", "token_recycling"}
-
 
 def test_a_target_of_another_layout_is_refused(family: Family, tmp_path: Path) -> None:
-    if name_of(family) in ANY_TARGET:
+    if class_of(family).any_layout:
         return
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ValueError, match=rf"{name_of(family)} .*(llama, mistral.*gpt2|LlamaForCausalLM.*GPT2LMHead)"):

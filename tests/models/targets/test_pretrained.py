@@ -116,13 +116,13 @@ def test_of_a_model_that_reads_images_the_language_model_is_taken(model_type: st
     assert text.config.model_type == MULTIMODAL[model_type]
     with torch.inference_mode():
         torch.testing.assert_close(text(ids).logits, whole(ids).logits)
-    assert (describe(made).hidden_size, describe(made).num_layers) == (64, 2)
+    assert (describe(made).hidden_size, describe(made).num_layers) == (128, 2)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma"])
 def test_sizes_are_read_whatever_a_family_calls_them(model_type: str, tmp_path: Path) -> None:
     card = describe(write_family(model_type, tmp_path))
-    assert (card.hidden_size, card.num_layers, card.vocab_size) == (64, 2, 259)
+    assert (card.hidden_size, card.num_layers, card.vocab_size) == (128, 2, 259)
 
 
 def test_a_chat_template_is_the_models_own_the_recipes_or_plain(tiny_target: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_familys_scale_of_logits_is_told(model_type: str, scale: float, tmp_pa
 @pytest.mark.parametrize(("model_type", "added"), [("llama", 0.0), ("gpt2", 0.0), ("gemma", 1.0)])
 def test_the_gain_of_the_last_norm_is_what_it_multiplies_by(model_type: str, added: float, tmp_path: Path) -> None:
     readout = Readout.load(write_family(model_type, tmp_path))
-    weight = torch.linspace(0.5, 1.5, 64)
+    weight = torch.linspace(0.5, 1.5, 128)
     readout.norm.load_state_dict(dict.fromkeys(readout.norm.state_dict(), weight))
     torch.testing.assert_close(readout.gain, weight + added, rtol=1e-4, atol=1e-4)
 

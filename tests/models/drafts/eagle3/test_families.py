@@ -10,7 +10,7 @@ from models.core.checkpoints.readout import output_embedding
 from models.core.evaluation.scoring import score
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
-from models.drafts import eagle3
+from models.drafts import eagle3, parallel_eagle
 from models.targets import describe
 from tests.models.families import CAUSAL, write_family
 
@@ -32,6 +32,12 @@ def test_a_head_for_a_target_of_any_layout_learns_what_the_target_says(model_typ
     again = eagle3.load(tmp_path / "draft", target)
     scores = score(again, target, SAMPLES, K, tmp_path / "work")
     assert all(one.accepted > 0 for one in scores if int(one.id) % 2)  # those that were sampled
+
+
+def test_a_head_that_drafts_in_one_pass_is_made_for_another_layout_too(tmp_path: Path) -> None:
+    target = write_family("phi", tmp_path / "target")
+    draft = parallel_eagle.create(parallel_eagle.Params(vocab_size=64), target, np.ones(259, int))
+    assert len(score(draft, target, SAMPLES, K, tmp_path / "work")) == len(SAMPLES)
 
 
 def test_the_head_says_tokens_at_the_scale_of_its_target(tmp_path: Path) -> None:
