@@ -49,7 +49,7 @@ def serve(
     from infra.serving import SERVED_NAME
 
     require_startable(settings, parsed.serve.port)
-    from tasks.promote import configure_service
+    from tasks.check_recipe import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     with working(starting(config, settings)) as tell:
@@ -84,7 +84,7 @@ def attach(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import attach_program
-    from tasks.promote import configure_service
+    from tasks.check_recipe import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
     told = {"servers": [server.rstrip("/") for server in servers], "resolve": resolve}
@@ -120,7 +120,7 @@ def record(
     """
     settings, parsed = prepare(recipe)
     from infra.service_process import record_program, write_recording
-    from tasks.promote import configure_service
+    from tasks.check_recipe import configure_service
 
     told = configure_service.fn(parsed)
     target = {"models": model} | {name: told[name] for name in ("target_dir", "target_version")}

@@ -44,7 +44,6 @@ from infra.service_process import (
 from infra.settings import ATTACH_TOKEN, Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import Recipe, load_recipe
-from tasks.promote import configure_service
 
 POST_PROMOTION, SUPERVISOR = "post-promotion", "supervisor"
 # Whatever the service binds, these are for people on this machine who know the home's secret.
@@ -150,6 +149,8 @@ def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> l
     programs = pages(settings)
     orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
     parsed = load_recipe(recipe)
+    from tasks.check_recipe import configure_service  # brings transformers, which takes seconds
+
     config = configure_service.fn(parsed, orchestrated["PREFECT_API_URL"])
     served = _service(parsed, settings, config) if attached is None else _attached(settings, config, attached)
     programs += [replace(program, env={**program.env, **orchestrated}) for program in served]

@@ -1,10 +1,13 @@
 """Say before anything runs whether a recipe's parts go together, and whether its sources have enough prompts."""
 
 from collections.abc import Callable
+from typing import Any
 
 from models import compatibility
 from models.compatibility import Finding
 from models.recipe import Recipe, Traffic
+from models.targets import target_config
+from tasks.promote import open_champions, require_target
 from tasks.select_data import choose_prompts, select_data
 from tasks.stages.task import task
 
@@ -30,3 +33,22 @@ def require_buildable(recipe: Recipe) -> None:
     if faults := [one.found for one in compatibility.findings(recipe) if not one.ok]:
         raise ValueError("\n".join(faults))
     select_data.fn(recipe.traffic, recipe.seed)
+
+
+@task
+def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
+    """Return what the service needs to know beside the settings (services/config.py).
+
+    ValueError if the recipe's engine can't serve so, or as `open_champions`, `require_target` and `require_compatible`.
+    """
+    recipe.require_served()
+    pair = open_champions.fn()
+    require_target(recipe, pair.target)
+    compatibility.require_compatible(recipe, target_config(pair.target_files.path))
+    return {
+        "target_dir": str(pair.target_files.path),
+        "target_version": pair.target.number,
+        "orchestrator": orchestrator,
+        "engine": recipe.engine.model_dump(mode="json"),
+        "serve": recipe.serve.model_dump(mode="json"),
+    }

@@ -1,7 +1,7 @@
 """Find out what is served, and move the alias that says what is to be served."""
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from infra.artifacts import Artifact, publish
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
@@ -57,28 +57,6 @@ def require_target(recipe: Recipe, target: Version) -> None:
             f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
             f"made by {made_by}; take its recipe, or run: redraft build"
         )
-
-
-@task
-def configure_service(recipe: Recipe, orchestrator: str = "") -> dict[str, Any]:
-    """Return what the service needs to know beside the settings (services/config.py).
-
-    ValueError if the recipe's engine can't serve so, or as `open_champions`, `require_target` and `require_compatible`.
-    """
-    recipe.require_served()
-    pair = open_champions.fn()
-    require_target(recipe, pair.target)
-    from models.compatibility import require_compatible  # needs transformers, and other commands do without
-    from models.targets import target_config
-
-    require_compatible(recipe, target_config(pair.target_files.path))
-    return {
-        "target_dir": str(pair.target_files.path),
-        "target_version": pair.target.number,
-        "orchestrator": orchestrator,
-        "engine": recipe.engine.model_dump(mode="json"),
-        "serve": recipe.serve.model_dump(mode="json"),
-    }
 
 
 @task

@@ -34,10 +34,10 @@ from infra.views.figures import draw_acceptance
 from infra.views.results import counting, out, working
 from models.recipe import Demo, Recipe
 from models.sources import Prompt
+from tasks.check_recipe import configure_service
 from tasks.measure.cells import PHASES, RESULT, answers_of
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
 from tasks.measure.stock import Stock
-from tasks.promote import configure_service
 from tasks.select_data import as_chats, choose_more, choose_prompts
 
 NUM_EQUALITY = 50

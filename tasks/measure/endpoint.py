@@ -17,7 +17,7 @@ from infra.settings import Settings
 from infra.status import ServiceStatus
 from models.recipe import Recipe
 from models.sources import Prompt
-from tasks.promote import configure_service
+from tasks.check_recipe import configure_service
 from tasks.select_data import as_chats
 
 

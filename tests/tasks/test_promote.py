@@ -17,7 +17,8 @@ from models.targets import pretrained, random
 from services.attach import AttachConfig
 from services.config import read_as
 from services.record import RecordConfig
-from tasks.promote import configure_service, differences, promote_version, roll_back
+from tasks.check_recipe import configure_service
+from tasks.promote import differences, promote_version, roll_back
 from tasks.register import register_target
 from tests.tags import draft_tags
 from tests.tasks.made import recipe_of
