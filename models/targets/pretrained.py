@@ -45,7 +45,7 @@ class Params(BaseParams):
     )
     revision: str = Field("main", description="a branch, tag or commit of the hub's repository.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description='"auto" keeps the format of the files, and bfloat16 of what was quantized.'
+        "auto", description='"auto" keeps the format of the files, and makes bfloat16 of a GGUF file.'
     )
     chat_template: LocalPath = Field(
         "",
@@ -103,6 +103,8 @@ def tokenizer(params: Params) -> PreTrainedTokenizerBase:
 
 def _read_config(params: Params) -> PreTrainedConfig:
     local = Path(params.path)
+    if local.suffix == GGUF and not local.is_file():
+        raise ValueError(f"target '{local}' is not a file")
     if local.suffix != GGUF and (local.exists() or params.path.startswith(("/", "."))):
         _require_model(local)
     with _told_apart(params):

@@ -153,6 +153,8 @@ def test_a_folder_of_gguf_files_asks_for_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     with pytest.raises(ValueError, match=f"holds GGUF files; name one of them as path, such as '{tmp_path}/a.gguf'"):
         config(Params(path=str(tmp_path)))
+    with pytest.raises(ValueError, match="b.gguf' is not a file"):
+        config(Params(path=str(tmp_path / "b.gguf")))
 
 
 @pytest.mark.slow
