@@ -41,7 +41,7 @@ from infra.service_process import (
     service_argv,
     write_config,
 )
-from infra.settings import ATTACH_TOKEN, Settings, load_settings
+from infra.settings import ATTACH_TOKEN, Settings, load_settings, sqlite_file
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import Recipe, load_recipe
 
@@ -136,7 +136,7 @@ def pages(settings: Settings) -> list[Program]:
             },
         )
     ]
-    if settings.mlflow_uri.startswith("sqlite:"):
+    if sqlite_file(settings.mlflow_uri) is not None:
         port = free_port()
         mlflow = f"http://{LOOPBACK}:{port}"
         argv = [*GUARDED, str(port), "--login", "infra.auth_middleware:mlflow_page()"]

@@ -78,16 +78,16 @@ def plain_path(folder: Path) -> Path:
     return folder if is_plain(folder) else short_folder() / f"link-{linked}"
 
 
-def sqlite_address(file: Path, driver: str = "sqlite") -> str:
-    """Return a database's address for SQLAlchemy."""
-    return f"{driver}:///{file}" if is_plain(file) else f"{driver}:///file:{quote(str(file))}?uri=true"
+def sqlite_address(file: Path, driver: str = "pysqlite") -> str:
+    """Return a database's address for SQLAlchemy; with a driver in it MLflow makes no folder of the whole address."""
+    return f"sqlite:///{file}" if is_plain(file) else f"sqlite+{driver}:///file:{quote(str(file))}?uri=true"
 
 
 def sqlite_file(address: str) -> Path | None:
     """Return the file of such an address, None if it is of another database."""
-    if not address.startswith("sqlite:///"):
+    scheme, _, path = address.partition(":///")
+    if scheme not in ("sqlite", "sqlite+pysqlite"):
         return None
-    path = address.removeprefix("sqlite:///")
     return Path(unquote(path.removeprefix("file:").partition("?")[0]) if path.startswith("file:") else path)
 
 
@@ -155,7 +155,7 @@ class Settings(Frozen):
     def home_variables(self) -> dict[str, str]:
         """Return those of the process variables that say where the home is."""
         prefect = self.home / "prefect"
-        database = sqlite_address(prefect / "prefect.db", "sqlite+aiosqlite")
+        database = sqlite_address(prefect / "prefect.db", "aiosqlite")
         return {
             "PREFECT_HOME": str(prefect),
             # Neither is implied by PREFECT_HOME.

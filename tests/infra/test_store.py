@@ -8,8 +8,9 @@ from tests.conftest import ODD_NAME
 
 
 @pytest.fixture
-def mlflow_store(store: Path, tmp_path: Path) -> Store:
+def mlflow_store(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     (tmp_path / ODD_NAME).mkdir()
+    monkeypatch.chdir(tmp_path)
     settings = Settings(home=tmp_path / ODD_NAME)
     (settings.home / "mlflow.db").write_bytes(store.read_bytes())
     return Store(settings.mlflow_uri, settings.artifacts)
@@ -24,6 +25,7 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(mlflow_store: Store
     (stored,) = (tmp_path / ODD_NAME / "artifacts").rglob("figure.svg")
     assert stored.parts[-3] == run_id
     assert stored.read_text() == "<svg/>"
+    assert {path.name for path in tmp_path.iterdir()} == {ODD_NAME, figure.name}
 
 
 def test_a_metric_that_is_not_finite_is_refused_and_nothing_is_recorded(mlflow_store: Store) -> None:
