@@ -114,7 +114,8 @@ def litellm_messages() -> object:
 
 def llm_prompt() -> object:
     folder = Path(os.environ["LLM_USER_PATH"])
-    (folder / "extra-openai-models.yaml").write_text(f"- {{model_id: mine, model_name: {MODEL}, api_base: {URL}/v1}}\n")
+    named = f"{{model_id: mine, model_name: {MODEL}, api_base: {URL}/v1, api_key_name: mine}}"
+    (folder / "extra-openai-models.yaml").write_text(f"- {named}\n")
     return llm.get_model("mine").prompt("What is two and two?", max_tokens=16, key=KEY).text()
 
 

@@ -63,7 +63,7 @@ def test_a_chat_that_two_models_answer_in_turn_says_so_and_is_in_no_log(client: 
         answer = ask(client, PROMPTS[0], extra_headers={**domain, "X-Redraft-Reasoning": method})
         assert (answer.usage.redraft["lossless"], answer.usage.redraft["reasoning"]) == (False, method)
         assert answer.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="X-Redraft-Reasoning is for chats"):
+    with pytest.raises(openai.BadRequestError, match="X-Redraft-Reasoning is for /v1/chat/completions"):
         client.completions.create(model=MODEL, prompt="x", extra_headers={"X-Redraft-Reasoning": "spec_reason"})
     ask(client, PROMPTS[1], extra_headers=domain)
     [row] = world.wait_for_rows("in-turn", 1)
