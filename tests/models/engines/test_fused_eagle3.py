@@ -290,6 +290,15 @@ def test_a_draft_that_is_computed_otherwise_stays_vllms(pair_of: Any, owner: str
     assert FusedDraft.of(pair.drafter) is None
 
 
+def test_a_vllm_of_another_layout_keeps_its_drafts_and_it_is_said(
+    pair_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = pair_of()
+    del pair.drafter.uses_mrope
+    assert FusedDraft.of(pair.drafter) is None
+    assert "vLLM has another layout: 'EagleProposer' object has no attribute 'uses_mrope'" in caplog.text
+
+
 def test_prompts_and_drafts_of_floats_stay_vllms(pair_of: Any) -> None:
     pair = pair_of()
     many = small_batch_gemm.limit() + 1

@@ -23,9 +23,9 @@
 
 namespace {
 
-constexpr int64_t ALONE = 4;       // sequences up to which one thread drafts
-constexpr double GREEDY = 1e-5;    // vLLM's least temperature that draws
-constexpr int64_t NOT_WRITTEN = -1;  // vLLM's slot of a key that is not to be kept
+constexpr int64_t ALONE = 4;         // sequences up to which one thread drafts
+constexpr double GREEDY = 1e-5;      // vLLM's least temperature that draws
+constexpr int64_t NOT_WRITTEN = -1;  // vLLM's slot of a key that is not kept
 
 using MaybeTensor = std::optional<at::Tensor>;
 using BFloat16 = at::BFloat16;
@@ -41,7 +41,7 @@ struct Draft {
     at::Tensor token_ids;  // [V] of the target, of the draft's vocabulary
     int64_t num_target_ids, layer, num_heads, num_kv_heads, head_size, window, block_size, max_length;
     double epsilon;
-    std::string isa;
+    std::string isa, dtype;
     bool split;
 };
 
@@ -141,7 +141,7 @@ void begin(
     const int64_t num = lengths.size(0);
     const at::Tensor planned = plan.call(
         num, draft.num_heads, draft.num_kv_heads, draft.head_size, lengths, at::kBFloat16, borders, true, draft.window,
-        draft.isa, draft.split, std::nullopt, "auto"
+        draft.isa, draft.split, std::nullopt, draft.dtype
     );
     begin_step.call({draft.layer}, num, true, borders, lengths, blocks, planned, slots, std::nullopt);
 }
@@ -164,10 +164,11 @@ at::Tensor attend(const Draft& draft, const at::Tensor& queries, const at::Tenso
 
 // Return the chosen tokens [B] of the draft's vocabulary; q [B, V] is written where they are drawn.
 at::Tensor choose(const at::Tensor& logits, const MaybeTensor& temperatures, at::Tensor& q) {
-    const at::Tensor best = logits.argmax(1);
+    const at::Tensor floats = logits.to(at::kFloat);  // of which the largest is found three times as fast
+    const at::Tensor best = floats.argmax(1);
     if (!temperatures) return best;
     const at::Tensor greedy = temperatures->lt(GREEDY).unsqueeze(1);
-    q = logits.to(at::kFloat).div(temperatures->unsqueeze(1).masked_fill(greedy, 1)).softmax(1);
+    q = floats.div(temperatures->unsqueeze(1).masked_fill(greedy, 1)).softmax(1);
     const at::Tensor drawn = q.div(at::empty_like(q).exponential_()).argmax(1);
     return at::where(greedy.squeeze(1), best, drawn);
 }
@@ -210,7 +211,7 @@ std::tuple<at::Tensor, at::Tensor> propose(
     at::Tensor states = multiply(draft.combine, target_states);
     at::Tensor qkv = multiply(draft.qkv, joined(draft, ids, states));
     rotate(draft, qkv, target_positions);
-    const at::Tensor each = at::arange(num + 1, borders.options());
+    const at::Tensor each = at::arange(num + 1, borders.options());  // borders of one token a sequence
     at::Tensor lengths = target_lengths.clone(), slots = target_slots;
     begin(draft, each, lengths, blocks, slots);
     states = states.index_select(0, lasts);
@@ -236,7 +237,6 @@ std::tuple<at::Tensor, at::Tensor> propose(
         if (pass == 0) {
             positions = target_positions.index_select(0, lasts);
             slots = at::empty_like(positions);
-            lengths = lengths.clone();
         }
         advance(draft, positions, lengths, blocks, slots);
         qkv = multiply(draft.qkv, joined(draft, ids, states));
@@ -246,9 +246,10 @@ std::tuple<at::Tensor, at::Tensor> propose(
     }
 }
 
+// Products, parts and sizes come in the order of a draft's members.
 void set_draft(
     int64_t number, at::TensorList products, at::IntArrayRef num_outputs, at::TensorList parts, at::IntArrayRef sizes,
-    double epsilon, std::string isa, bool split
+    double epsilon, std::string isa, std::string dtype, bool split
 ) {
     const auto product = [&](int64_t at) {
         return Product{products.at(3 * at), products.at(3 * at + 1), products.at(3 * at + 2), num_outputs[at]};
@@ -256,7 +257,7 @@ void set_draft(
     if (number >= static_cast<int64_t>(drafts.size())) drafts.resize(number + 1);
     drafts[number] = {product(0), product(1), product(2), product(3), product(4), product(5), parts.at(0), parts.at(1),
                       parts.at(2), parts.at(3), parts.at(4), parts.at(5), parts.at(6), sizes[0], sizes[1], sizes[2],
-                      sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], epsilon, isa, split};
+                      sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], epsilon, isa, dtype, split};
 }
 
 }  // namespace
@@ -264,7 +265,7 @@ void set_draft(
 TORCH_LIBRARY_FRAGMENT(redraft, library) {
     library.def(
         "set_draft(int number, Tensor[] products, int[] num_outputs, Tensor[] parts, int[] sizes, float epsilon, "
-        "str isa, bool split) -> ()",
+        "str isa, str dtype, bool split) -> ()",
         set_draft
     );
     library.def(

@@ -16,6 +16,7 @@ No hook: vLLM's proposer calls the draft's model once a pass, from Python.
 Without it: FIGURE
 """
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -31,6 +32,9 @@ from models.engines.vllm import native_build
 from models.engines.vllm.patches import attention, small_batch_gemm
 
 NUMBER = 0  # of the draft, among those of this process
+WITHOUT = "each pass of the draft is called from Python"
+
+log = logging.getLogger(__name__)
 
 
 class FusedDraft:
@@ -43,8 +47,13 @@ class FusedDraft:
     @classmethod
     def of(cls, drafter: Any) -> "FusedDraft | None":
         """Return that of a proposer of vLLM's; None where it has another draft than an EAGLE-3 Llama layer."""
-        model = getattr(drafter, "model", None)
-        return cls(drafter) if type(model) is Eagle3LlamaForCausalLM and _suits(drafter) and _is_built() else None
+        if type(getattr(drafter, "model", None)) is not Eagle3LlamaForCausalLM:
+            return None
+        try:
+            return cls(drafter) if _suits(drafter) and _is_built() else None
+        except AttributeError as error:
+            log.warning("%s: vLLM has another layout: %s", WITHOUT, error)
+            return None
 
     def propose(self, num_tokens: int, step: Mapping[str, Any]) -> Tensor | None:
         """Return the draft's tokens [B, num_tokens] as vLLM's proposer does, and keep q there; None leaves it to that.
@@ -56,6 +65,7 @@ class FusedDraft:
             return None
         sampling = step["sampling_metadata"]
         draws = drafter._enable_probabilistic_draft_probs and not sampling.all_greedy and num_tokens > 0
+        attention.tell_cache(drafter.model.model.layers[0].self_attn.attn)
         tokens, q = torch.ops.redraft.propose(
             NUMBER,
             num_tokens,
@@ -89,17 +99,13 @@ class FusedDraft:
             return True
         if None in forms:
             return False
-        products = [part for form in forms for part in (form.packed, form.scales, form.product.handler_tensor)]
         builder = self._drafter.draft_attn_groups[0].get_metadata_builder()
-        vocab = model.logits_processor.org_vocab_size
-        token_ids = torch.arange(vocab)
+        attn, token_ids = layer.self_attn.attn, torch.arange(model.logits_processor.org_vocab_size)
         if model.draft_id_to_target_id is not None:
             token_ids = token_ids + model.draft_id_to_target_id
-        attn = layer.self_attn.attn
-        attention.tell_cache(attn)
         torch.ops.redraft.set_draft(
             NUMBER,
-            products,
+            [part for form in forms for part in (form.packed, form.scales, form.product.handler_tensor)],
             [form.product.n for form in forms],
             [
                 model.model.embed_tokens.weight,
@@ -122,6 +128,7 @@ class FusedDraft:
             ],
             layer.input_layernorm.variance_epsilon,
             builder.isa,
+            builder.kv_cache_dtype,
             envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
         self._told = forms
@@ -154,4 +161,4 @@ def _suits(drafter: Any) -> bool:
 
 @cache
 def _is_built() -> bool:
-    return native_build.is_loaded(native_build.FUSED_EAGLE3, "each pass of the draft is called from Python")
+    return native_build.is_loaded(native_build.FUSED_EAGLE3, WITHOUT)
