@@ -83,7 +83,8 @@ def load(config: Any) -> Pair:
     drafter = EagleProposer(config, torch.device("cpu"))
     drafter.load_model(target)
     (name,) = drafter._draft_attn_layer_names
-    layer = drafter.model.model.layers[0].self_attn.attn
+    model: Any = drafter.model
+    layer = model.model.layers[0].self_attn.attn
     spec = layer.get_kv_cache_spec(config)
     shape = (NUM_BLOCKS, layer.num_kv_heads, spec.block_size, 2 * layer.head_size)
     layer.kv_cache = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()

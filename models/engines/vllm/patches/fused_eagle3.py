@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from models.engines.vllm import native_build
@@ -66,6 +66,7 @@ class FusedDraft:
         sampling = step["sampling_metadata"]
         draws = drafter._enable_probabilistic_draft_probs and not sampling.all_greedy and num_tokens > 0
         attention.tell_cache(drafter.model.model.layers[0].self_attn.attn)
+        tokens: Tensor
         tokens, q = torch.ops.redraft.propose(
             NUMBER,
             num_tokens,
@@ -94,7 +95,7 @@ class FusedDraft:
             layer.mlp.down_proj,
             model.lm_head,
         )
-        forms = [getattr(module, small_batch_gemm.FORM, None) for module in modules]
+        forms: list[Any] = [getattr(module, small_batch_gemm.FORM, None) for module in modules]
         if forms == self._told:
             return True
         if None in forms:

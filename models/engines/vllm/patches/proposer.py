@@ -109,8 +109,8 @@ class Planned:
         """
         asked, drafter = num_tokens, self._drafter
         block = getattr(drafter.draft_model_config.hf_config, "block_size", 0)
-        if self._fused is not None and (tokens := self._fused.propose(num_tokens, kwargs)) is not None:
-            return tokens
+        if self._fused is not None and (fused := self._fused.propose(num_tokens, kwargs)) is not None:
+            return fused
         if not drafter.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
             kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())
