@@ -168,6 +168,7 @@ def measured_for(
         **shapes,
         **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native_build.kernel_for(target)) else {}),
         "attention": native_build.version(native_build.ATTENTION),
+        "passes": native_build.version(native_build.FUSED_EAGLE3),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

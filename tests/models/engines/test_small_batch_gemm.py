@@ -27,9 +27,10 @@ ROWS = (1, 3, 8, 19)  # one, some, as many as are computed together, and several
 PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 
 
-def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False):
+def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False, of_draft: bool = False):
     assert small_batch_gemm._is_built()
-    return small_batch_gemm.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
+    product = ops.create_onednn_mm(grid.floats().to(dtype).t())
+    return small_batch_gemm.Form(grid, product, dtype, in_step, of_draft), grid.floats()
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -59,14 +60,25 @@ def test_either_form_gives_the_products_of_the_weights(bits: int, dtype: torch.d
     assert error(form.multiply(x[None], bias)[0], x.float() @ weight.T + bias) < most_error
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
-    form, _ = form_of(random_grid(64, 128, bits))
+@pytest.mark.parametrize(("bits", "of_draft"), [(4, False), (8, False), (8, True)])
+def test_a_row_is_the_same_beside_others(bits: int, of_draft: bool, limit) -> None:
+    form, _ = form_of(random_grid(64, 128, bits), of_draft=of_draft)
     x = torch.randn(max(ROWS), 128, dtype=torch.bfloat16)
     limit(len(x))
     together = form.multiply(x)
     for num in range(1, len(x)):
         assert torch.equal(form.multiply(x[:num]), together[:num])
+
+
+def test_a_drafts_products_are_those_of_its_weights_whatever_its_inputs_sizes(limit) -> None:
+    form, weight = form_of(random_grid(72, 128, 8), of_draft=True)
+    x = torch.randn(max(ROWS), 128).bfloat16() * torch.logspace(-6, 6, max(ROWS))[:, None].bfloat16()
+    x[1] = 0
+    limit(len(x))
+    for num in ROWS:
+        got, wanted = form.multiply(x[:num]), x[:num].float() @ weight.T
+        assert all(error(got[row], wanted[row]) < 0.004 for row in range(num) if row != 1)
+        assert not got[1:2].any()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -204,6 +216,8 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
         assert few < 0.01
         assert many < 0.003
         assert (few > many + 0.002) is packed
+        assert (layer.__dict__.get(small_batch_gemm.FORM) is not None) is packed
+        assert not packed or getattr(layer, small_batch_gemm.FORM).of_draft
     assert small_batch_gemm._target.forms == []  # by which the limit is measured
     assert small_batch_gemm.limit() == most
 

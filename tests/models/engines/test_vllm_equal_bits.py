@@ -7,22 +7,19 @@ log-probabilities are compared, because a token is the same in spite of many oth
 import asyncio
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import vllm
-from safetensors.torch import load_file, save_file
 
-from models.core.layers import quantized_weights
 from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measured_for
 from models.lengths import goodput
-from models.targets import random
 from tests.conftest import make_draft
+from tests.models.core.layers.published import build_on_grids
 
 pytestmark = pytest.mark.engine
 
@@ -34,18 +31,6 @@ TIMES = (
     *(Time(num, num, 1, ms) for num, ms in ((1, 15.1), (8, 15.5))),
 )
 BLOCK = 32
-
-
-def build_on_grids(directory: Path) -> None:
-    random.build(random.Params(), directory)
-    file = directory / "model.safetensors"
-    weights, found = load_file(file), {}
-    for name, weight in weights.items():
-        if weight.ndim == 2:
-            found[name] = quantized_weights.rounded(weight)
-            weights[name] = found[name].floats().to(weight.dtype)
-    save_file(weights, file, {"format": "pt"})
-    quantized_weights.save(found, directory)
 
 
 @pytest.fixture(scope="module")

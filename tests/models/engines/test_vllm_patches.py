@@ -18,7 +18,7 @@ from tests.imports import ROOT
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
 # What changes one model runner when a worker is asked to.
-ASKED_FOR = ("proposer", "switch")
+ASKED_FOR = ("fused_eagle3", "proposer", "switch")
 TOLD = re.compile(
     r"\nReplaces: (?P<replaced>.+)\nTried with: vLLM [^\n]+\.\nNo hook: .+\nWithout it: .+\n$", flags=re.DOTALL
 )

@@ -4,7 +4,7 @@ Each file says which symbols of vLLM it replaces, the releases that it was tried
 what happens without it. Importing one replaces nothing. `install()` suits the entry point of a plugin, which vLLM calls
 in each of its processes; an embedded engine installs in a process what that process needs.
 
-`proposer` and `switch` change one running model runner, when a worker is asked to.
+`proposer`, which `fused_eagle3` helps, and `switch` change one running model runner, when a worker is asked to.
 """
 
 import ast

@@ -52,7 +52,7 @@ class _Layers:
         steps: dict[int, tuple[Any, Tensor | None, list[int]]] = {}  # layers of one group share their metadata
         for name, metadata in metadata_of.items():
             if (number := self.numbers.get(name)) is not None:
-                self._tell_cache(number)
+                self.tell_cache(number)
                 steps.setdefault(id(metadata), (metadata, slots_of.get(name), []))[2].append(number)
         for metadata, slots, numbers in steps.values():
             torch.ops.redraft.begin_step(
@@ -67,7 +67,8 @@ class _Layers:
                 metadata.dynamic_causal,
             )
 
-    def _tell_cache(self, number: int) -> None:
+    def tell_cache(self, number: int) -> None:
+        """Tell where a layer's keys and values are, unless that was told."""
         layer = self.all[number]
         if self.caches.get(number) is layer.kv_cache:
             return
@@ -90,6 +91,11 @@ class _Layers:
 
 
 _layers = _Layers()
+
+
+def tell_cache(layer: Any) -> None:
+    """Tell where a layer's keys and values are that attends in one call, for who calls its operator without it."""
+    _layers.tell_cache(layer.redraft_number)
 
 
 def install() -> None:

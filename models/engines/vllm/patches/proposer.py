@@ -30,6 +30,7 @@ from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm.capture import Ring
 from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, DraftOptions, Row, StepPlan
 from models.engines.vllm.patches import require
+from models.engines.vllm.patches.fused_eagle3 import FusedDraft
 
 # What the proposer reads of vLLM's runner and proposer.
 READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")
@@ -55,6 +56,7 @@ class Planned:
         self._num_read: int | None = getattr(runner, NUM_READ, None)
         self._of_runner, self._propose = runner.propose_draft_token_ids, drafter.propose
         self._greedy_sample = drafter._greedy_sample
+        self._fused = FusedDraft.of(drafter)
         runner.speculative_config.disable_padded_drafter_batch = True
         runner.propose_draft_token_ids = self.propose_unless_it_rests
         drafter.propose, drafter._greedy_sample = self.propose, self.greedy_sample
@@ -107,6 +109,8 @@ class Planned:
         """
         asked, drafter = num_tokens, self._drafter
         block = getattr(drafter.draft_model_config.hf_config, "block_size", 0)
+        if self._fused is not None and (fused := self._fused.propose(num_tokens, kwargs)) is not None:
+            return fused
         if not drafter.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
             kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())

@@ -49,6 +49,7 @@ from models.engines.vllm.patches import replace
 # Layers that vLLM makes of several, by the last part of their names; and the head, where it is the embeddings.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens"
+FORM = "redraft_form"  # of a layer that has both
 # The source's: outputs of a panel are two vectors', and of a group's inputs a word of 4-bit integers has eight.
 LANES, VECTORS, WORDS, PAIRS = 16, 2, 4, 16
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -64,8 +65,11 @@ class Form:
     inputs are the rows of a step of the target, not those that are sampled, nor a draft's.
     """
 
-    def __init__(self, grid: Grid, product: Any, dtype: torch.dtype, in_step: bool = False) -> None:
-        self.product, self.num_inputs, self.dtype, self.in_step = product, grid.values.shape[1], dtype, in_step
+    def __init__(
+        self, grid: Grid, product: Any, dtype: torch.dtype, in_step: bool = False, of_draft: bool = False
+    ) -> None:
+        self.product, self.num_inputs, self.dtype = product, grid.values.shape[1], dtype
+        self.in_step, self.of_draft = in_step, of_draft
         parts = [_panels(part) for part in (grid.scales, grid.least) if part is not None]
         self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in parts], dim=2).contiguous()
         self.packed = _pairs(grid.values) if grid.least is None else _words(grid.values)
@@ -74,7 +78,7 @@ class Form:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
         rows, product = x.reshape(-1, self.num_inputs), self.product
         output: Tensor = torch.ops.redraft.small_batch_gemm(
-            rows, self.packed, self.scales, product.handler_tensor, product.n, self.in_step
+            rows, self.packed, self.scales, product.handler_tensor, product.n, self.in_step, self.of_draft
         )
         output = output.reshape(*x.shape[:-1], product.n)
         return output if bias is None else output + bias
@@ -169,8 +173,10 @@ def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None
         own(layer, remove_weight)
     else:
         in_step = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD
-        form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype, in_step)
+        product = ops.create_onednn_mm(weight.t())
+        form = Form(grid, product, weight.dtype, in_step, _target.loads_draft)
         layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
+        setattr(layer, FORM, form)
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         if not _target.loads_draft:
@@ -219,7 +225,9 @@ def _is_built() -> bool:
     return built
 
 
-def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int, in_step: bool) -> Tensor:
+def _like(
+    x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int, in_step: bool, of_draft: bool
+) -> Tensor:
     return x.new_empty(x.shape[0], num_outputs)
 
 

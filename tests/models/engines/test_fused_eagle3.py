@@ -1,0 +1,323 @@
+"""All passes of a draft in one call say what vLLM's proposer says, which calls each from Python."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from models.core.drafting.draft_families import family_of
+from models.core.drafting.lookup import NgramIndex
+from models.drafts.eagle3 import vllm_weights as engine_weights
+from models.engines.vllm import patches
+from models.engines.vllm.fields import Passes, Row, StepPlan
+from models.engines.vllm.patches import attention, fused_eagle3, small_batch_gemm
+from models.engines.vllm.patches.fused_eagle3 import FusedDraft
+from models.engines.vllm.patches.proposer import READS, Planned
+from models.engines.vllm.worker import DraftOnGrids
+from models.lengths import Plan
+from tests.conftest import make_draft
+from tests.models.core.layers.published import build_on_grids
+
+pytestmark = pytest.mark.engine
+
+K, NUM_BLOCKS, LONGEST = 3, 24, 256
+KEYS = 0.01  # how far keys may be apart, as a share of the largest: a rounding of bfloat16
+
+
+# Tokens that the target computed of each sequence of a step, and how many it has with them: of a block's middle, of its
+# border, and of what a whole step verified.
+NEW, LENGTHS = (1, 4, 2, 1), (9, 64, 95, 33)
+
+
+@dataclass
+class Pair:
+    """A target, vLLM's proposer with a draft for it, and that draft as one call."""
+
+    config: Any
+    target: Any
+    drafter: Any
+    fused: FusedDraft
+
+    @property
+    def cache(self) -> Tensor:
+        """The draft's keys and values, which a proposal writes."""
+        cache: Tensor = self.drafter.model.model.layers[0].self_attn.attn.kv_cache
+        return cache
+
+
+def config_of(target: Path, draft: Path, block_size: int = 32) -> Any:
+    """Return the config of an engine of both."""
+    drafting = {**family_of(draft).vllm_config(draft), "num_speculative_tokens": K}
+    drafting |= {"draft_sample_method": "probabilistic", "disable_padded_drafter_batch": True}
+    args = EngineArgs(
+        model=str(target),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=LONGEST,
+        max_num_seqs=16,
+        block_size=block_size,
+        speculative_config=drafting,
+    )
+    return args.create_engine_config()
+
+
+def load(config: Any) -> Pair:
+    """Load both as a worker does, and give the draft a cache that a seed fills."""
+    target = get_model(vllm_config=config)
+    drafter = EagleProposer(config, torch.device("cpu"))
+    drafter.load_model(target)
+    (name,) = drafter._draft_attn_layer_names
+    model: Any = drafter.model
+    layer = model.model.layers[0].self_attn.attn
+    spec = layer.get_kv_cache_spec(config)
+    shape = (NUM_BLOCKS, layer.num_kv_heads, spec.block_size, 2 * layer.head_size)
+    layer.kv_cache = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    drafter.initialize_attn_backend(KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec([name], spec)]))
+    fused = FusedDraft.of(drafter)
+    assert fused is not None
+    return Pair(config, target, drafter, fused)
+
+
+def step_of(
+    pair: Pair,
+    new: Sequence[int] = NEW,
+    lengths: Sequence[int] = LENGTHS,
+    temperatures: Sequence[float] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return what vLLM's `propose` gets for sequences in blocks that are scattered over the cache."""
+    draw, num = torch.Generator().manual_seed(seed), sum(new)
+    size, sizes = pair.drafter.block_size, pair.drafter.draft_model_config.hf_config
+    needed = [-(-min(length + K, LONGEST) // size) for length in lengths]
+    scattered = iter(torch.randperm(NUM_BLOCKS, generator=draw).tolist())
+    blocks = torch.zeros(len(new), LONGEST // size, dtype=torch.int32)
+    for row, count in enumerate(needed):
+        blocks[row, :count] = torch.tensor([next(scattered) for _ in range(count)])
+    positions = torch.cat([torch.arange(length - n, length) for n, length in zip(new, lengths, strict=True)])
+    rows = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
+    borders = torch.tensor([0, *new]).cumsum(0).int()
+    greedy = not any(temperatures)
+    return {
+        "target_token_ids": torch.randint(sizes.vocab_size, (num,), generator=draw).int(),
+        "target_positions": positions,
+        "target_hidden_states": torch.randn(num, pair.drafter.model.model.fc_input_size, generator=draw).bfloat16(),
+        "next_token_ids": torch.randint(sizes.vocab_size, (len(new),), generator=draw).int(),
+        "token_indices_to_sample": None,
+        "sampling_metadata": SimpleNamespace(
+            all_greedy=greedy,
+            all_random=all(temperatures) and not greedy,
+            temperature=None if greedy else torch.tensor(temperatures),
+        ),
+        "common_attn_metadata": CommonAttentionMetadata(
+            query_start_loc=borders,
+            query_start_loc_cpu=borders,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            num_reqs=len(new),
+            num_actual_tokens=num,
+            max_query_len=max(new),
+            max_seq_len=max(lengths),
+            block_table_tensor=blocks,
+            slot_mapping=blocks[rows, positions // size] * size + positions % size,
+        ),
+    }
+
+
+def by_vllm(pair: Pair, num_tokens: int, step: Mapping[str, Any]) -> Tensor:
+    """Return what vLLM's proposer says, called as redraft's calls it."""
+    metadata = step["common_attn_metadata"]
+    copied = {**step, "common_attn_metadata": metadata.replace(seq_lens=metadata.seq_lens.clone())}
+    tokens: Tensor = pair.drafter.propose(num_tokens, **copied)
+    return tokens
+
+
+def both(pair: Pair, num_tokens: int, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
+    """Return what both say, and how far apart the keys are that they wrote, as a share of the largest."""
+    pair.cache.copy_(before := torch.randn(pair.cache.shape, generator=torch.Generator().manual_seed(1)))
+    theirs = by_vllm(pair, num_tokens, step)
+    wanted = pair.cache.clone()
+    assert not torch.equal(wanted, before.bfloat16())
+    pair.cache.copy_(before)
+    ours = pair.fused.propose(num_tokens, step)
+    assert ours is not None
+    error = float((pair.cache.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return ours, theirs, error
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A target whose weights lie on grids, and two drafts for it."""
+    target, first, second = (tmp_path_factory.mktemp(name) for name in ("target", "first", "second"))
+    build_on_grids(target)
+    return target, make_draft(target, first, seed=0), make_draft(target, second, seed=1)
+
+
+@pytest.fixture
+def pair_of(files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Loads pairs by the size of a block, with the patches that a worker has."""
+    monkeypatch.setattr(attention, "_layers", attention._Layers())
+    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
+    # On so few weights it is chance what is faster.
+    monkeypatch.setattr(small_batch_gemm._Target, "_seconds", lambda _, rows, limit: 0.0 if limit else 1.0)
+    current_platform.register_triton_kernel_overrides()
+    patches.install("worker")
+    torch.cpu._init_amx()
+    with ExitStack() as stack:
+
+        def made(block_size: int = 32) -> Pair:
+            config = config_of(*files[:2], block_size)
+            stack.enter_context(set_current_vllm_config(config))
+            init_distributed_environment(1, 0, f"file://{tmp_path}/meet", 0, "gloo")
+            initialize_model_parallel(1, 1)
+            stack.callback(cleanup_dist_env_and_memory)
+            stack.enter_context(torch.inference_mode())
+            return load(config)
+
+        yield made
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_sequences_of_unlike_lengths_get_the_tokens_and_keys_of_vllms_proposer(pair_of: Any, block_size: int) -> None:
+    pair = pair_of(block_size)
+    for seed in range(4):
+        ours, theirs, error = both(pair, K, step_of(pair, seed=seed))
+        assert torch.equal(ours, theirs)
+        assert error < KEYS
+    for num_tokens in (0, 1):  # keys alone, and no pass after the first
+        ours, theirs, error = both(pair, num_tokens, step_of(pair, seed=4 + num_tokens))
+        assert torch.equal(ours, theirs) and ours.shape == (len(NEW), num_tokens)
+        assert error < KEYS
+
+
+def test_more_sequences_than_one_thread_drafts_get_the_same(pair_of: Any) -> None:
+    pair = pair_of()
+    ours, theirs, error = both(pair, K, step_of(pair, (1, 2) * 4, (20, 41) * 4))
+    assert torch.equal(ours, theirs)
+    assert error < KEYS
+
+
+def test_a_sequence_that_begins_with_blocks_of_another_attends_to_their_keys(pair_of: Any) -> None:
+    pair = pair_of()
+    step = step_of(pair)
+    blocks = step["common_attn_metadata"].block_table_tensor
+    blocks[2, :2] = blocks[1, :2]  # of both, the tokens of this step lie behind
+    step["common_attn_metadata"].slot_mapping[1:5] = blocks[1, 2] * 32 + torch.arange(4)
+    ours, theirs, error = both(pair, K, step)
+    assert torch.equal(ours, theirs)
+    assert error < KEYS
+
+
+def test_at_the_end_of_the_context_no_key_is_written_beyond_it(pair_of: Any) -> None:
+    pair = pair_of()
+    for length in (LONGEST - 1, LONGEST):
+        ours, theirs, error = both(pair, K, step_of(pair, (1, 1), (length, 40)))
+        assert torch.equal(ours, theirs)
+        assert error < KEYS
+
+
+def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair_of: Any, files: tuple[Path, ...]) -> None:
+    pair = pair_of()
+    step = step_of(pair)
+    before, _, _ = both(pair, K, step)
+    worker: Any = SimpleNamespace(
+        vllm_config=pair.config,
+        get_model=lambda: pair.target,
+        get_draft_model=lambda: pair.drafter.model,
+        model_runner=SimpleNamespace(drafter=pair.drafter),
+    )
+    weights = engine_weights(files[2])
+    DraftOnGrids(worker).load(load_file(weights.file), weights.parameters)
+    ours, theirs, error = both(pair, K, step)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+    assert error < KEYS
+
+
+def test_what_is_sampled_is_drawn_from_the_q_that_is_told_and_that_is_vllms(pair_of: Any) -> None:
+    pair = pair_of()
+    step = step_of(pair, (1, 4), (9, 64), temperatures=(0.7, 0.0))
+    by_vllm(pair, 1, step)
+    wanted = pair.drafter._last_draft_probs
+    counts, num = torch.zeros_like(wanted[0, 0]), 4000
+    for _ in range(num):
+        tokens = pair.fused.propose(1, step)
+        counts[tokens[0]] += 1
+    q = pair.drafter._last_draft_probs
+    assert q.shape == wanted.shape == (2, 1, pair.config.model_config.get_vocab_size())
+    assert float((q - wanted).abs().sum(2).max() / 2) < 0.03  # vLLM divides in bfloat16
+    assert float((counts / num - q[0, 0]).abs().sum() / 2) < 0.06  # of 64 tokens, by chance 0.05
+    greedy, _, _ = both(pair, 1, step_of(pair, (1, 4), (9, 64)))
+    assert tokens[1] == greedy[1]
+    tokens = pair.fused.propose(K, step)
+    q = pair.drafter._last_draft_probs
+    assert torch.allclose(q.sum(2), torch.ones(2, K)) and (q.gather(2, tokens[..., None]) > 0).all()
+
+
+def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(pair_of: Any) -> None:
+    pair = pair_of()
+    names = ["a", "b", "c", "d"]
+    runner: Any = SimpleNamespace(**dict.fromkeys(READS), drafter=pair.drafter)
+    runner.input_batch = SimpleNamespace(req_ids=names)
+    runner.requests = {name: SimpleNamespace(sampling_params=None) for name in names}
+    runner.speculative_config = pair.config.speculative_config
+    step = step_of(pair)
+    wanted = by_vllm(pair, K, step)
+    planned = Planned(runner, NgramIndex(shortest=3, longest=16, capacity=0))
+    planned._propose = None  # vLLM's is not asked
+    plan = StepPlan(Plan(0), (Passes(K, frozenset("ac")), Passes(1, frozenset("bd"))), 0)
+    rows = [Row.unpacked(row).token_ids for row in planned.propose(plan, **step)]
+    assert rows == [row[:num].tolist() for row, num in zip(wanted, (K, 1, K, 1), strict=True)]
+
+
+@pytest.mark.parametrize(("owner", "name"), [("model.model", "norm_output"), ("", "parallel_drafting")])
+def test_a_draft_that_is_computed_otherwise_stays_vllms(pair_of: Any, owner: str, name: str) -> None:
+    pair = pair_of()
+    holder = attrgetter(owner)(pair.drafter) if owner else pair.drafter
+    setattr(holder, name, True)
+    assert FusedDraft.of(pair.drafter) is None
+
+
+def test_a_vllm_of_another_layout_keeps_its_drafts_and_it_is_said(
+    pair_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = pair_of()
+    del pair.drafter.uses_mrope
+    assert FusedDraft.of(pair.drafter) is None
+    assert "vLLM has another layout: 'EagleProposer' object has no attribute 'uses_mrope'" in caplog.text
+
+
+def test_prompts_and_drafts_of_floats_stay_vllms(pair_of: Any) -> None:
+    pair = pair_of()
+    many = small_batch_gemm.limit() + 1
+    assert pair.fused.propose(K, step_of(pair, (many,), (many,))) is None
+    delattr(pair.drafter.model.lm_head, small_batch_gemm.FORM)
+    assert pair.fused.propose(K, step_of(pair)) is None
+
+
+def test_without_a_compiler_each_pass_is_called_from_python_and_it_is_said(
+    pair_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = pair_of()
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    fused_eagle3._is_built.cache_clear()
+    try:
+        assert FusedDraft.of(pair.drafter) is None
+    finally:
+        fused_eagle3._is_built.cache_clear()
+    assert "each pass of the draft is called from Python" in caplog.text
