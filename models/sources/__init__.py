@@ -213,16 +213,17 @@ def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, 
 
 
 def _fitting(items: Sequence[ItemT], sizes: Mapping[PartT, int], seed: int) -> dict[PartT, int]:
-    """Return the largest sizes in about the same proportions that there are items for; none where there are not."""
-    while True:
-        parts = _split(items, _in_proportion(sizes), seed)
-        share = min(len(parts[part]) / size for part, size in sizes.items())
-        if share >= 1:
-            return dict(sizes)
-        smaller = {part: max(1, int(size * share)) for part, size in sizes.items()}
-        if smaller == sizes:
-            return {}
-        sizes = smaller
+    """Return the sizes, the largest cut to one level, that there are items for; none where that is at no level."""
+    lowest, highest = 0, max(sizes.values())
+    while lowest < highest:
+        level = (lowest + highest + 1) // 2
+        cut = {part: min(size, level) for part, size in sizes.items()}
+        parts = _split(items, _in_proportion(cut), seed)
+        if all(len(parts[part]) >= size for part, size in cut.items()):
+            lowest = level
+        else:
+            highest = level - 1
+    return {part: min(size, lowest) for part, size in sizes.items()} if lowest else {}
 
 
 def digest(text: str) -> str:

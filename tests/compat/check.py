@@ -1,6 +1,6 @@
 """Holds a release of vLLM against what redraft uses of it."""
 
-from tests.compat.tree import Tree
+from tests.compat.tree import Tree, is_classmethod
 from tests.compat.uses import Call, Use
 
 
@@ -30,6 +30,7 @@ def fault(use: Use, tree: Tree, before: Tree) -> str:
     if takes is None or use.wants is None:
         return ""
     if isinstance(use.wants, Call):
-        return takes.why_not_called(*use.wants)
+        num, names, spread, by_class = use.wants
+        return takes.why_not_called(num - (by_class and not is_classmethod(found.node)), names, spread)
     written_for = None if earlier is None else before.parameters(earlier)
     return takes.why_not_replaced(use.wants, written_for or takes)

@@ -54,6 +54,7 @@ IN_FILE = {
     "launch.py": {"vllm_config": ""},
     "openai.py": {
         "engine": "",
+        "state": "vllm.entrypoints.launchers.api_server.app_state:",
         "_state": "vllm.entrypoints.generate.api_router:",
         "engine_client": "InstrumentedLLM",
         "openai_serving_chat": "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat",

@@ -277,6 +277,11 @@ def _members(node: ast.ClassDef) -> dict[str, ast.AST]:
     return found
 
 
+def is_classmethod(node: ast.AST) -> bool:
+    """Whether a method is called with its class in the place of an object."""
+    return isinstance(node, Function) and "classmethod" in map(ast.unparse, node.decorator_list)
+
+
 def _is_abstract(node: ast.AST) -> bool:
     """Whether a method only says what subclasses have."""
     return isinstance(node, Function) and "abstractmethod" in map(ast.unparse, node.decorator_list)

@@ -34,11 +34,12 @@ FILE = re.compile(r"(\w+(?:/\w+)*?)(/__init__)?\.py")
 
 
 class Call(NamedTuple):
-    """How something is called: see `Parameters.why_not_called`."""
+    """How something is called: see `Parameters.why_not_called`; `by_class` is a method of a class, not of an object."""
 
     num: int
     names: frozenset[str]
     spread: bool
+    by_class: bool = False
 
 
 class Use(NamedTuple):
@@ -308,9 +309,9 @@ class _Reader(ast.NodeVisitor):
         elif isinstance(node.func, ast.Attribute) and (symbol := self.member(node.func.value, node.func.attr)):
             num = sum(not isinstance(one, ast.Starred) for one in node.args)
             owner = self.kind(node.func.value)
-            num -= _is_class(owner) and self.imports.get(ast.unparse(node.func.value)) == owner  # the object is passed
+            by_class = _is_class(owner) and self.imports.get(ast.unparse(node.func.value)) == owner
             if owner not in self.sources.classes or node.func.attr not in self.sources.classes[owner].overridden:
-                self.use(symbol, node, Call(num, frozenset(keywords), spread))
+                self.use(symbol, node, Call(num, frozenset(keywords), spread, by_class))
         self.generic_visit(node)
 
 

@@ -149,7 +149,7 @@ _KEYS: dict[str, dict[str, str]] = {
         "recipe.Recipe": "refresh",
         "recipe.Refresh": "min_rows max_rows held_out_fraction replay_per_domain max_share_per_key",
     },
-    "tasks/promote.py": {"recipe.Recipe": "engine serve"},
+    "tasks/check_recipe.py": {"recipe.Recipe": "engine serve"},
     "tasks/distill_draft.py": {"recipe.Recipe": "draft distill", "learning.teacher.TeacherParams": "model"},
     "tasks/find_past.py": {"recipe.Refresh": "pool"},
     "tasks/change_model.py": {

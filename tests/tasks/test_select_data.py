@@ -36,7 +36,8 @@ def test_too_few_prompts_are_told_with_how_they_split_and_numbers_that_fit():
     assert fitting.keys() == {"num_train", "num_held_out", "num_requests"}
     parts = choose_prompts("chat", TRAFFIC.model_copy(update={key: int(n) for key, n in fitting.items()}), seed=0)
     assert {f"num_{part}": str(len(prompts)) for part, prompts in parts.items()} == fitting
-    assert int(fitting["num_train"]) > 200
+    assert (int(fitting["num_held_out"]), int(fitting["num_requests"])) == (TRAFFIC.num_held_out, TRAFFIC.num_requests)
+    assert int(fitting["num_train"]) > 150
     with pytest.raises(ValueError, match="No numbers fit so few groups"):
         choose_prompts("chat", TRAFFIC.model_copy(update={"source": Params(count=3, num_groups=1)}), seed=0)
 

@@ -69,6 +69,7 @@ class Handlers:
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
+        self._tokens, self._takes_tools = state.serving_tokenization, bool(state.args.enable_auto_tool_choice)
         self._most_chars: int = state.vllm_config.model_config.max_model_len * tokenizer.max_chars_per_token
         self._grammars: Grammars | None = state.engine_client.grammars
 
@@ -152,7 +153,7 @@ class Handlers:
             if (num_chars := len(request.prompt)) > self._most_chars:  # one thread encodes for all
                 message = f"the prompt has {num_chars} characters; the context length takes {self._most_chars}"
                 raise _refused(400, message, "prompt")
-        return _told(await _run(self._state.serving_tokenization.create_tokenize(request, raw)))
+        return _told(await _run(self._tokens.create_tokenize(request, raw)))
 
     async def models(self) -> dict[str, Any]:
         """Answer /v1/models."""
@@ -175,7 +176,7 @@ class Handlers:
 
     async def _require_possible(self, request: ChatCompletionRequest | ResponsesRequest) -> None:
         """Refuse tools that nothing could read the calls of, and what `_require_form` does."""
-        if request.tools and request.tool_choice != "none" and not self._state.args.enable_auto_tool_choice:
+        if request.tools and request.tool_choice != "none" and not self._takes_tools:
             message = "tools are not taken here: no tool_parser is set, or none was found ([serve] in the recipe)"
             raise _refused(501, message, "tools")
         await self._require_form(request)
