@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -23,8 +24,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from models.core.drafting.draft_families import family_of
 from models.core.drafting.lookup import NgramIndex
-from models.drafts.eagle3 import vllm_weights as engine_weights
-from models.engines.vllm import patches
+from models.drafts import eagle3
 from models.engines.vllm.fields import Passes, Row, StepPlan
 from models.engines.vllm.patches import attention, fused_eagle3, small_batch_gemm
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
@@ -170,12 +170,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 @pytest.fixture
 def pair_of(files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Loads pairs by the size of a block, with the patches that a worker has."""
+    own, limit = small_batch_gemm._target, small_batch_gemm.limit()
     monkeypatch.setattr(attention, "_layers", attention._Layers())
     monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
     # On so few weights it is chance what is faster.
     monkeypatch.setattr(small_batch_gemm._Target, "_seconds", lambda _, rows, limit: 0.0 if limit else 1.0)
     current_platform.register_triton_kernel_overrides()
-    patches.install("worker")
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    attention.install()
+    small_batch_gemm.install()
     torch.cpu._init_amx()
     with ExitStack() as stack:
 
@@ -189,6 +192,7 @@ def pair_of(files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, tmp
             return load(config)
 
         yield made
+    own._set(limit)
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
@@ -240,7 +244,7 @@ def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair_of: An
         get_draft_model=lambda: pair.drafter.model,
         model_runner=SimpleNamespace(drafter=pair.drafter),
     )
-    weights = engine_weights(files[2])
+    weights = eagle3.vllm_weights(files[2])
     DraftOnGrids(worker).load(load_file(weights.file), weights.parameters)
     ours, theirs, error = both(pair, K, step)
     assert torch.equal(ours, theirs) and not torch.equal(ours, before)

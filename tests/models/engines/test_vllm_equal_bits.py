@@ -7,6 +7,7 @@ log-probabilities are compared, because a token is the same in spite of many oth
 import asyncio
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,8 +49,9 @@ def engine(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
         max_num_seqs=4,
         lengths=goodput.Params(explore=0.0),
         lookup=LookUp(num_tokens=LOOKED_UP, shortest=2, remembered=0),
-        extra={"block_size": BLOCK},
     )
+    extra = {"block_size": BLOCK, "worker_cls": "tests.models.engines.packed.PackedWorker"}
+    params = params.model_copy(update={"extra": extra})  # no recipe may name a worker
     engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs))
     yield engine
     loop.run_until_complete(engine.close())
@@ -83,6 +85,25 @@ def test_one_stream_says_the_same_with_any_draft_and_without(engine: VllmEngine,
     assert sum(sum(one.accepted) for one in looked_up) > 0
     assert bits(head) == bits(cold)
     assert bits(looked_up) == bits(cold)
+    assert loop.run_until_complete(engine._call("drafts_in_one_call"))
+
+
+def test_one_stream_says_the_same_after_another_draft_was_swapped_in(
+    engine: VllmEngine, loop: Loop, tmp_path: Path
+) -> None:
+    before = ask(loop, engine, "head", "before")
+    other = make_draft(Path(engine.args.model), tmp_path, seed=1)
+    loop.run_until_complete(engine.swap_draft(other, "2"))
+    after = ask(loop, engine, "head", "after")
+    assert bits(after) == bits(before)
+    assert [one.drafted_ids for one in after] != [one.drafted_ids for one in before]
+
+
+def test_sampled_requests_are_drafted_so_too(engine: VllmEngine, loop: Loop) -> None:
+    sampling = Sampling(max_tokens=64, ignore_eos=True, temperature=1.0, drafting="head")
+    answer = loop.run_until_complete(engine.generate([5, 6, 7] * 9, sampling, "sampled"))
+    assert len(answer.token_ids) == 64
+    assert sum(answer.accepted) > 0
 
 
 def test_so_many_rows_read_the_grid_as_one_sequence_has_verified_or_more(engine: VllmEngine, loop: Loop) -> None:

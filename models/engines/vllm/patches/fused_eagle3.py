@@ -13,7 +13,8 @@ Replaces: `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose`
     leaves a proposal to it.
 Tried with: vLLM 0.32.
 No hook: vLLM's proposer calls the draft's model once a pass, from Python.
-Without it: FIGURE
+Without it: three passes take 2.7 ms instead of 0.7, and 12 instead of 0.9 where other processes keep both cores busy
+    (a draft of 7 million weights for SmolLM2-135M, one sequence, two cores of an AMD EPYC; a plain step takes 8.7).
 """
 
 import logging
