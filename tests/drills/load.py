@@ -233,7 +233,8 @@ def _of_body(received: bytes) -> Reply:
 
 
 def _of_stream(received: bytes) -> Reply | str:
-    frames = [frame.removeprefix("data: ") for frame in received.decode().split("\n\n") if frame]
+    lines = received.decode().splitlines()  # an error's has the event's name before it
+    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if not frames or frames.pop() != "[DONE]":
         return "cut"
     chunks: list[dict[str, Any]] = [json.loads(frame) for frame in frames]
