@@ -26,7 +26,7 @@ from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.views.results import out, working
-from models.recipe import DEFAULT_RECIPE, load_recipe
+from models.recipe import DEFAULT_RECIPE, load_recipe, toml
 
 if TYPE_CHECKING:
     from infra.versions import Version
@@ -69,7 +69,6 @@ def build(
     settings, parsed = prepare(recipe)
     if plan:
         from flows.build import plan as look
-        from tasks.measure.fit import toml
 
         typer.echo(toml(parsed.model_dump(mode="json", exclude_none=True)) + "\n")
         for step, key in look(parsed).items():

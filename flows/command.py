@@ -22,7 +22,7 @@ from infra.files import write_atomic
 from infra.home import open_home
 from infra.settings import Settings, load_settings
 from infra.views.results import out
-from models.recipe import Recipe, changed_tables, load_recipe
+from models.recipe import Recipe, changed_tables, load_recipe, toml
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LOG = "commands.log"
@@ -80,8 +80,6 @@ def _changed(recipe: str, changes: list[str]) -> str:
     """Write a recipe with changes into the home, for this command and what it starts, and return the file's path."""
     settings, tables = load_settings(), changed_tables(recipe, changes)
     open_home(settings)
-    from tasks.measure.fit import toml
-
     text = toml(tables)
     file = settings.home / "recipes" / f"{tables['name']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
     file.parent.mkdir(exist_ok=True)

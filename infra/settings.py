@@ -28,7 +28,7 @@ RECORD_CONFIG = "REDRAFT_RECORD_CONFIG"
 KEY = r"[\x21-\x7e]{8,512}"
 # Of the list of hosts that are asked without a proxy; some libraries read the one, some the other.
 NO_PROXY = ("no_proxy", "NO_PROXY")
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 QUIET_MLFLOW = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -150,7 +150,7 @@ class Settings(Frozen):
         os.environ.pop(f"{PREFIX}API_KEYS", None)
         listed = [host.strip() for name in NO_PROXY for host in os.environ.get(name, "").split(",") if host.strip()]
         if "*" not in listed:  # which some libraries take for every host only where it stands alone
-            os.environ |= dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*listed, *LOOPBACK, self.host])))
+            os.environ |= dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*listed, *LOOPBACK_HOSTS, self.host])))
 
     def home_variables(self) -> dict[str, str]:
         """Return those of the process variables that say where the home is."""

@@ -14,7 +14,6 @@ from models import catalog
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import class_of, family_named
 from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
-from models.core.drafting.eagle3_heads import HeadParams
 from models.core.layers.decoder import require_known
 from models.core.learning import distill
 from models.recipe import Recipe
@@ -79,8 +78,6 @@ def _draft(recipe: Recipe, config: Any) -> str:
     if recipe.shrink is None:  # else the sizes are others by then
         if size := getattr(draft, "vocab_size", 0):
             require_vocab_size(size, config.vocab_size)
-        if isinstance(draft, HeadParams):
-            draft.layers(config.num_hidden_layers)
         if hasattr(family, "require_target"):
             family.require_target(draft, config)
     return f"family {draft.name}, K {recipe.num_draft_tokens}"

@@ -6,6 +6,7 @@ that way.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -395,12 +396,34 @@ def changed_tables(name_or_path: str, changes: Sequence[str]) -> dict[str, Any]:
     return tables
 
 
+def toml(tables: Mapping[str, Any]) -> str:
+    """Write tables of a recipe, after the keys that stand in none; values are what JSON has, but no null."""
+    lines = [f"{_key(name)} = {_value(value)}" for name, value in tables.items() if not isinstance(value, Mapping)]
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            continue
+        lines += [f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
 def _merge(tables: dict[str, Any], changes: Mapping[str, Any]) -> None:
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(tables.get(key), dict):
             _merge(tables[key], value)
         else:
             tables[key] = value
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _read(name_or_path: str) -> tuple[dict[str, Any], str]:

@@ -157,7 +157,7 @@ def _start(draft: DFlash, target_dir: Path, last: int) -> None:
 
 _format = Format("dflash", ARCHITECTURES, DFlash, _start)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
-vllm_weights = engine_weights
+vllm_weights, require_target = engine_weights, _format.require_target
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:

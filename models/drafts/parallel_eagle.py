@@ -138,7 +138,7 @@ class _Drafter(FeatureDrafter):
 
 _format = Format("parallel_eagle", ARCHITECTURES, ParallelEagle, start_from_last_layer)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
-vllm_weights = engine_weights
+vllm_weights, require_target = engine_weights, _format.require_target
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> ParallelEagle:

@@ -7,12 +7,11 @@ greedy output hangs on rounding.
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from models.core.checkpoints.loading import moved
+from models.core.checkpoints.loading import write_random
 from models.params import BaseParams
 
 PAPER = "none"
@@ -37,11 +36,7 @@ class Params(BaseParams):
 
 def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`."""
-    with torch.random.fork_rng():
-        torch.manual_seed(params.seed)
-        model = LlamaForCausalLM(config(params))
-    moved(model, torch.bfloat16).save_pretrained(directory)
-    tokenizer(params).save_pretrained(directory)
+    write_random(config(params), tokenizer(params), params.seed, directory)
 
 
 def config(params: Params) -> LlamaConfig:

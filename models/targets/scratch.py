@@ -7,12 +7,11 @@ too. Weights are drawn as transformers draws them, normal with a deviation of 0.
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from models import catalog
-from models.core.checkpoints.loading import moved
+from models.core.checkpoints.loading import write_random
 from models.params import BaseParams
 
 PAPER = "none"
@@ -42,11 +41,7 @@ class Params(BaseParams):
 
 def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`; ValueError if the tokenizer can't be had, as its target says."""
-    with torch.random.fork_rng():
-        torch.manual_seed(params.seed)
-        model = LlamaForCausalLM(config(params))
-    moved(model, torch.bfloat16).save_pretrained(directory)
-    tokenizer(params).save_pretrained(directory)
+    write_random(config(params), tokenizer(params), params.seed, directory)
 
 
 def config(params: Params) -> LlamaConfig:

@@ -40,10 +40,10 @@ from models.core.throughput.expected import (
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
 from models.params import BaseParams
+from models.recipe import toml
 from models.sources import digest
 from tasks.measure.cells import Cells
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
-from tasks.measure.fit import toml
 from tasks.measure.run import Bar, Run
 from tasks.measure.specbench import PLAIN, WARM_TOKENS, chat_before, read_questions
 

@@ -1,16 +1,15 @@
 """The form to choose under bounds such as "110 MiB, KL 0.1", and the tables of a recipe that make it."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.artifacts import open_artifact
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import Report
 from models.params import did_you_mean
-from models.recipe import Recipe
+from models.recipe import Recipe, toml
 from tasks.prepare_target import prepare_target
 
 # Word to the metric that it bounds, and "most" or "least".
@@ -95,31 +94,9 @@ def fitted(
     return report.model_copy(update={"notes": notes, "figures": {**report.figures, "fit": fit._asdict()}})
 
 
-def toml(tables: Mapping[str, Any]) -> str:
-    """Write tables of a recipe, after the keys that stand in none; values are what JSON has, but no null."""
-    lines = [f"{_key(name)} = {_value(value)}" for name, value in tables.items() if not isinstance(value, Mapping)]
-    for name, table in tables.items():
-        if not isinstance(table, Mapping):
-            continue
-        lines += [f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items()), ""]
-    return "\n".join(lines).rstrip()
-
-
 def _reaches(figure: MethodFigure, winner: MethodFigure) -> bool:
     return figure.interval is None or winner.interval is None or figure.interval.high >= winner.interval.low
 
 
 def _open(found: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{row} ({', '.join(spelt)})" for row, spelt in found.items())
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from infra.serving import compiled_folder
-from infra.settings import LOOPBACK, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
+from infra.settings import LOOPBACK_HOSTS, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
 from tests.conftest import ODD_NAME
 
 COMPILED = ("VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR")
@@ -130,7 +130,7 @@ def test_no_proxy_is_asked_for_loopback_nor_for_the_address_of_this_service(
     os.environ.pop("NO_PROXY", None)
     os.environ["no_proxy"] = "registry.example, .internal"
     Settings(home=tmp_path, host="127.0.0.2").prepare_environment()
-    wanted = ",".join(("registry.example", ".internal", *LOOPBACK, "127.0.0.2"))
+    wanted = ",".join(("registry.example", ".internal", *LOOPBACK_HOSTS, "127.0.0.2"))
     assert [os.environ[name] for name in NO_PROXY] == [wanted, wanted]
     for host in ("127.0.0.1", "127.0.0.2", "localhost"):
         with ThreadingHTTPServer((host, 0), Answer) as server:

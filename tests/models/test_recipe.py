@@ -1,8 +1,10 @@
 """Recipes: all that ship are parsed, and a slip is named with its table and the nearest key."""
 
+import tomllib
+
 import pytest
 
-from models.recipe import Recipe, changed_tables, load_recipe, parse_recipe, shipped_recipes
+from models.recipe import Recipe, changed_tables, load_recipe, parse_recipe, shipped_recipes, toml
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -171,3 +173,16 @@ def test_a_change_replaces_a_value_and_leaves_the_rest_of_its_table():
 def test_a_change_without_key_or_value_is_refused(change):
     with pytest.raises(ValueError, match=r"^--set is .*, wanted KEY=VALUE such as"):
         changed_tables("tiny", [change])
+
+
+def test_tables_are_written_as_toml_reads_them():
+    tables = {
+        "name": "mine, ½ 🙂",
+        "prune": {"method": {"name": "wanda"}, "pattern": "2:4", "num_documents": 8},
+        "quantize": {
+            "method": {"name": "int8_static", "percentile": 99.5},
+            "exceptions": {"*.mlp.down_proj": {"name": "int8_dynamic"}, "model.layers.0.*": "float"},
+        },
+        "pretrain": {"regimes": [{"name": "dorefa"}, {"name": "packing"}], "checked": True},
+    }
+    assert tomllib.loads(toml(tables)) == tables

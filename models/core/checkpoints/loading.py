@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from models.core.checkpoints import compressed
 from models.core.checkpoints.checkpoint import read_stored, read_tensors
@@ -60,6 +67,15 @@ def load_reported(kind: Any = AutoModelForCausalLM, **settings: Any) -> tuple[Pr
     loaded: Any = kind.from_pretrained(output_loading_info=True, **settings)
     model, report = loaded  # which is annotated as the model alone
     return model, sorted(report["missing_keys"])
+
+
+def write_random(config: LlamaConfig, tokenizer: PreTrainedTokenizerBase, seed: int, directory: Path) -> None:
+    """Write a Llama model of random weights in bfloat16, and its tokenizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    moved(model, torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def moved(model: PreTrainedModel, to: torch.dtype | torch.device | str) -> PreTrainedModel:

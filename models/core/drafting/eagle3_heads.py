@@ -199,6 +199,10 @@ class Format(draft_format.Format[Tapped]):
         super().__init__(family, architectures, draft)
         self._start = start
 
+    def require_target(self, params: HeadParams, config: Any) -> None:
+        """Raise ValueError if a target of a configuration has no such residual streams; see `models.drafts`."""
+        params.layers(config.num_hidden_layers)
+
     def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Make a draft that says what the target says of the deepest tapped layer; see `models.drafts.Family`."""
         source = target_config(target_dir)

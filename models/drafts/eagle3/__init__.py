@@ -57,6 +57,7 @@ class Params(HeadParams):
 _format = Format("eagle3", ARCHITECTURES, Eagle3, start_from_last_layer)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 expected_shapes, publishes, vllm_weights = _format.expected_shapes, is_published, engine_weights
+require_target = _format.require_target
 
 
 def adopt(directory: Path, target_dir: Path) -> Eagle3:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.core.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
+from models.recipe import toml
 from tasks.measure.advise import (
     PLAIN,
     ROWS,
@@ -27,7 +28,6 @@ from tasks.measure.advise import (
 )
 from tasks.measure.cells import Cells
 from tasks.measure.configurations import Target
-from tasks.measure.fit import toml
 from tasks.measure.run import Bar
 from tests.tasks.measure.benches import open_target
 

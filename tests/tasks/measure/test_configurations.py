@@ -7,7 +7,7 @@ from infra.artifacts import Artifact
 from models import catalog
 from models.core.drafting.draft_families import family_named, family_of, name_of
 from models.core.evaluation.golden import save_golden
-from models.recipe import Recipe, load_recipe
+from models.recipe import Recipe, load_recipe, toml
 from models.sources import Message
 from tasks.measure.configurations import (
     SERVED,
@@ -17,7 +17,6 @@ from tasks.measure.configurations import (
     make_drafts,
     read_configurations,
 )
-from tasks.measure.fit import toml
 from tasks.measure.run import Bar
 from tasks.measure.specbench import ALL, PLAIN, Question, _answer, make_report
 from tests.models.drafts.tiny import params_of

@@ -1,7 +1,5 @@
 """What is asked for is read, the fastest that keeps to it is chosen, and its recipe is one."""
 
-import tomllib
-
 import pytest
 
 from infra.views.comparison import MethodFigure
@@ -83,16 +81,3 @@ def test_where_nothing_fits_that_is_said() -> None:
     assert fit.told(found, ROWS, "one_stream", "") == "nothing fits; undecided: smaller (KL 0.1)."
     nothing = fit.choose(ROWS, fit.parse_bounds("95 MiB, 99 tokens/s", WORDS), "one_stream")
     assert fit.told(nothing, ROWS, "one_stream", "") == "nothing fits."
-
-
-def test_tables_are_written_as_toml_reads_them() -> None:
-    tables = {
-        "name": "mine, ½ 🙂",
-        "prune": {"method": {"name": "wanda"}, "pattern": "2:4", "num_documents": 8},
-        "quantize": {
-            "method": {"name": "int8_static", "percentile": 99.5},
-            "exceptions": {"*.mlp.down_proj": {"name": "int8_dynamic"}, "model.layers.0.*": "float"},
-        },
-        "pretrain": {"regimes": [{"name": "dorefa"}, {"name": "packing"}], "checked": True},
-    }
-    assert tomllib.loads(fit.toml(tables)) == tables
