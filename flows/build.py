@@ -67,7 +67,7 @@ def make_target(recipe: Recipe) -> Artifact:
         text = select_text(recipe.select, recipe.seed, target, text)
     for stage in CHANGES:
         if table := getattr(recipe, stage):
-            target = change_model(stage, table, recipe.seed, target, text)
+            target = change_model(stage, table, recipe.seed, target, text, recipe.train)
     return target
 
 

@@ -20,7 +20,19 @@ from models.core.evaluation.post_promotion_test import Params as PostPromotionTe
 from models.engines import EngineParams
 from models.params import BaseParams, TrainingParams, did_you_mean, require_unsaid, validate, without_defaults
 from models.serving import Serve
-from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
+from models.stages import (
+    TABLES,
+    Finetune,
+    Pretrain,
+    Prune,
+    Quantize,
+    Select,
+    Shrink,
+    Text,
+    Train,
+    require_chain,
+    require_workers,
+)
 from models.types import Frozen, GateParams
 
 DEFAULT_RECIPE = "smollm2-cpu"
@@ -212,6 +224,7 @@ class Recipe(Frozen):
     Attributes:
         name: what the run is called; by default the file's name.
         seed: of every random choice.
+        train: processes that train; left out, the command or the flow's process does.
     """
 
     name: str = Field(min_length=1)
@@ -224,6 +237,7 @@ class Recipe(Frozen):
     prune: Prune | None = None
     finetune: Finetune | None = None
     quantize: Quantize | None = None
+    train: Train | None = None
     traffic: dict[Domain, Traffic] = Field(min_length=1)
     generate: Generate = Generate()
     engine: Annotated[EngineParams, catalog.Method("engines")]
@@ -277,7 +291,7 @@ class Recipe(Frozen):
         learning: tuple[Any, ...] = (self.distill, self.refresh_distill())
         for params, of_log in zip(learning, (False, True), strict=True):
             loss = params.over(class_of(family).procedure).loss
-            require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains)
+            require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains, self.train is not None)
             if params.teachers and not family.TRAINED:
                 raise ValueError("teachers are for drafts that are trained, and this one has no weights")
             require_reader(params.teachers, loss)
@@ -334,6 +348,7 @@ def _require_read(recipe: Recipe) -> None:
 
 
 def _require_read_stages(recipe: Recipe) -> None:
+    require_workers(recipe.train, recipe.pretrain, recipe.finetune)
     reads = recipe.pretrain is not None or recipe.finetune is not None
     for family in ("shrink", "prune", "quantize"):
         if (table := getattr(recipe, family)) is None:

@@ -36,6 +36,24 @@ class Text(Frozen):
         return {"train": self.num_train, "held_out": self.num_held_out}
 
 
+class Train(Frozen):
+    """Processes of a Ray cluster that train drafts, [pretrain] and [finetune] together, each on its share of a batch.
+
+    Ray's variable `RAY_ADDRESS` names the cluster; without it they run on this machine.
+
+    Attributes:
+        workers: how many.
+        cpus: cores of each.
+        gpus: of each.
+        sharded: whether [pretrain] and [finetune] keep a share of the weights in each (FSDP2) instead of all (DDP).
+    """
+
+    workers: int = Field(ge=2)
+    cpus: int = Field(1, ge=1)
+    gpus: int = Field(0, ge=0)
+    sharded: bool = False
+
+
 class Trained(TrainingParams):
     """A stage that trains: the loop's settings are keys of its own table."""
 
@@ -207,6 +225,19 @@ TABLES: dict[str, type[Frozen]] = {
     "finetune": Finetune,
     "quantize": Quantize,
 }
+
+
+def require_workers(train: Train | None, *stages: Pretrain | Finetune | None) -> None:
+    """Raise ValueError if a stage has regimes that several processes can't train with, or shards that none reads."""
+    there = [stage for stage in stages if stage is not None]
+    if train is None:
+        return
+    if train.sharded and not there:
+        raise ValueError("[train] sharded is for [pretrain] and [finetune], and the recipe has neither")
+    for regime in (regime for stage in there for regime in stage.regimes):
+        if train.sharded or "loop" in catalog.load("regimes", regime.name).CHANGES:
+            what = "changes whole weights" if train.sharded else "is a loop of its own"
+            raise ValueError(f'[train]: regime "{regime.name}" {what}, which takes one process')
 
 
 def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ put back after merging, because an adapter fills them.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,24 +16,32 @@ from infra.artifacts import Artifact
 from models import adapters, catalog, prune, quantize
 from models.core.checkpoints import invariants, mixed
 from models.core.learning import training
+from models.core.learning.parallel import Workers
 from models.core.learning.second_task import SecondTask
 from models.params import BaseParams
 from models.shrink import num_stored
-from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink
+from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink, Train
 from models.types import Frozen
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 from tasks.stages.task import task
 
 
 @task
-def change_model(stage: str, table: Frozen, seed: int, target: Artifact, text: Artifact) -> Artifact:
+def change_model(
+    stage: str, table: Frozen, seed: int, target: Artifact, text: Artifact, workers: Train | None = None
+) -> Artifact:
     """Make another target of one by a stage of the build and its table of the recipe; an artifact of kind "target"."""
-    return change_target(stage, table, seed, target, text, CODE[stage], CHANGES[stage])
+    return change_target(stage, table, seed, target, text, CODE[stage], CHANGES[stage], workers)
 
 
 def _pretrained(table: Pretrain, seed: int, start: Start) -> Changed:
-    model, documents, regimes = start.model, start.documents, table.regimes
-    trained = training.train_by_name(model, documents, table.training, regimes, seed, start.work, start.on_progress)
+    model, documents = start.model, start.documents
+
+    def run(workers: Workers, work: Path, on_progress: training.OnProgress) -> training.Trained:
+        settings, regimes = table.training, table.regimes
+        return training.train_by_name(model, documents, settings, regimes, seed, work, on_progress, workers=workers)
+
+    trained = start.run(model, run)
     return Changed(model, training_metrics(trained), trained.losses)
 
 
@@ -58,9 +67,13 @@ def _finetuned(table: Finetune, seed: int, start: Start) -> Changed:
     share = adapted.trained_share
     more = [] if second is None else [SecondTask(start.train[second.domain], second.weight, table.training, seed)]
     documents, settings = start.train[table.domain], table.training
-    trained = training.train_by_name(
-        adapted.model, documents, settings, table.regimes, seed, start.work, start.on_progress, more
-    )
+
+    def run(workers: Workers, work: Path, on_progress: training.OnProgress) -> training.Trained:
+        return training.train_by_name(
+            adapted.model, documents, settings, table.regimes, seed, work, on_progress, more, workers
+        )
+
+    trained = start.run(adapted.model, run)
     adapters.save(adapted, start.work / "adapter")
     merged = adapters.merge(adapted)
     held.put_back(merged)

@@ -1,7 +1,7 @@
 """Train a draft: a new one, or a challenger that goes on from where it was."""
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from infra.windows import Window
 from models.core.drafting.draft_families import family_named, family_of, name_of
 from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample
+from models.core.learning.parallel import Workers
 from models.drafts import Draft
 from models.params import BaseParams
 from models.precision import is_out_of_memory
@@ -33,6 +34,7 @@ from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
 from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
+from tasks.stages.workers import train_module
 
 STATE, STATE_FILE = "state", "state.safetensors"
 
@@ -139,9 +141,28 @@ def _train(
                     family.search(draft, answers, number, seed, show)
             family.save(draft, directory)
             return
-        before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE
-        after = work / STATE_FILE if params.schedule == "constant" else None
-        captured = None if start is None else captures_of(target_dir)
+        unseen = None if window is None else _new_in(window, rows)
+        captured = None if start is None or recipe.train is not None else captures_of(target_dir)
+
+        def run(workers: Workers, folder: Path, on_progress: Callable[[distill.Progress], None]) -> distill.Report:
+            return distill.train(
+                draft,
+                open_artifact(target),
+                rows,
+                params,
+                number,
+                folder,
+                seed,
+                on_progress,
+                device if recipe.train is None else "cuda" if recipe.train.gpus else "cpu",
+                state=None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE,
+                state_out=folder / STATE_FILE if params.schedule == "constant" else None,
+                captured=captured,
+                teacher_dirs=[open_artifact(teacher) for teacher in teachers],
+                unseen=unseen,
+                workers=workers,
+            )
+
         with progress("distill the draft") as show:
 
             def on_progress(now: distill.Progress) -> None:
@@ -149,27 +170,12 @@ def _train(
                 tau = "" if now.tau is None else f", validated at τ {now.tau:.3f}"
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}{tau}")
 
-            report = distill.train(
-                draft,
-                target_dir,
-                rows,
-                params,
-                number,
-                work,
-                seed,
-                on_progress,
-                device,
-                state=before,
-                state_out=after,
-                captured=captured,
-                teacher_dirs=[open_artifact(teacher) for teacher in teachers],
-                unseen=None if window is None else _new_in(window, rows),
-            )
+            report = train_module(recipe.train, draft, run, work, on_progress)
         if captured is not None:
             tell_captured(captured, "learn from")
-        if after is not None:
+        if params.schedule == "constant":
             with staged(end) as kept:
-                after.replace(kept / STATE_FILE)
+                (work / STATE_FILE).replace(kept / STATE_FILE)
         family.save(draft, directory)
         fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, seed)
         _record(report, {} if captured is None else captured.counts, params, work)

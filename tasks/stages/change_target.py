@@ -15,11 +15,13 @@ from models.core.checkpoints.loading import complete, load_floats, load_model, s
 from models.core.evaluation import perplexity
 from models.core.layers.linears import ENOUGH, enough_tokens
 from models.core.learning import training
+from models.stages import Train
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import cached_step
 from tasks.stages.task import progress, run_logger, table
 from tasks.stages.throttle import throttled
+from tasks.stages.workers import Run, train_module
 
 Losses = Sequence[tuple[int, float]]
 FrozenT = TypeVar("FrozenT", bound=Frozen)
@@ -32,12 +34,18 @@ class Start(NamedTuple):
         model: the target in float32, on the settings' device.
         train: domain to token ids.
         work: lasts until the stage is complete, so that a killed run is resumed.
+        workers: processes that train; None for this one.
     """
 
     model: PreTrainedModel
     train: dict[str, list[list[int]]]
     work: Path
     on_progress: training.OnProgress
+    workers: Train | None = None
+
+    def run(self, model: PreTrainedModel, run: Run[training.Progress, training.Trained]) -> training.Trained:
+        """Train a model by `run`, see `tasks.stages.workers`."""
+        return train_module(self.workers, model, run, self.work, self.on_progress)
 
     def calibration(self, num_documents: int, max_length: int) -> list[list[int]]:
         """Return documents to calibrate on, the domains in turn; ValueError if there are fewer.
@@ -79,10 +87,12 @@ def change_target(
     text: Artifact,
     code: Sequence[object],
     change: Callable[[FrozenT, int, Start], Changed],
+    workers: Train | None = None,
 ) -> Artifact:
     """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
 
-    `stage` is its table's name, `settings` that table. `change` may use up the model. ValueError as `store`.
+    `stage` is its table's name, `settings` that table. `change` may use up the model; where it trains, `workers` do so.
+    ValueError as `store`.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -90,7 +100,7 @@ def change_target(
         model = load_model(target_dir, device=load_settings().device)
         with progress(f"{stage} the target") as show:
             train = tokenise(read_documents(text_dir, "train"), target_dir)
-            changed = change(settings, seed, Start(model, train, work, shown_by(show)))
+            changed = change(settings, seed, Start(model, train, work, shown_by(show), workers))
         losses = held_out_losses(changed.model, tokenise(read_documents(text_dir, "held_out"), target_dir))
         store(changed, directory, target_dir)
         rows = [{"domain": domain, "nats a token": round(loss, 4)} for domain, loss in losses.items()]

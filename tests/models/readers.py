@@ -4,7 +4,7 @@ What the key does is tested where it is read; `tests.models.test_settings` holds
 """
 
 _KEYS: dict[str, dict[str, str]] = {
-    "flows/build.py": {"recipe.Recipe": "seed target text select traffic"},
+    "flows/build.py": {"recipe.Recipe": "seed target text select train traffic"},
     "flows/clean.py": {"recipe.Recipe": "keep"},
     "flows/demo.py": {"recipe.Recipe": "demo"},
     "flows/deployments.py": {
@@ -122,6 +122,7 @@ _KEYS: dict[str, dict[str, str]] = {
     },
     "models/sources/stdlib_code.py": {"sources.stdlib_code": "min_chars max_chars max_document_chars"},
     "models/stages.py": {"stages.Text": "num_train num_held_out"},
+    "tasks/stages/workers.py": {"stages.Train": "workers cpus gpus sharded"},
     "models/targets/scratch.py": {"targets.scratch": "tokenizer"},
     "models/targets/pretrained.py": {"targets.pretrained": "path revision dtype chat_template"},
     "models/verify/judge.py": {"verify.judge": "head threshold marks bad_weight"},

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from models import catalog
@@ -23,6 +23,7 @@ from models.core.learning import fitted
 from models.core.learning.captured import Captures
 from models.core.learning.hidden import HiddenStates, Sample, hidden_states, length_buckets, pack
 from models.core.learning.loop import Averaged, Loop
+from models.core.learning.parallel import ALONE, Workers
 from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.core.learning.validation import Validation, split
 from models.drafts import Draft, Procedure, Unrolled
@@ -155,6 +156,7 @@ def train(
     captured: Captures | None = None,
     teacher_dirs: Sequence[Path] = (),
     unseen: Collection[str] | None = None,
+    workers: Workers = ALONE,
 ) -> Report:
     """Train `draft`, in float32, in place; parameters that need no gradient stay as they are.
 
@@ -170,10 +172,12 @@ def train(
         captured: hidden states that need not be computed.
         teacher_dirs: of each of the settings' teachers.
         unseen: ids of the samples that the draft has learnt nothing of, which may be kept for validation; None for all.
+        workers: the processes that train it together, each called with the same and a `work_dir` of its own. Only the
+            first one's draft is the result.
 
     Raises:
         ValueError: no sample has anything to learn from, K is 0, the device is not here, `state` is of a draft of
-            another shape, or a teacher has another vocabulary.
+            another shape, a teacher has another vocabulary, or several processes were to learn what the draft writes.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
@@ -190,12 +194,16 @@ def train(
     learnt: HiddenStates | RolloutSource
     source = catalog.load("answers", params.answers.name)
     if source.WRITES:
+        if workers.size > 1:
+            raise ValueError(f'answers "{params.answers.name}" are written by the draft itself, in one process')
         learnt = source.ROUNDS(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
     else:
+        batches = length_buckets(samples, params.batch_tokens)
+        own = [sample for batch in batches for sample in workers.share(batch)[0]]
         learnt = hidden_states(
             draft,
             target_dir,
-            samples + kept,
+            own + kept if workers.is_first else own,
             work_dir,
             lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
             device,
@@ -203,8 +211,21 @@ def train(
         )
         learnt.samples = samples
     draft.to(device)
-    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept, report)
+    loop = _Loop(
+        draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept, report, workers
+    )
     return loop.run(state, state_out)
+
+
+class _Step(nn.Module):
+    """A draft's loss as a module's output, which is what `DistributedDataParallel` joins the gradients of."""
+
+    def __init__(self, draft: Draft, loss: Callable[[Sequence[Sample], float, int], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.draft, self._loss = draft, loss
+
+    def forward(self, batch: Sequence[Sample], done: float, num_rows: int) -> tuple[Tensor, Tensor]:
+        return self._loss(batch, done, num_rows)
 
 
 class _Loop(Loop[list[Sample]]):
@@ -222,9 +243,12 @@ class _Loop(Loop[list[Sample]]):
         teacher_dirs: Sequence[Path],
         kept: Sequence[Sample],
         show: Callable[[Progress], None],
+        workers: Workers,
     ) -> None:
-        super().__init__({name: p for name, p in draft.named_parameters() if p.requires_grad}, params, seed, work_dir)
+        trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+        super().__init__(trained, params, seed, work_dir, workers)
         self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
+        self.joined = workers.joined(_Step(draft, self._loss))
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
         self.counts = token_counts(learnt.samples, params.answers)
@@ -255,7 +279,7 @@ class _Loop(Loop[list[Sample]]):
         self.run_steps()
         if not isinstance(self.learnt, HiddenStates):
             self.learnt.end()
-        if (best := self.validation.put_back(self)) is not None:
+        if self.workers.is_first and (best := self.validation.put_back(self)) is not None:
             self.averaged.number = best["number"]
         if state_out is not None:
             self.save_state(state_out)
@@ -309,20 +333,25 @@ class _Loop(Loop[list[Sample]]):
         if self.params.schedule == "cosine":
             after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
         self.begin_step(self.params.learning_rate * warm * after)
-        loss, first = self._loss(batch, done)
-        self.require_finite(loss)
-        loss.backward()
+        share, weight = self.workers.share(batch)
+        num_rows = sum(len(one.completion_ids) - 1 for one in batch)  # see `pack`
+        loss, first = self.joined(share, done, num_rows)
+        total, first_mean = self.workers.sum(weight * float(loss.detach()), weight * float(first))
+        self.require_finite(total)
+        (loss if self.workers.size == 1 else weight * self.workers.size * loss).backward()
         self.descend()
-        return first
+        return first_mean
 
-    def _loss(self, batch: Sequence[Sample], done: float) -> tuple[Tensor, float]:
+    def _loss(self, batch: Sequence[Sample], done: float, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return the loss to minimise, the mean over the draft and those nested in it, and its first unroll's mean.
 
-        More rows go on as the draft gets better, so only the latter falls. Random choices are made by the optimizer's
-        step: a resumed run draws what the unbroken one would.
+        Both are sums over a share of a batch, divided by the rows of all of it. More rows go on as the draft gets
+        better, so only the latter falls. Random choices are made by the optimizer's step: a resumed run draws what the
+        unbroken one would.
         """
         rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
-        rng = torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step)
+        seed = self.seed * 1_000_003 + self.step + 1_000_000_007 * self.workers.rank
+        rng = torch.Generator(final.device).manual_seed(seed)
         rows = rows._replace(rng=rng, done=done)
         last = lengths[rows.sequence] - 1
 
@@ -338,8 +367,8 @@ class _Loop(Loop[list[Sample]]):
         word = self.teachers.say(batch, (final, log_sums))
         counts = pad_sequence([self.counts[one.id] for one in batch], True).to(final.device) if self.counts else None
 
-        def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, float]:
-            total, first = torch.zeros((), device=final.device), 0.0
+        def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, Tensor]:
+            total = first = torch.zeros((), device=final.device)
             for step, unrolled in enumerate(unrolls):
                 running = unrolled.running
                 if len(running) == 0:
@@ -350,11 +379,11 @@ class _Loop(Loop[list[Sample]]):
                 if unrolled.added is not None:
                     values = values + unrolled.added
                 if step == 0:
-                    first = float(values.detach().mean())
+                    first = values.detach().sum() / num_rows
                 if counts is not None:
                     values = values * counts[sequence, position + 1]
                 total = total + self.procedure.step_decay**step * values.sum()
-            return total / len(rows.index), first
+            return total / num_rows, first
 
         parts = [of(unrolls) for unrolls in self.draft.unroll_all(rows, self.num_unroll, keep)]
         return torch.stack([loss for loss, _ in parts]).mean(), parts[0][1]
@@ -376,10 +405,10 @@ class _Loop(Loop[list[Sample]]):
             return False
         started = time.perf_counter()
         with self.averaged.in_place():
-            is_best = self.validation.look(self.step)
+            is_best = self.validation.look(self.step, self.workers)
         if is_best:
             self.validation.keep(self, {"number": self.averaged.number})
-        self.seconds += time.perf_counter() - started
+        self.seconds += self.workers.agree(time.perf_counter() - started)[0]
         self.save()
         self.validation.forget_others()
         return True

@@ -8,6 +8,7 @@ and its steps. A draft's own directory has only its weights, rounded to what the
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from models.core.learning.parallel import ALONE, Workers, shared_like
 
 REPORT_S = 0.5
 BatchT = TypeVar("BatchT")
@@ -58,10 +61,15 @@ class Loop(Generic[BatchT]):
     lost: str
 
     def __init__(
-        self, trained: Mapping[str, nn.Parameter], settings: LoopParams, seed: int, work_dir: Path | None
+        self,
+        trained: Mapping[str, nn.Parameter],
+        settings: LoopParams,
+        seed: int,
+        work_dir: Path | None,
+        workers: Workers = ALONE,
     ) -> None:
         """Make the optimizer; a run without `work_dir` keeps no checkpoint."""
-        self.trained, self.seed, self.work_dir = trained, seed, work_dir
+        self.trained, self.seed, self.work_dir, self.workers = trained, seed, work_dir, workers
         self.optimizer = torch.optim.AdamW(
             trained.values(), settings.learning_rate, (0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
@@ -115,11 +123,12 @@ class Loop(Generic[BatchT]):
             self.step += 1
             self.after_step(batch)
             now = time.perf_counter()
-            self.seconds += now - started
+            seconds, is_due = self.workers.agree(now - started, now - saved > self._settings.checkpoint_s)
+            self.seconds += seconds
             if now - shown > REPORT_S or self.step == self.total:
                 shown = now
                 self.report()
-            if not self.looked() and self.losses and now - saved > self._settings.checkpoint_s:
+            if not self.looked() and self.losses and is_due:
                 self.save()
                 saved = time.perf_counter()
 
@@ -129,10 +138,10 @@ class Loop(Generic[BatchT]):
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
 
-    def require_finite(self, loss: Tensor) -> None:
+    def require_finite(self, loss: float) -> None:
         """Raise FloatingPointError if a loss is NaN or infinite; what is trained must be thrown away."""
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"the loss is {float(loss.detach())} at step {self.step}; {self.lost}")
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.step}; {self.lost}")
 
     def descend(self) -> None:
         """Clip the gradients and step."""
@@ -144,6 +153,7 @@ class Loop(Generic[BatchT]):
         if self.work_dir is not None:
             own = {"step": self.step, "seconds": self.seconds, "num_tokens": self.num_tokens, "losses": self.losses}
             self.keep(self.work_dir, {**own, **self.state()})
+            self.workers.on_saved()
 
     def resume(self) -> None:
         """Go on from the checkpoint of a run that was killed, if there is one of this run."""
@@ -158,6 +168,8 @@ class Loop(Generic[BatchT]):
     def keep(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write weights and moments, after at least one step, with `progress` as JSON, whole or not at all."""
         tensors = self._tensors() | {f"extra/{name}": tensor for name, tensor in self.extra().items()}
+        if not self.workers.is_first:
+            return
         file = folder / _FILE
         save_file(tensors, f"{file}.new", metadata={"progress": json.dumps({**progress, "key": self.key})})
         os.replace(f"{file}.new", file)
@@ -179,7 +191,9 @@ class Loop(Generic[BatchT]):
 
     def save_state(self, file: Path) -> None:
         """Write what another run goes on from."""
-        save_file(self._tensors(), file)
+        tensors = self._tensors()
+        if self.workers.is_first:
+            save_file(tensors, file)
 
     def load_state(self, file: Path) -> None:
         """Put back what `save_state` wrote; ValueError names a parameter that is not of the same shape."""
@@ -192,21 +206,23 @@ class Loop(Generic[BatchT]):
         self._restore(tensors)
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"weight/{name}": parameter.detach().contiguous() for name, parameter in self.trained.items()}
+        whole = self.workers.whole
+        tensors = {f"weight/{name}": whole(parameter.detach()).contiguous() for name, parameter in self.trained.items()}
         for name, parameter in self.trained.items():
             for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{key}/{name}"] = value.detach().reshape(-1 if key == "step" else value.shape)
+                tensors[f"{key}/{name}"] = whole(value.detach()).reshape(-1 if key == "step" else value.shape)
         return tensors
 
     @torch.no_grad()
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained.items():
-            parameter.copy_(tensors[f"weight/{name}"])
+            parameter.copy_(shared_like(tensors[f"weight/{name}"], parameter))
             if f"step/{name}" not in tensors:  # no step has given it a gradient yet
                 continue
             state = self.optimizer.state[parameter]
             for part in ("step", "exp_avg", "exp_avg_sq"):
                 value = tensors[f"{part}/{name}"].reshape(() if part == "step" else parameter.shape)
+                value = value if part == "step" else shared_like(value, parameter)
                 if part in state:  # which lies where somebody wants it
                     state[part].copy_(value)
                 else:

@@ -20,6 +20,7 @@ from models import catalog
 from models.core.checkpoints.invariants import Holding, note_zeroes
 from models.core.learning.hidden import batches_of
 from models.core.learning.loop import Loop
+from models.core.learning.parallel import ALONE, Workers
 from models.params import BaseParams, TrainingParams
 from models.regimes import Batch, Regime
 from models.together import Declared, declared, require_compatible, require_kept
@@ -59,6 +60,7 @@ def train(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
     label: str = "",
+    workers: Workers = ALONE,
 ) -> Trained:
     """Train `model`, in float32 and on its device, in place; parameters that need no gradient stay as they are.
 
@@ -69,13 +71,16 @@ def train(
         work_dir: holds the checkpoint; None keeps none.
         on_progress: called a few times a second at most.
         label: what else makes this run another than one whose checkpoint is found, such as the regimes' settings.
+        workers: the processes that train it together, each called with the same and a `work_dir` of its own.
 
     Raises:
-        ValueError: nothing to learn from, or no parameter to train.
+        ValueError: nothing to learn from, no parameter to train, or regimes that several processes can't have.
         FloatingPointError: the loss is NaN or infinite; the model must be thrown away.
     """
     show = on_progress or (lambda progress: None)
-    return _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label, show).run()
+    if workers.sharded and regimes:
+        raise ValueError(f"each process has a share of the weights, and {_named(regimes)} changes whole ones")
+    return _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label, show, workers).run()
 
 
 def train_by_name(
@@ -87,6 +92,7 @@ def train_by_name(
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
     more: Sequence[Regime] = (),
+    workers: Workers = ALONE,
 ) -> Trained:
     """Train with regimes as a recipe names them; see `train`. Zeroes that one of them makes are noted as promised.
 
@@ -108,8 +114,8 @@ def train_by_name(
     trained: Trained
     if loops:
         module, method = loops[0]
-        if more:
-            raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
+        if more or workers.size > 1:
+            raise ValueError(f'regime "{method.name}" is a loop of its own: it takes one process and no other hooks')
         trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
     else:
         hooks = [
@@ -117,7 +123,7 @@ def train_by_name(
             for number, (module, method) in enumerate(modules)
         ]
         label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
-        trained = train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
+        trained = train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label, workers)
     if any("zeroes" in one.keeps for one in found):
         note_zeroes(model)
     return trained
@@ -155,8 +161,10 @@ class _Loop(Loop[list[list[int]]]):
         work_dir: Path | None,
         label: str,
         show: OnProgress,
+        workers: Workers,
     ) -> None:
         self.model, self.params, self.regimes, self.show = model, params, regimes, show
+        workers.shard(model)
         pieces = cut(documents, params.max_length)
         grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
         self.batches = next((own for own in grouped if own is not None), batches_of(pieces, len, params.batch_tokens))
@@ -164,10 +172,13 @@ class _Loop(Loop[list[list[int]]]):
         own = [parameter for regime in regimes for parameter in regime.start(model, self.total) or ()]
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         known = {id(parameter) for parameter in trained.values()}
+        if workers.size > 1 and any(id(parameter) not in known for parameter in own):
+            raise ValueError(f"{_named(regimes)} trains parameters of its own, which takes one process")
         trained |= {f"regime/{number}": p for number, p in enumerate(own) if id(p) not in known}
         if not trained:
             raise ValueError("no parameter of the model needs a gradient, so there is nothing to train")
-        super().__init__(trained, params, seed, work_dir)
+        super().__init__(trained, params, seed, work_dir, workers)
+        self.joined = workers.joined(model)
         for regime in regimes:
             regime.hold(self.optimizer)
         settings, names = params.model_dump(exclude={"checkpoint_s"}), [type(regime).__module__ for regime in regimes]
@@ -200,20 +211,25 @@ class _Loop(Loop[list[list[int]]]):
         if not all(wanted):
             self.num_skipped += 1
             return None
-        batch = next((b for regime in self.regimes if (b := regime.collate(documents)) is not None), None)
-        batch = Batch._make(one if one is None else one.to(self.model.device) for one in batch or pad(documents))
+        share, weight = self.workers.share(documents)
+        batch = next((b for regime in self.regimes if (b := regime.collate(share)) is not None), None)
+        batch = Batch._make(one if one is None else one.to(self.model.device) for one in batch or pad(share))
+        counts = batch.num_tokens, float((batch.labels[:, 1:] != IGNORED).sum())  # the model's mean is over the latter
+        num_tokens, num_labels = self.workers.sum(*(weight * count for count in counts))
+        weight *= counts[1] / num_labels
         self.begin_step(learning_rate(self.params, self.step, self.total))
         with ExitStack() as stack:
             for regime in self.regimes:
                 stack.enter_context(regime.around(self.step))
-            output = self.model(
+            output = self.joined(
                 input_ids=batch.token_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
             )
-            loss, value = output.loss, float(output.loss.detach())
+            (value,) = self.workers.sum(weight * float(output.loss.detach()))
+            loss = output.loss if self.workers.size == 1 else weight * self.workers.size * output.loss
             for regime in self.regimes:
                 if (penalty := regime.penalty(self.model, batch)) is not None:
                     loss = loss + penalty
-            self.require_finite(loss)
+            self.require_finite(value + float(loss.detach()))
             if loss.requires_grad:  # else a regime left out every block that is trained
                 loss.backward()
         for regime in self.regimes:
@@ -221,7 +237,7 @@ class _Loop(Loop[list[list[int]]]):
         self.descend()
         for regime in self.regimes:
             regime.after_step(self.model)
-        self.num_tokens += batch.num_tokens
+        self.num_tokens += int(num_tokens)
         return value
 
     def after_step(self, documents: list[list[int]]) -> None:
@@ -237,6 +253,10 @@ class _Loop(Loop[list[list[int]]]):
         self.num_skipped = state["num_skipped"]
         for regime, own in zip(self.regimes, state["regimes"], strict=True):
             regime.restore(own)
+
+
+def _named(regimes: Sequence[Regime]) -> str:
+    return " or ".join(sorted({type(one).__module__.rpartition(".")[2] for one in regimes}))
 
 
 def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:

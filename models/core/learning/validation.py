@@ -18,6 +18,7 @@ from typing import Any
 from models.core.evaluation import scoring
 from models.core.learning.hidden import Sample
 from models.core.learning.loop import Loop
+from models.core.learning.parallel import ALONE, Workers
 from models.drafts import Draft
 from models.types import MIN_COMPLETION
 
@@ -94,11 +95,14 @@ class Validation:
         """Return the share of its pass that is over after so many steps, in (0, 1]."""
         return 1 - (-step % self._steps_per_pass) / self._steps_per_pass
 
-    def look(self, step: int) -> bool:
-        """Find out how good the draft is now; return whether it was never better."""
-        scored = self._draft, self._target_dir, self.samples, self._num_draft_tokens, self._work_dir
-        scores = scoring.score(*scored, str(self._draft.vocabulary.device))
-        self.taus.append((step, 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)))
+    def look(self, step: int, workers: Workers = ALONE) -> bool:
+        """Find out how good the draft is now; return whether it was never better. The first of the workers looks."""
+        tau = 1.0
+        if workers.is_first:
+            scored = self._draft, self._target_dir, self.samples, self._num_draft_tokens, self._work_dir
+            scores = scoring.score(*scored, str(self._draft.vocabulary.device))
+            tau += sum(one.accepted for one in scores) / sum(one.steps for one in scores)
+        self.taus.append((step, workers.agree(tau)[0]))
         return self.best == self.taus[-1]
 
     def keep(self, run: Loop[Any], progress: Mapping[str, Any]) -> None:

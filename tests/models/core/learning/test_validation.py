@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from models.core.drafting.draft_families import family_named
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, hidden_states
+from models.core.learning.parallel import Workers
 from models.core.learning.validation import Validation, split
 from models.drafts import eagle3
 from tests.models.drafts.answered import answers_of, prompts, tau_of
@@ -98,7 +99,7 @@ def play(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
     """Have looks find these, in turn."""
     left = iter(taus)
 
-    def look(self: Validation, step: int) -> bool:
+    def look(self: Validation, step: int, workers: Workers) -> bool:
         self.taus.append((step, next(left)))
         return self.best == self.taus[-1]
 
