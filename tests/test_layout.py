@@ -13,7 +13,7 @@ from tests.imports import OPEN, RECIPE, ROOMS, ROOT, TYPES, imported
 
 ALLOWED = {
     "flows": {"flows", "tasks", "infra", RECIPE, "prefect"},
-    "tasks": {"tasks", "models", *OPEN, "infra", "prefect", "torch", "mlflow"},
+    "tasks": {"tasks", "models", *OPEN, "infra", "prefect", "torch", "mlflow", "ray"},
     "services": {"services", "models", *OPEN, "infra", "ray"},
     "models": {"models", *OPEN, "torch", "vllm"},
     "infra": {"infra", TYPES, "mlflow"},
@@ -47,6 +47,11 @@ def test_a_module_of_tasks_has_a_task(file: Path) -> None:
     decorators = [decorator for function in functions for decorator in function.decorator_list]
     called = [one.func if isinstance(one, ast.Call) else one for one in decorators]
     assert "task" in [one.id for one in called if isinstance(one, ast.Name)], f"{file} belongs into a package of tasks"
+
+
+def test_tasks_know_ray_by_the_module_that_trains_on_it() -> None:
+    importing = [file for file in sorted((ROOT / "tasks").rglob("*.py")) if "ray" in imported(file)]
+    assert importing == [ROOT / "tasks" / "stages" / "workers.py"]
 
 
 def test_the_types_that_rooms_share_need_pydantic_alone() -> None:
