@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prefect import Task
 
+from infra import priority
 from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.overview import overview
@@ -54,6 +55,7 @@ def recipe() -> Recipe:
 @pytest.fixture(scope="module", autouse=True)
 def _plain_tasks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(priority, "NICENESS", 0)  # no service is there; on a busy machine all would wait for this
         for module in (import_module(f"flows.{name}") for name in ("build", "refresh", "adopt")):
             for name, value in vars(module).items():
                 if isinstance(value, Task | task):
