@@ -41,8 +41,7 @@ from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
 from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step
 from models.params import BaseParams
-from models.targets import TargetCard, describe, target_config
-from models.tokens import differing_tokens
+from models.targets import TargetCard, describe, differing_tokens, target_config
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation); arXiv:2407.01955 (nested drafts)"
 FAMILY = "lm"

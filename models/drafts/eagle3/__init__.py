@@ -36,8 +36,7 @@ from models.drafts.eagle3.layouts import (
     read_published,
     with_offsets,
 )
-from models.targets import TargetCard, describe, target_config
-from models.tokens import differing_tokens, num_ids
+from models.targets import TargetCard, describe, differing_tokens, num_ids, target_config
 
 PAPER = "arXiv:2503.01840"
 TRAINED = True
