@@ -78,13 +78,12 @@ def require_labels(answers: BaseParams, loss: BaseParams) -> None:
         )
 
 
-def require_source(
-    answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool, domains: Collection[str]
-) -> None:
-    """Raise ValueError if a draft can't learn from such answers. `of_log` says whether they come from the query log,
-    and `domains` are those that a first draft is trained on; later drafts keep answers of theirs."""
+def require_source(answers: BaseParams, loss: BaseParams | None, of_log: bool, domains: Collection[str]) -> None:
+    """Raise ValueError if a draft can't learn from such answers by its loss, which is None where nothing is learnt.
+    `of_log` says whether they come from the query log, and `domains` are those that a first draft is trained on; later
+    drafts keep answers of theirs."""
     source = catalog.load("answers", answers.name)
-    if (source.WRITES or hasattr(source, "weigh")) and not is_trained:
+    if (source.WRITES or hasattr(source, "weigh")) and loss is None:
         raise ValueError(f'answers "{answers.name}" are for drafts that are trained, and this one has no weights')
     if source.LOGGED and not of_log:
         raise ValueError(
@@ -93,4 +92,5 @@ def require_source(
         )
     if hasattr(source, "require_domains"):
         source.require_domains(answers, domains)
-    require_labels(answers, loss)
+    if loss is not None:
+        require_labels(answers, loss)

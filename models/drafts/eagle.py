@@ -42,7 +42,6 @@ from models.params import BaseParams
 PAPER = "arXiv:2401.15077; its options: arXiv:2408.15562, github.com/Luc4Gui/FSPAD"
 FAMILY = "eagle"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
-TRAINED = True
 SERVED = True
 OPTIONS = ("feature_sampling", "partial_alignment")
 

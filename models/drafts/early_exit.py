@@ -21,7 +21,6 @@ from models.targets import target_config
 
 PAPER = "arXiv:2404.16710, section 4.2"
 ARCHITECTURES = ("EarlyExitDraft",)
-TRAINED = False
 SERVED = False
 
 

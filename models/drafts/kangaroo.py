@@ -23,14 +23,14 @@ from models.core.drafting.draft_format import HEAD_SIZES
 from models.core.drafting.features import LayeredDraft, layer_config, linear
 from models.core.drafting.self_draft import Drafter, TargetRunner, after_exit
 from models.core.layers.decoder import Begun, Cache, Decoder
-from models.drafts import KeepRows, Rows, Unrolled, require_width, step_by_step
+from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, target_config
 
 PAPER = "arXiv:2404.18911"
 FAMILY = "kangaroo"
 ARCHITECTURES = ("KangarooDraft",)
-TRAINED = True
 SERVED = False
 
 
@@ -48,6 +48,7 @@ class Params(BaseParams):
 class Kangaroo(TargetRunner, LayeredDraft):
     """The adapter; the target's output matrix is borrowed, never trained and never saved."""
 
+    procedure = Procedure(loss=forward_kl.Params())
     max_unroll = 1
     expands = False
     head: Tensor

@@ -39,7 +39,8 @@ from models.core.drafting.draft_format import engine_weights
 from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
-from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step
+from models.drafts import Draft, KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, describe, differing_tokens, target_config
 
@@ -48,7 +49,6 @@ FAMILY = "lm"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 NESTED = "nested"
 HEAD = "draft_vocab_size"  # what the config of a head has that calls itself by one of these names too
-TRAINED = True
 SERVED = True
 
 
@@ -67,6 +67,7 @@ class Params(BaseParams):
 
 
 class Lm(Draft):
+    procedure = Procedure(loss=forward_kl.Params())
     max_unroll = 1
     expands = True
 

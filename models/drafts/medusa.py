@@ -26,7 +26,6 @@ from models.losses import cross_entropy
 PAPER = "arXiv:2401.10774, sections 3.1 and 3.2 (Medusa-1)"
 FAMILY = "medusa"
 ARCHITECTURES = ("MedusaModel",)
-TRAINED = True
 SERVED = True
 FIXED_K = True
 

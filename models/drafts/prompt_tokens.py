@@ -38,6 +38,7 @@ from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import Drafter, TargetRunner
 from models.core.layers.decoder import Decoder
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, describe, target_config
 from models.trees import path_to
@@ -45,7 +46,6 @@ from models.trees import path_to
 PAPER = "arXiv:2405.18628"
 FAMILY = "prompt_tokens"
 ARCHITECTURES = ("PromptTokens",)
-TRAINED = True
 SERVED = False
 TOGETHER = 64  # places that are read in one pass where a text is unrolled
 
@@ -70,7 +70,7 @@ class Params(BaseParams):
 class PromptTokens(TargetRunner):
     """The vectors [ensemble, K, H]; all else is the target's."""
 
-    procedure = Procedure(follow="all", step_decay=0.8)
+    procedure = Procedure(loss=forward_kl.Params(), follow="all", step_decay=0.8)
     expands = True
 
     def __init__(self, config: dict[str, Any]) -> None:

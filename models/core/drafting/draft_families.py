@@ -34,6 +34,11 @@ def class_of(family: Family) -> type[Draft]:
     return max(kinds, key=lambda kind: len(kind.__mro__))  # the family's own stands on the others
 
 
+def is_trained(family: Family) -> bool:
+    """Whether there are weights to learn."""
+    return class_of(family).procedure is not None
+
+
 def family_of(directory: Path) -> Family:
     """Return the module of the family that a draft directory belongs to.
 

@@ -225,6 +225,7 @@ class _Loop(Loop[list[Sample]]):
     ) -> None:
         super().__init__({name: p for name, p in draft.named_parameters() if p.requires_grad}, params, seed, work_dir)
         self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
+        assert draft.procedure is not None  # or there are no weights to learn
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
         self.counts = token_counts(learnt.samples, params.answers)

@@ -34,7 +34,6 @@ from models.targets import target_config
 
 PAPER = "arXiv:2505.19201; github.com/SAI-Lab-NYU/DREAM"
 ARCHITECTURES = ("DreamDraft",)
-TRAINED = True
 SERVED = False
 MOST_LAYERS, DEPTH = 4, 0.4  # of streams that an intermediate feature is chosen from
 

@@ -39,7 +39,6 @@ from models.drafts.eagle3.layouts import (
 from models.targets import TargetCard, describe, differing_tokens, num_ids, target_config
 
 PAPER = "arXiv:2503.01840"
-TRAINED = True
 SERVED = True
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM")
 # What the layout keeps outside of the layer's settings, or not at all.
