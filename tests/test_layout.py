@@ -67,9 +67,9 @@ def test_the_command_line_and_the_recipe_start_without_heavy_libraries() -> None
 
 def test_commands_that_train_nothing_start_without_the_libraries_of_those_that_do() -> None:
     heavy = "{'torch', 'transformers', 'prefect', 'mlflow', 'matplotlib', 'ray', 'vllm'}"
-    for_one = f"import {{0}}; assert not (found := {heavy} & sys.modules.keys()), ('{{0}}', found)"
     modules = ("tasks.promote", "tasks.send_traffic", "tasks.write_report", "infra.overview")
-    code = "\n".join(["import sys", *map(for_one.format, modules)])
+    tried = (f"import {one}; assert not (found := {heavy} & sys.modules.keys()), ('{one}', found)" for one in modules)
+    code = "\n".join(["import sys", *tried])
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

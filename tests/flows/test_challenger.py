@@ -72,6 +72,9 @@ def tiny_build(recipe: Recipe, store: Path, tmp_path_factory: pytest.TempPathFac
         shutil.copy(store, home)
         (home / NAME).touch(0o600)
         (home / NAME).write_bytes(bytes(NUM_BYTES))  # every split is the same each time
+        idle = priority.Busy(home)
+        idle.occupy(())  # a service that is on no core of ours, so that no operation looks whether it answers
+        idle.close()
         import_module("flows.build").build.fn(recipe)
     return home
 
