@@ -230,7 +230,7 @@ class Family(Protocol):
         """Let a draft follow the traffic's tokens, before it is trained again."""
 
     def save(self, draft: Any, directory: Path) -> None:
-        """Write the draft as the engine loads it, config.json by `models.core.drafting.draft_files.write_config`."""
+        """Write the draft as the engine loads it, config.json by `models.core.drafting.draft_format.write_config`."""
 
     def load(self, directory: Path, target_dir: Path) -> Draft:
         """Read a draft back, in float32; ValueError as `check`."""

@@ -18,8 +18,7 @@ from torch.nn import functional
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import require_llama_layout
-from models.core.drafting.draft_format import HEAD_SIZES
+from models.core.drafting.draft_format import HEAD_SIZES, require_llama_layout
 from models.core.drafting.features import LayeredDraft, layer_config, linear
 from models.core.drafting.self_draft import Drafter, TargetRunner, after_exit
 from models.core.layers.decoder import Begun, Cache, Decoder

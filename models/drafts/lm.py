@@ -23,19 +23,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.core.checkpoints.checkpoint import read_tensors
 from models.core.checkpoints.loading import load_floats
-from models.core.drafting.draft_files import (
+from models.core.drafting.draft_families import own, read_json
+from models.core.drafting.draft_format import (
     WEIGHTS,
     Shapes,
     check_config,
+    engine_weights,
     made_for,
-    own,
     read_config,
-    read_json,
     require_llama_layout,
     require_tensors,
     write_config,
 )
-from models.core.drafting.draft_format import engine_weights
 from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from models.core.drafting.draft_files import require_whole_vocabulary
-from models.core.drafting.draft_format import engine_weights
+from models.core.drafting.draft_format import engine_weights, require_whole_vocabulary
 from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import Procedure
 from models.losses import cross_entropy

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.loading import load_floats, moved
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import read_params, require_llama_layout
+from models.core.drafting.draft_format import read_params, require_llama_layout
 from models.core.drafting.drafters import Beside
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import Drafter, TargetRunner

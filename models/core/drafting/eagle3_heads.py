@@ -27,7 +27,7 @@ from torch.nn import functional
 from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, tensor_names
 from models.core.checkpoints.readout import Readout
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import WEIGHTS, fused, require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import WEIGHTS, fused, require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.drafts import EngineWeights, Procedure, require_width
 from models.losses import forward_kl

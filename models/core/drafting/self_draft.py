@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.core.drafting.draft_files import require_llama_layout
+from models.core.drafting.draft_format import require_llama_layout
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, Kind, Weightless
 from models.core.layers.decoder import Begun, Cache, Decoder, Sublayers

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from models.core.checkpoints.checkpoint import read_stored
 from models.core.checkpoints.readout import Readout, input_embedding, output_embedding
-from models.core.drafting.draft_files import WEIGHTS, check_made_for, read_json
+from models.core.drafting.draft_families import read_json
+from models.core.drafting.draft_format import WEIGHTS, check_made_for
 from models.core.drafting.eagle3_heads import (
     Eagle3,
     Format,
