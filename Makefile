@@ -53,7 +53,8 @@ endif
 demo: install
 	$(BIN)/redraft demo
 
-# The type checker takes one core for more than a minute, and tests with engines wait more than they compute.
+# The type checker takes one core for more than a minute, and tests with engines wait more than they compute. What they
+# train has a low priority, as in a service, so the checker has a lower one: else the tests would wait for it.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
@@ -61,7 +62,7 @@ test: install
 	$(MAKE) --no-print-directory -j 2 types test-engines
 
 types: install
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 
 test-engines: install
 	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine $(WORKERS)

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from models import catalog
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import class_of, family_named
-from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
 from models.core.layers.decoder import require_known
 from models.core.learning import distill
 from models.recipe import Recipe

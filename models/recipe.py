@@ -287,14 +287,15 @@ class Recipe(Frozen):
         from models.core.drafting.draft_families import class_of, family_named
         from models.core.learning.teacher import require_reader
 
-        family = family_named(self.draft.name)
+        procedure = class_of(family_named(self.draft.name)).procedure
         learning: tuple[Any, ...] = (self.distill, self.refresh_distill())
         for params, of_log in zip(learning, (False, True), strict=True):
-            loss = params.over(class_of(family).procedure).loss
-            require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains, self.train is not None)
-            if params.teachers and not family.TRAINED:
+            loss = None if procedure is None else params.over(procedure).loss
+            require_source(params.answers, loss, of_log, self.first_domains, self.train is not None)
+            if loss is not None:
+                require_reader(params.teachers, loss)
+            elif params.teachers:
                 raise ValueError("teachers are for drafts that are trained, and this one has no weights")
-            require_reader(params.teachers, loss)
         if (again := self.refresh.regenerate) is None:
             return
         if again.max_tokens >= self.engine.max_model_len:
@@ -302,7 +303,7 @@ class Recipe(Frozen):
                 f"refresh.regenerate.max_tokens is {again.max_tokens}, and a prompt with its answer fits into "
                 f"engine.max_model_len {self.engine.max_model_len}; choose less"
             )
-        if not family.TRAINED:
+        if procedure is None:
             raise ValueError("refresh.regenerate is for drafts that are trained, and this one has no weights")
 
     @model_validator(mode="after")
@@ -374,10 +375,10 @@ def _require_read_stages(recipe: Recipe) -> None:
 def _require_learnt(draft: BaseParams, params: BaseParams, where: str, keys: Any) -> None:
     from models.core.drafting.draft_families import class_of, family_named  # torch
 
-    family = family_named(draft.name)
-    if not family.TRAINED:
+    kind = class_of(family_named(draft.name))
+    if kind.procedure is None:
         require_unsaid(params, keys, where, f"a draft of family {draft.name} has no weights to train")
-    elif class_of(family).max_unroll == 1:
+    elif kind.max_unroll == 1:
         later = {"step_decay", "follow"}
         require_unsaid(params, sorted(later & set(keys)), where, f"a draft of family {draft.name} is unrolled once")
 

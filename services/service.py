@@ -22,7 +22,7 @@ from infra.secret import home_secret
 from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus, of_domains
 from models.chats import ChatEncoder
-from models.core.drafting.draft_files import read_vocabulary
+from models.core.drafting.draft_families import read_vocabulary
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 from infra.artifacts import Artifact, file_sha256, open_artifact
 from infra.settings import load_settings
-from models.core.drafting.draft_families import adopter_of, name_of, open_draft
-from models.core.drafting.draft_files import read_json
+from models.core.drafting.draft_families import adopter_of, name_of, open_draft, read_json
 from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen

@@ -38,8 +38,7 @@ from tasks.stages.samples import (
     usable,
     write_samples,
 )
-from tasks.stages.shares import rows_of_others
-from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, rows_of_others, stands_for
 from tasks.stages.task import run_logger, table, task
 
 

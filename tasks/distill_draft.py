@@ -17,7 +17,7 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
-from models.core.drafting.draft_families import family_named, family_of, name_of
+from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
 from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample
 from models.core.learning.parallel import Workers
@@ -132,7 +132,7 @@ def _train(
         if params.validation and window is None:
             rows = _clustered(rows, target_dir)
         draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
-        if not family.TRAINED:
+        if not is_trained(family):
             if params.heads:
                 raise ValueError(f"a draft of family {name_of(family)} is not trained, so no head can be fit behind it")
             if hasattr(family, "search"):

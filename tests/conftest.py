@@ -46,10 +46,7 @@ ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
 LONG = (
     "tests/flows/",
     "tests/services/",
-    *(
-        f"tests/tasks/{name}.py"
-        for name in ("stages/test_compiling", "measure/test_stock", "measure/test_demonstration")
-    ),
+    *("tests/tasks/stages/test_compiling.py", "tests/tasks/measure/test_stock.py"),
     *(f"tests/models/engines/test_vllm{name}.py" for name in ("_families", "", "_planned_families", "_quantized")),
     *(f"tests/models/engines/test_vllm_{name}.py" for name in ("published", "unplanned", "interrupts")),
 )

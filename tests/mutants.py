@@ -39,7 +39,7 @@ MIRRORED = {
     "infra": "artifacts captured consent events keys lines logwriter post_promotion querylog registry "
     "regression_sets status store triggerfile triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
-    "tasks/stages": "imported samples shares split",
+    "tasks/stages": "imported samples",
     "tasks/trigger": "acknowledge ask",
     "models/core/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
     "post_promotion_test scoring",
@@ -55,6 +55,7 @@ OTHERS = {
     "infra/erasures infra/logfile infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
+    "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",
     f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
         f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "turns", "judging", "tap")
     ),

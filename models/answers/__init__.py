@@ -79,15 +79,15 @@ def require_labels(answers: BaseParams, loss: BaseParams) -> None:
 
 
 def require_source(
-    answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool, domains: Collection[str], workers: bool
+    answers: BaseParams, loss: BaseParams | None, of_log: bool, domains: Collection[str], workers: bool
 ) -> None:
-    """Raise ValueError if a draft can't learn from such answers. `of_log` says whether they come from the query log,
-    `workers` whether several processes train, and `domains` are those that a first draft is trained on; later drafts
-    keep answers of theirs."""
+    """Raise ValueError if a draft can't learn from such answers by its loss, which is None where nothing is learnt.
+    `of_log` says whether they come from the query log, `workers` whether several processes train, and `domains` are
+    those that a first draft is trained on; later drafts keep answers of theirs."""
     source = catalog.load("answers", answers.name)
     if source.WRITES and workers:
         raise ValueError(f'answers "{answers.name}" are written by the draft as it learns: leave [train] out')
-    if (source.WRITES or hasattr(source, "weigh")) and not is_trained:
+    if (source.WRITES or hasattr(source, "weigh")) and loss is None:
         raise ValueError(f'answers "{answers.name}" are for drafts that are trained, and this one has no weights')
     if source.LOGGED and not of_log:
         raise ValueError(
@@ -96,4 +96,5 @@ def require_source(
         )
     if hasattr(source, "require_domains"):
         source.require_domains(answers, domains)
-    require_labels(answers, loss)
+    if loss is not None:
+        require_labels(answers, loss)

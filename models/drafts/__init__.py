@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from models.core.drafting.proposal import Proposal
 from models.core.layers.packed_product import pack
-from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard
 
@@ -37,7 +36,7 @@ KeepRows = Callable[[int, Tensor, Tensor], Tensor]
 class Procedure(NamedTuple):
     """How a family is trained by its paper; a recipe that says otherwise goes before."""
 
-    loss: BaseParams = forward_kl.Params()  # what is minimised
+    loss: BaseParams  # what is minimised
     follow: Literal["accepted", "all"] = "accepted"  # rows that are unrolled further, those right so far or every one
     step_decay: float = 0.8  # weight of unroll j is step_decay ** j
 
@@ -81,7 +80,7 @@ class Draft(nn.Module, ABC):
     """What training, scoring and the reference engine ask of a draft."""
 
     config: Any  # as in config.json, where it has weights or settings
-    procedure: ClassVar[Procedure] = Procedure()  # how it is trained
+    procedure: ClassVar[Procedure | None] = None  # how it is trained; None where there are no weights to learn
     max_depth: int | None = None  # tokens after the last certain one that it can draft, None for any number
     max_unroll: int | None = (
         None  # steps that differ in training, None for all; 1 where right tokens are like read ones
@@ -212,10 +211,6 @@ class Family(Protocol):
         """What `architectures` of its config.json may say; another family may say the same."""
 
     @property
-    def TRAINED(self) -> bool:
-        """Whether there are weights to learn."""
-
-    @property
     def SERVED(self) -> bool:
         """Whether vLLM drafts with it; the reference engine drafts with every family.
 
@@ -235,7 +230,7 @@ class Family(Protocol):
         """Let a draft follow the traffic's tokens, before it is trained again."""
 
     def save(self, draft: Any, directory: Path) -> None:
-        """Write the draft as the engine loads it, config.json by `models.core.drafting.draft_files.write_config`."""
+        """Write the draft as the engine loads it, config.json by `models.core.drafting.draft_format.write_config`."""
 
     def load(self, directory: Path, target_dir: Path) -> Draft:
         """Read a draft back, in float32; ValueError as `check`."""

@@ -36,7 +36,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2402.15758; github.com/kafkayu/Chimera"
 ARCHITECTURES = ("ChimeraDraft",)
-TRAINED = True
 SERVED = False
 
 

@@ -34,7 +34,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2405.00263; arXiv:2408.00264, github.com/XiaoBin1992/clover"
 ARCHITECTURES = ("CloverDraft",)
-TRAINED = True
 SERVED = False
 
 

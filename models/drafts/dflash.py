@@ -33,7 +33,6 @@ from models.losses import cross_entropy
 
 PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"
 ARCHITECTURES = ("DFlashDraftModel",)
-TRAINED = True
 SERVED = True
 
 

@@ -32,8 +32,7 @@ from torch.nn import functional
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.drafting.borrowing import Format, NoisyDraft
-from models.core.drafting.draft_files import require_whole_vocabulary
-from models.core.drafting.draft_format import engine_weights
+from models.core.drafting.draft_format import engine_weights, require_whole_vocabulary
 from models.core.drafting.features import Scale, decoder_layer, linear
 from models.drafts import EngineWeights, Procedure
 from models.losses import feature_regression
@@ -42,7 +41,6 @@ from models.params import BaseParams
 PAPER = "arXiv:2401.15077; its options: arXiv:2408.15562, github.com/Luc4Gui/FSPAD"
 FAMILY = "eagle"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
-TRAINED = True
 SERVED = True
 OPTIONS = ("feature_sampling", "partial_alignment")
 

@@ -13,15 +13,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 from torch import Tensor
-from transformers import AutoConfig
 
 from models.core.drafting.self_draft import SelfDraft, SelfFormat, after_exit
 from models.core.layers.decoder import Cache, Decoder
 from models.params import BaseParams
+from models.targets import target_config
 
 PAPER = "arXiv:2404.16710, section 4.2"
 ARCHITECTURES = ("EarlyExitDraft",)
-TRAINED = False
 SERVED = False
 
 
@@ -55,6 +54,6 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> EarlyExit:
     """Make a draft for a target; see `models.drafts.Family`."""
     if params.exit_layer is None:
-        quarter = max(AutoConfig.from_pretrained(target_dir).num_hidden_layers // 4, 1)
+        quarter = max(target_config(target_dir).num_hidden_layers // 4, 1)
         params = params.model_copy(update={"exit_layer": quarter})
     return _format.create(params, target_dir, token_counts)

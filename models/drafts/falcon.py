@@ -38,7 +38,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2412.12639; github.com/Bestpay-inc/Falcon"
 ARCHITECTURES = ("FalconDraft",)
-TRAINED = True
 SERVED = False
 FIRST_SHARE, LAST_SHARE = 0.45, 0.1  # of wrong tokens, how many true ones are shown
 # What the LSTM remembers after an input: h and c, [2, n, H] each.

@@ -24,7 +24,6 @@ from models.losses import cross_entropy
 
 PAPER = "arXiv:2402.05109, section 3"
 ARCHITECTURES = ("HydraModel",)
-TRAINED = True
 SERVED = False
 
 

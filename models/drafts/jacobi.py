@@ -19,7 +19,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2410.01699, algorithm 1; greedy: arXiv:2305.10427"
 ARCHITECTURES = ("JacobiDraft",)
-TRAINED = False
 SERVED = False
 
 

@@ -14,24 +14,22 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import require_llama_layout
-from models.core.drafting.draft_format import HEAD_SIZES
+from models.core.drafting.draft_format import HEAD_SIZES, require_llama_layout
 from models.core.drafting.features import LayeredDraft, layer_config, linear
 from models.core.drafting.self_draft import Drafter, TargetRunner, after_exit
 from models.core.layers.decoder import Begun, Cache, Decoder
-from models.drafts import KeepRows, Rows, Unrolled, require_width, step_by_step
+from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
-from models.targets import TargetCard
+from models.targets import TargetCard, target_config
 
 PAPER = "arXiv:2404.18911"
 FAMILY = "kangaroo"
 ARCHITECTURES = ("KangarooDraft",)
-TRAINED = True
 SERVED = False
 
 
@@ -49,6 +47,7 @@ class Params(BaseParams):
 class Kangaroo(TargetRunner, LayeredDraft):
     """The adapter; the target's output matrix is borrowed, never trained and never saved."""
 
+    procedure = Procedure(loss=forward_kl.Params())
     max_unroll = 1
     expands = False
     head: Tensor
@@ -170,7 +169,7 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Kangaroo:
     """Make an adapter that starts as the attention of the first layer that is left out, and the target's last norm; see
     `models.drafts.Family`."""
-    source = AutoConfig.from_pretrained(target_dir)
+    source = target_config(target_dir)
     require_llama_layout(source.model_type, FAMILY)
     num_layers, shape = source.num_hidden_layers, layer_config(source)
     exit_layer = max(num_layers // 10, 1) if params.exit_layer is None else params.exit_layer

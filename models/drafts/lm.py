@@ -23,33 +23,31 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.core.checkpoints.checkpoint import read_tensors
 from models.core.checkpoints.loading import load_floats
-from models.core.drafting.draft_files import (
+from models.core.drafting.draft_families import own, read_json
+from models.core.drafting.draft_format import (
     WEIGHTS,
     Shapes,
     check_config,
+    engine_weights,
     made_for,
-    own,
     read_config,
-    read_json,
     require_llama_layout,
     require_tensors,
     write_config,
 )
-from models.core.drafting.draft_format import engine_weights
 from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
-from models.drafts import Draft, KeepRows, Rows, Unrolled, step_by_step
+from models.drafts import Draft, KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
-from models.targets import TargetCard, describe, target_config
-from models.tokens import differing_tokens
+from models.targets import TargetCard, describe, differing_tokens, target_config
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation); arXiv:2407.01955 (nested drafts)"
 FAMILY = "lm"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 NESTED = "nested"
 HEAD = "draft_vocab_size"  # what the config of a head has that calls itself by one of these names too
-TRAINED = True
 SERVED = True
 
 
@@ -68,6 +66,7 @@ class Params(BaseParams):
 
 
 class Lm(Draft):
+    procedure = Procedure(loss=forward_kl.Params())
     max_unroll = 1
     expands = True
 

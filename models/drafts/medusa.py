@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from models.core.drafting.draft_files import require_whole_vocabulary
-from models.core.drafting.draft_format import engine_weights
+from models.core.drafting.draft_format import engine_weights, require_whole_vocabulary
 from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import Procedure
 from models.losses import cross_entropy
@@ -26,7 +25,6 @@ from models.losses import cross_entropy
 PAPER = "arXiv:2401.10774, sections 3.1 and 3.2 (Medusa-1)"
 FAMILY = "medusa"
 ARCHITECTURES = ("MedusaModel",)
-TRAINED = True
 SERVED = True
 FIXED_K = True
 

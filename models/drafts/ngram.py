@@ -14,7 +14,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
 ARCHITECTURES = ("NgramDraft",)
-TRAINED = False
 SERVED = True
 FIXED_K = True
 

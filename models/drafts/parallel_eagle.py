@@ -34,10 +34,10 @@ from models.core.drafting.eagle3_heads import (
 from models.core.drafting.features import FeatureDrafter
 from models.core.drafting.proposal import Proposal
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
+from models.losses import forward_kl
 
 PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
 ARCHITECTURES = ("Eagle3LlamaForCausalLM",)
-TRAINED = True
 SERVED = True
 
 
@@ -59,7 +59,7 @@ class Params(MaskedParams):
 
 
 class ParallelEagle(Eagle3):
-    procedure = Procedure(follow="all", step_decay=1.0)
+    procedure = Procedure(loss=forward_kl.Params(), follow="all", step_decay=1.0)
 
     def __init__(self, config: dict[str, Any]) -> None:
         """See the base; ValueError if the mask is no token of the target's."""

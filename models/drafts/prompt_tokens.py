@@ -27,25 +27,25 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.loading import load_floats, moved
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import read_params, require_llama_layout
+from models.core.drafting.draft_format import read_params, require_llama_layout
 from models.core.drafting.drafters import Beside
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import Drafter, TargetRunner
 from models.core.layers.decoder import Decoder
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
+from models.losses import forward_kl
 from models.params import BaseParams
-from models.targets import TargetCard, describe
+from models.targets import TargetCard, describe, target_config
 from models.trees import path_to
 
 PAPER = "arXiv:2405.18628"
 FAMILY = "prompt_tokens"
 ARCHITECTURES = ("PromptTokens",)
-TRAINED = True
 SERVED = False
 TOGETHER = 64  # places that are read in one pass where a text is unrolled
 
@@ -70,7 +70,7 @@ class Params(BaseParams):
 class PromptTokens(TargetRunner):
     """The vectors [ensemble, K, H]; all else is the target's."""
 
-    procedure = Procedure(follow="all", step_decay=0.8)
+    procedure = Procedure(loss=forward_kl.Params(), follow="all", step_decay=0.8)
     expands = True
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> PromptTokens:
     """Make vectors that are embeddings of the commonest tokens, each one's its own; see `models.drafts.Family`."""
-    require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, FAMILY)
+    require_llama_layout(target_config(target_dir).model_type, FAMILY)
     card = describe(target_dir)
     sizes = {"hidden_size": card.hidden_size, "vocab_size": card.vocab_size, "dtype": "bfloat16"}
     draft = _format.new({FAMILY: params.model_dump(mode="json"), **sizes}, target_dir)

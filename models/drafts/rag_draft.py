@@ -2,10 +2,10 @@
 
 What a step costs grows with the prompt, as keys and values of all of it are read; after a short context the same target
 is faster, and says much the same where the context has what is asked. The prompt's first part and its end, which is
-taken for the question, are always kept; between them, the parts that BM25 scores highest
-(`models.core.drafting.relevance`) in their order, as far as they have anything to do with the question. They are chosen
-once, when the prompt has been read; the answer is read behind them as it comes. A prompt that is no longer than the
-context is not drafted for: the target would only do its work twice.
+taken for the question, are always kept; between them, the parts that BM25 scores highest in their order, as far as they
+have anything to do with the question. They are chosen once, when the prompt has been read; the answer is read behind
+them as it comes. A prompt that is no longer than the context is not drafted for: the target would only do its work
+twice.
 
 The paper finds parts by an embedding model and five more by BM25, sets them in a prompt of their own, and drafts with
 other and larger models too. Here is BM25 alone, over the engine's tokens, and the parts follow each other as they are.
@@ -13,6 +13,8 @@ The paper's own rule, which lets the draft's knowledge in, is `models.verify.kno
 on where the prompt ended, which the rows of training and scoring don't tell.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, Self
 
@@ -22,7 +24,6 @@ from torch import Tensor
 
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.reading import Reader
-from models.core.drafting.relevance import score
 from models.core.drafting.self_draft import SelfFormat, TargetRunner
 from models.core.drafting.weightless import Weightless
 from models.core.layers.decoder import Begun, Cache, Decoder
@@ -31,8 +32,8 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2502.20330"
 ARCHITECTURES = ("RagDraft",)
-TRAINED = False
 SERVED = False
+SATURATION, BY_LENGTH = 1.2, 0.75  # BM25's k₁ and b
 
 
 class Params(BaseParams):
@@ -127,6 +128,28 @@ class _Drafter(Reader):
         if self._fits:
             return Proposal.chain([], device=self.decoder().device)
         return super().propose(num_tokens, draw, go_on)
+
+
+def score(parts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:
+    """Score parts of a text by a question, token ids; 0 for a part that has no token of it.
+
+    Σ over the question's different tokens t:  idf(t) · f (k₁ + 1) / (f + k₁ (1 − b + b · length / mean))
+
+    f is how often t stands in the part, idf(t) = log(1 + (N − n + ½) / (n + ½)) with n of the N parts holding t, which
+    is never below 0: a token that every part holds says next to nothing (Robertson and Zaragoza, The Probabilistic
+    Relevance Framework: BM25 and Beyond, 2009).
+    """
+    counts = [Counter(part) for part in parts]
+    mean = sum(map(len, parts)) / max(len(parts), 1)
+    scores = [0.0] * len(parts)
+    for token in sorted(set(question)):
+        holding = sum(token in count for count in counts)
+        weight = math.log(1 + (len(parts) - holding + 0.5) / (holding + 0.5))
+        for number, count in enumerate(counts):
+            if often := count[token]:
+                length = 1 - BY_LENGTH + BY_LENGTH * len(parts[number]) / mean
+                scores[number] += weight * often * (SATURATION + 1) / (often + SATURATION * length)
+    return scores
 
 
 _format = SelfFormat("rag_draft", ARCHITECTURES, Params, RagDraft)

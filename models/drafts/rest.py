@@ -27,7 +27,6 @@ from models.trees import merge
 
 PAPER = "arXiv:2311.08252, section 3; github.com/FasterDecoding/REST"
 ARCHITECTURES = ("RestDraft",)
-TRAINED = False
 SERVED = False
 STORE = "store.safetensors"
 TENSORS = {"token_ids", "lengths"}

@@ -34,7 +34,6 @@ from models.precision import fast_dtype
 
 PAPER = "arXiv:2309.08168; on the fly: arXiv:2410.06916"
 ARCHITECTURES = ("SelfSkipDraft",)
-TRAINED = False
 SERVED = False
 NUM_ANSWERS = 8
 REPEATS = 9

@@ -22,7 +22,6 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2411.04975"
 ARCHITECTURES = ("SuffixDraft",)
-TRAINED = False
 SERVED = False
 # Read in vLLM 0.32: config/speculative.py, _validate_suffix_decoding; `redraft doctor` shows it.
 UNSERVED = "vLLM's suffix trees are a package's, arctic-inference, and have none of these settings"

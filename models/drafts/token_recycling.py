@@ -22,7 +22,6 @@ from models.trees import Shape, sequoia
 
 PAPER = "arXiv:2408.08696"
 ARCHITECTURES = ("TokenRecyclingDraft",)
-TRAINED = False
 SERVED = False
 UNKNOWN = -1
 

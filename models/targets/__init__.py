@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+
 from models.types import Frozen
 
 if TYPE_CHECKING:
@@ -70,6 +72,20 @@ def stop_ids(directory: Path) -> frozenset[int]:
     has_settings = (directory / "generation_config.json").is_file()
     ids = (GenerationConfig.from_pretrained(directory) if has_settings else target_config(directory)).eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def differing_tokens(directory: Path, like: Path) -> list[str]:
+    """Return the tokens without one id in both model directories, sorted; ValueError if one has no tokenizer.json."""
+    for one in (directory, like):
+        if not (one / "tokenizer.json").is_file():
+            raise ValueError(f"{one.name} has no tokenizer.json, so its vocabulary can't be compared")
+    own, wanted = (Tokenizer.from_file(str(one / "tokenizer.json")).get_vocab() for one in (directory, like))
+    return sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
+
+
+def num_ids(directory: Path) -> int:
+    """Return the least vocabulary size that has all of a tokenizer.json's ids; one may be padded to more."""
+    return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
 
 
 def _digest(files: list[Path], what: str) -> str:

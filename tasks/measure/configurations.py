@@ -24,7 +24,7 @@ from pydantic import Field
 from infra.artifacts import Artifact, open_artifact
 from infra.views.results import out
 from models import catalog
-from models.core.drafting.draft_families import class_of, family_named
+from models.core.drafting.draft_families import class_of, family_named, is_trained
 from models.core.drafting.self_draft import TargetRunner
 from models.core.drafting.weightless import Weightless
 from models.core.layers.decoder import Decoder
@@ -112,7 +112,7 @@ def read_configurations(file: Path | None, served_k: int, makes: bool = False) -
     configuration if one is wrong, or the file if it can't be read.
     """
     if file is None:
-        free = (name for name in catalog.names("drafts") if not family_named(name).TRAINED)
+        free = (name for name in catalog.names("drafts") if not is_trained(family_named(name)))
         return of_served(served_k) | {
             name: _new({"name": name}, served_k) for name in free if not hasattr(family_named(name), "collect")
         }
@@ -145,7 +145,7 @@ def _configuration(table: object, where: str, makes: bool) -> Configuration:
     try:
         if isinstance(draft, Mapping):
             draft = catalog.parse("drafts", draft)
-        trained = isinstance(draft, BaseParams) and family_named(draft.name).TRAINED
+        trained = isinstance(draft, BaseParams) and is_trained(family_named(draft.name))
         if trained and not makes:
             raise ValueError(
                 f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
@@ -178,7 +178,7 @@ def every_family(recipe: Recipe) -> dict[str, Configuration]:
 def is_made(way: Configuration) -> bool:
     """Whether a configuration's draft has to be trained, searched for or filled before it drafts."""
     family = None if isinstance(way.draft, str) else family_named(way.draft.name)
-    return family is not None and (family.TRAINED or hasattr(family, "collect") or hasattr(family, "search"))
+    return family is not None and (is_trained(family) or hasattr(family, "collect") or hasattr(family, "search"))
 
 
 def make_drafts(
@@ -207,7 +207,7 @@ def _recipe(recipe: Recipe, way: Configuration, minutes: float) -> Recipe:
     own = validate(distill.Params, way.distill, "distill")
     said = {key: getattr(own, key) for key in way.distill}
     changed = {"max_minutes": min(minutes, recipe.distill.max_minutes or minutes), **said}
-    changed |= {} if family_named(way.draft.name).TRAINED else {"lengths": None, "verify": None}
+    changed |= {} if is_trained(family_named(way.draft.name)) else {"lengths": None, "verify": None}
     k = way.engine.get("num_draft_tokens", recipe.num_draft_tokens)
     return recipe.model_copy(
         update={

@@ -22,7 +22,7 @@ from infra.artifacts import write_manifest
 from infra.registry import Registry, open_registry
 from infra.views.figures import draw_ratios
 from infra.views.results import Grid, Report, interval
-from models.core.drafting.draft_families import family_of, name_of
+from models.core.drafting.draft_families import family_of, is_trained, name_of
 from models.core.evaluation.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
 from models.params import did_you_mean
 from models.sources import Prompt
@@ -254,7 +254,7 @@ def register_random(registry: Registry, number: int, target_dir: Path, folder: P
     version = registry.get("draft", number)
     files = registry.download(version, folder.with_name(f"{folder.name}-like"))
     family = family_of(files)
-    if not family.TRAINED:
+    if not is_trained(family):
         raise ValueError(f"a draft of family {name_of(family)} has no weights, so there is no bad one")
     draft, rng = family.load(files, target_dir), torch.Generator().manual_seed(seed)
     with torch.no_grad():

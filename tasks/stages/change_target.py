@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
@@ -16,6 +16,7 @@ from models.core.evaluation import perplexity
 from models.core.layers.linears import ENOUGH, enough_tokens
 from models.core.learning import training
 from models.stages import Train
+from models.targets import target_config
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import cached_step
@@ -120,7 +121,7 @@ def store(changed: Changed, directory: Path, target_dir: Path) -> None:
         ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see
             `models.core.checkpoints.invariants`.
     """
-    invariants.require_noted(AutoConfig.from_pretrained(target_dir), changed.model.config)
+    invariants.require_noted(target_config(target_dir), changed.model.config)
     if changed.save is None:
         save_model(changed.model, directory, target_dir)
     else:

@@ -1,6 +1,6 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
-An answer given twice counts once, and one API key gives at most its share of what is kept (`tasks.stages.shares`).
+An answer given twice counts once, and one API key gives at most its share of what is kept (`tasks.stages.split`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
 `regression.jsonl`: what drafts are held to and never trained on.
@@ -23,7 +23,7 @@ from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample
 from models.targets import describe
 from models.types import MIN_COMPLETION
-from tasks.stages.shares import cap_per_key
+from tasks.stages.split import cap_per_key
 from tasks.stages.task import run_logger
 
 TrafficSplit = Literal["train", "held_out"]

@@ -29,7 +29,7 @@ from models.core.evaluation.drift_detector import enough_rows, is_low, usual_tau
 from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
-from tasks.stages.shares import ForOthers, rows_of_others
+from tasks.stages.split import ForOthers, rows_of_others
 from tasks.trigger.acknowledge import short_of_memory
 
 LOOK_S = 3.0

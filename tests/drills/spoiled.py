@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.core.drafting.draft_files import WEIGHTS
+from models.core.drafting.draft_format import WEIGHTS
 
 Spoil = Callable[[Path], None]
 

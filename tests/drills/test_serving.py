@@ -23,7 +23,7 @@ from infra.querylog import QueryLog
 from infra.registry import CHAMPION
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
-from models.core.drafting.draft_files import WEIGHTS
+from models.core.drafting.draft_format import WEIGHTS
 from tests.drills.load import Load
 from tests.drills.machine import Clock
 from tests.drills.scene import Scene, filled, running

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.versions import is_quarantined
-from models.core.drafting.draft_files import WEIGHTS
+from models.core.drafting.draft_format import WEIGHTS
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.targets import describe

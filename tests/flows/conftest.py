@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from infra import secret
 from infra.consent import QueryRow
@@ -18,8 +18,11 @@ from infra.processes import Child, answers, free_port, wait_until
 from infra.registry import Registry, open_registry
 from infra.settings import Settings, load_settings
 from models.chats import ChatEncoder
+from models.core.checkpoints.loading import load_model
+from models.core.learning.answering import Ask, go_on
 from models.recipe import load_recipe
 from models.sources import Prompt
+from models.targets import stop_ids
 from tasks.select_data import choose_prompts
 from tests.conftest import ODD_NAME
 from tests.tasks.made import row_of
@@ -111,22 +114,14 @@ def rows(target_dir) -> list[QueryRow]:
 
 def answered(target_dir: Path, prompts: Sequence[Prompt], key: str | None = None) -> list[QueryRow]:
     """Return the rows that a service logs of prompts which one key asked."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-    rows = []
-    for prompt in prompts:
-        ids = prompt.encode(ChatEncoder.of(tokenizer))
-        with torch.inference_mode():
-            output = model.generate(
-                torch.tensor([ids]),
-                max_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-                return_dict_in_generate=False,
-            )
-        said = {"prompt_ids": ids, "completion_ids": output[0, len(ids) :].tolist(), "finish_reason": "length"}
-        rows.append(row_of(prompt.id, domain=prompt.domain, key=key, sampling={"temperature": 0.0}, **said))
-    return rows
+    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
+    asks = [Ask(prompt.encode(encoder), NUM_TOKENS) for prompt in prompts]
+    answers = go_on(load_model(target_dir), asks, stop_ids(target_dir), torch.Generator())
+    told = {"finish_reason": "length", "sampling": {"temperature": 0.0}}
+    return [
+        row_of(prompt.id, domain=prompt.domain, key=key, prompt_ids=[*ask.token_ids], completion_ids=said, **told)
+        for prompt, ask, said in zip(prompts, asks, answers, strict=True)
+    ]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prefect import Task
 
+from infra import priority
 from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.overview import overview
@@ -54,6 +55,7 @@ def recipe() -> Recipe:
 @pytest.fixture(scope="module", autouse=True)
 def _plain_tasks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(priority, "NICENESS", 0)  # no service is there; on a busy machine all would wait for this
         for module in (import_module(f"flows.{name}") for name in ("build", "refresh", "adopt")):
             for name, value in vars(module).items():
                 if isinstance(value, Task | task):
@@ -70,6 +72,9 @@ def tiny_build(recipe: Recipe, store: Path, tmp_path_factory: pytest.TempPathFac
         shutil.copy(store, home)
         (home / NAME).touch(0o600)
         (home / NAME).write_bytes(bytes(NUM_BYTES))  # every split is the same each time
+        idle = priority.Busy(home)
+        idle.occupy(())  # a service that is on no core of ours, so that no operation looks whether it answers
+        idle.close()
         import_module("flows.build").build.fn(recipe)
     return home
 

@@ -23,7 +23,8 @@ STAGES = ("text", "select", "pretrain", "shrink", "prune", "finetune", "quantize
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     """A home with the finished tiny chain, and what the build said."""
-    cli = Cli(tmp_path_factory.mktemp("chain") / "home")
+    # Serve's controller looks as often as by default; ours looks seldom, which the service's start would wait for.
+    cli = Cli(tmp_path_factory.mktemp("chain") / "home", RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1")
     return cli, cli.run("build", "--recipe", "full-chain-tiny")
 
 

@@ -18,8 +18,9 @@ from tests.flows.conftest import registry_of
 from tests.tags import draft_tags
 from tests.tasks.made import row_of
 
+pytestmark = pytest.mark.engine
 
-@pytest.mark.engine
+
 def test_with_too_few_rows_there_is_nothing_to_do_and_each_row_is_trained_on_once(
     home, rows, cli_in, orchestrator, tmp_path
 ):
@@ -54,7 +55,6 @@ def text_of(row: QueryRow) -> str:
     return ", ".join(map(str, row.completion_ids[:12]))
 
 
-@pytest.mark.engine
 def test_after_an_erasure_nothing_of_a_persons_rows_is_left_and_the_next_refresh_goes_on(home, rows, cli_in):
     cli, log, who = cli_in(home), QueryLog(home / "queries.db"), "e" * 64
     mine = rows[::4]
@@ -83,9 +83,11 @@ def test_after_an_erasure_nothing_of_a_persons_rows_is_left_and_the_next_refresh
     assert registry_of(home).get("draft", 3).lineage.window.first_seq == len(rows) + 1
 
 
-@pytest.mark.slow
 def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp_path, cli_in):
-    """The candidate is there as a run that died before the promotion leaves it, so nothing needs to be trained."""
+    """The candidate is there as a run that died before the promotion leaves it, so nothing needs to be trained.
+
+    It starts no engine, but needs the orchestrator, which the others start.
+    """
     home = tmp_path / "home"
     home.mkdir()
     shutil.copy(store, home / "mlflow.db")

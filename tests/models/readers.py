@@ -171,7 +171,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/select_data.py": {"recipe.Traffic": "source send_groups"},
     "tasks/select_text.py": {"stages.Select": "max_length method num_documents num_rounds proxy"},
     "tasks/stages/throttle.py": {"learning.distill": "device"},
-    "tasks/stages/shares.py": {"recipe.Refresh": "share_wait_s"},
+    "tasks/stages/split.py": {"recipe.Refresh": "share_wait_s"},
     "tasks/trigger/ask.py": {"recipe.Schedule": "refresh_interval_s"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s min_free_memory_gib"},
     "tasks/post_promotion_test.py": {

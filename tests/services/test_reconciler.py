@@ -32,7 +32,7 @@ from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
 from models.core.drafting.draft_families import family_named
-from models.core.drafting.draft_files import WEIGHTS
+from models.core.drafting.draft_format import WEIGHTS
 from models.core.drafting.proposal import Proposal
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.canary import Params as CanaryParams

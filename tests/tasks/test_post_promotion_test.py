@@ -25,7 +25,7 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import load_settings
 from models.core.checkpoints.loading import load_floats
-from models.core.drafting.draft_files import made_for
+from models.core.drafting.draft_format import made_for
 from models.drafts import lm
 from models.recipe import Recipe, load_recipe
 from models.targets import describe

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 from models.core.checkpoints import compressed
 from models.core.checkpoints.checkpoint import read_stored, read_tensors
 from models.core.layers import factors, quantized_weights
+from models.targets import target_config
 
 # What is not copied from one target to another that is made of it: the weights, what describes them, what lists files.
 _FILE = "model.safetensors"
@@ -39,7 +39,7 @@ def load_floats(directory: Path) -> PreTrainedModel:
     """Load a target in float32, to be changed or trained, quantized weights and factors as floats; see `load_model`."""
     if _is_plain(directory):
         return _load_plain(directory, torch.float32)
-    config = AutoConfig.from_pretrained(directory)
+    config = target_config(directory)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, layer_config
 from models.core.layers.packed_product import Borrowed
 from models.drafts import require_width
+from models.targets import target_config
 
 
 class BorrowingDraft(FeatureDraft):
@@ -40,7 +40,7 @@ class BorrowingDraft(FeatureDraft):
         self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
 
     def borrow(self, target_dir: Path) -> Self:
-        self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
+        self.num_target_layers = target_config(target_dir).num_hidden_layers
         self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
         self.output = Borrowed(output_embedding(target_dir)[self.token_map])
         return super().borrow(target_dir)
@@ -82,7 +82,7 @@ class Format(draft_format.Format[Kind]):
 
         `own` is what else its config.json says; the rest, and ValueError, as in `models.drafts.Family.create`.
         """
-        source = AutoConfig.from_pretrained(target_dir)
+        source = target_config(target_dir)
         require_llama_layout(source.model_type, self._family)
         size = vocab_size or source.vocab_size
         require_vocab_size(size, source.vocab_size)

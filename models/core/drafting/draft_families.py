@@ -4,11 +4,15 @@ Which family a directory is of stands in its config.json, `redraft.family`; one 
 the one family that has its architecture.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from safetensors import safe_open
+
 from models import catalog
-from models.core.drafting.draft_files import own, read_json
 from models.drafts import Adopter, Draft, Family
 from models.params import did_you_mean
 from models.targets import TargetCard
@@ -32,6 +36,11 @@ def class_of(family: Family) -> type[Draft]:
     """Return the class of a family's drafts."""
     kinds = [one for one in vars(family).values() if isinstance(one, type) and issubclass(one, Draft)]
     return max(kinds, key=lambda kind: len(kind.__mro__))  # the family's own stands on the others
+
+
+def is_trained(family: Family) -> bool:
+    """Whether there are weights to learn."""
+    return class_of(family).procedure is not None
 
 
 def family_of(directory: Path) -> Family:
@@ -96,3 +105,35 @@ def require_family(directory: Path, like: Path) -> None:
     own, served = name_of(family_of(directory)), name_of(family_of(like))
     if own != served:
         raise ValueError(f"draft {directory.name} is of family {own}, the served draft of {served}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; ValueError if it can't be read or is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft {file.parent.name}: {file.name} can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"draft {file.parent.name}: {file.name} holds a {type(value).__name__}, wanted an object")
+    return value
+
+
+def own(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Return what a draft's config says under "redraft", nothing in one from elsewhere."""
+    own = config.get("redraft", {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f"draft {directory.name}: config.json has redraft {own!r}; wanted an object")
+    return own
+
+
+def read_vocabulary(directory: Path) -> frozenset[int] | None:
+    """Return the target's token ids that a draft can say, None where its files name no part of the vocabulary."""
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = set(tensors.keys())
+            if "token_map" in names:
+                return frozenset(tensors.get_tensor("token_map").tolist())
+            if "d2t" in names:
+                offsets = tensors.get_tensor("d2t")
+                return frozenset((offsets + torch.arange(len(offsets))).tolist())
+    return None

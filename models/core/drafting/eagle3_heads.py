@@ -27,9 +27,10 @@ from torch.nn import functional
 from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, tensor_names
 from models.core.checkpoints.readout import Readout
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import WEIGHTS, fused, require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import WEIGHTS, fused, require_llama_layout, require_vocab_size
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
-from models.drafts import EngineWeights, require_width
+from models.drafts import EngineWeights, Procedure, require_width
+from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import MODEL_TYPES, target_config
 
@@ -124,6 +125,7 @@ Tapped = TypeVar("Tapped", bound=TappedDraft)
 class Eagle3(TappedDraft, FeatureDraft):
     """The head; parameters carry the names of the checkpoint."""
 
+    procedure = Procedure(loss=forward_kl.Params())
     any_layout = True
 
     def make_layers(self) -> None:

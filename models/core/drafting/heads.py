@@ -21,15 +21,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import require_llama_layout, require_vocab_size
+from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
 from models.core.drafting.features import PathDrafter
 from models.drafts import Draft, KeepRows, Rows, Unrolled, require_width, step_by_step
 from models.params import BaseParams
+from models.targets import target_config
 
 SIZES = ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers")
 
@@ -79,7 +79,7 @@ class Heads(Draft):
         """
 
     def borrow(self, target_dir: Path) -> Self:
-        config = AutoConfig.from_pretrained(target_dir)
+        config = target_config(target_dir)
         self.num_target_layers, self.eps = config.num_hidden_layers, config.rms_norm_eps
         self.norm = read_tensor(target_dir, "model.norm.weight").float()
         return self
@@ -173,7 +173,7 @@ class Format(draft_format.Format[Heads]):
 
     def create(self, params: HeadsParams, target_dir: Path, token_counts: np.ndarray) -> Heads:
         """Make heads that say what the target's last state says; see `models.drafts.Family`."""
-        source = AutoConfig.from_pretrained(target_dir)
+        source = target_config(target_dir)
         require_llama_layout(source.model_type, self._family)
         size = params.vocab_size or source.vocab_size
         require_vocab_size(size, source.vocab_size)

@@ -14,15 +14,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from models.core.drafting.draft_files import require_llama_layout
+from models.core.drafting.draft_format import require_llama_layout
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, Kind, Weightless
 from models.core.layers.decoder import Begun, Cache, Decoder, Sublayers
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, step_by_step
 from models.params import BaseParams
-from models.targets import TargetCard, describe
+from models.targets import TargetCard, describe, target_config
 from models.trees import lay_out
 
 
@@ -164,7 +163,7 @@ class SelfFormat(Format[Kind]):
 
     def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Kind:
         """See the base; ValueError if the target's layers are not of Llama's layout, or `params` don't fit them."""
-        require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, params.name)
+        require_llama_layout(target_config(target_dir).model_type, params.name)
         return super().create(params, target_dir, token_counts)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.core.drafting import draft_format
-from models.core.drafting.draft_files import check_config, read_params
+from models.core.drafting.draft_format import check_config, read_params
 from models.core.drafting.proposal import Proposal
 from models.drafts import Draft, Drafter, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams

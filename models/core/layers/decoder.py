@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.core.checkpoints.checkpoint import read_parts
 from models.core.layers import factors
 from models.core.layers.kernels import gated, rms_norm, rotated
 from models.core.layers.packed_product import Product, product
-from models.targets import MODEL_TYPES
+from models.targets import MODEL_TYPES, target_config
 
 CHUNK = 512
 
@@ -107,7 +106,7 @@ class Decoder:
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, device: str = "cpu") -> Self:
         """Read a model directory; ValueError as the constructor."""
-        return cls(AutoConfig.from_pretrained(directory), read_parts(directory), dtype, device)
+        return cls(target_config(directory), read_parts(directory), dtype, device)
 
     def forward(
         self,

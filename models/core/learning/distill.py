@@ -249,6 +249,7 @@ class _Loop(Loop[list[Sample]]):
         super().__init__(trained, params, seed, work_dir, workers)
         self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
         self.joined = workers.joined(_Step(draft, self._loss))
+        assert draft.procedure is not None  # or there are no weights to learn
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
         self.counts = token_counts(learnt.samples, params.answers)

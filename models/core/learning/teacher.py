@@ -27,8 +27,7 @@ from models.core.learning.hidden import HiddenStates, Sample
 from models.drafts import Draft, Unrolled
 from models.losses import Drafted
 from models.params import BaseParams
-from models.targets import MODEL_TYPES, describe, target_config
-from models.tokens import differing_tokens
+from models.targets import MODEL_TYPES, describe, differing_tokens, target_config
 from models.types import Frozen
 
 # Of a batch: a model's last residual streams [B, T, H], and [B, T] log Σ exp of its logits.

@@ -25,16 +25,15 @@ from typing import Literal
 import numpy as np
 import torch
 from pydantic import Field
-from transformers import AutoConfig
 
 from models.core.drafting.borrowing import Format
 from models.core.drafting.features import start_as
 from models.drafts.dream.draft import Dream
 from models.params import BaseParams, unread
+from models.targets import target_config
 
 PAPER = "arXiv:2505.19201; github.com/SAI-Lab-NYU/DREAM"
 ARCHITECTURES = ("DreamDraft",)
-TRAINED = True
 SERVED = False
 MOST_LAYERS, DEPTH = 4, 0.4  # of streams that an intermediate feature is chosen from
 
@@ -70,7 +69,7 @@ vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Dream:
     """Make a draft of the target's first layer and, twice, its last, to which features say nothing yet; see
     `models.drafts.Family`."""
-    num_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
+    num_layers = target_config(target_dir).num_hidden_layers
     own = {
         "feature_noise": params.noise,
         "middle_layers": list(default_middle(num_layers) if params.middle_layers is None else params.middle_layers),

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from models.core.checkpoints.checkpoint import read_stored
 from models.core.checkpoints.readout import Readout, input_embedding, output_embedding
-from models.core.drafting.draft_files import WEIGHTS, check_made_for, read_json
+from models.core.drafting.draft_families import read_json
+from models.core.drafting.draft_format import WEIGHTS, check_made_for
 from models.core.drafting.eagle3_heads import (
     Eagle3,
     Format,
@@ -37,11 +37,9 @@ from models.drafts.eagle3.layouts import (
     read_published,
     with_offsets,
 )
-from models.targets import TargetCard, describe
-from models.tokens import differing_tokens, num_ids
+from models.targets import TargetCard, describe, differing_tokens, num_ids, target_config
 
 PAPER = "arXiv:2503.01840"
-TRAINED = True
 SERVED = True
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM")
 # What the layout keeps outside of the layer's settings, or not at all.
@@ -153,7 +151,7 @@ def vllm_config(directory: Path) -> dict[str, Any]:
 
 def _config(head: Published, target_dir: Path) -> dict[str, Any]:
     """Return the config.json of a published head, as vLLM and the heads here read it."""
-    source, layer = AutoConfig.from_pretrained(target_dir), head.layer
+    source, layer = target_config(target_dir), head.layer
     # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
     for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
         setattr(layer, key, getattr(source, key))

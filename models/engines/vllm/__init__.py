@@ -4,12 +4,9 @@ All of vLLM comes into redraft through this package. Importing it starts nothing
 does.
 """
 
-import ast
 import math
 import os
 from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -17,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from models import catalog
 from models.engines import Engine, EngineParams, LookUp, Rules
+from models.engines.vllm.installed import engine_arguments, hands_out_states, tool_parsers
 from models.lengths import goodput
 from models.params import BaseParams, did_you_mean, require_unsaid
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 PAPER = "arXiv:2309.06180"
 # Whether a sequence's keys are divided among threads, by how many rows attend at once: then their bits differ.
 SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
-# Where vLLM's classes of models are, and the interface of those that hand out states of their layers.
-MODELS, EAGLE3 = "model_executor/models", "SupportsEagle3"
 # Keys that only a planned step reads.
 PLANNED_BY = ("lookup", "lengths")
 _TARGET = "the recipe's [target] says which model and tokenizer"
@@ -36,23 +32,6 @@ _SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
 _OWN = "drafts are swapped and accepted tokens are counted through it"
 _TURNS = "what checks a draft goes before traffic or after it"
 _SERVE = "it is the endpoint's; set tool_parser in [serve]"
-# What stands in chat templates that show the model how to write tool calls, all of a row, and the name of vLLM's parser
-# of such calls; the first row that fits counts. What two of the parsers could mean is left out.
-TOOL_MARKS = (
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("<seed:tool_call>",), "seed_oss"),
-    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<|action_start|>", "<|plugin|>"), "internlm"),
-    (("<|python_start|>",), "llama4_pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (("<tool_call>", "<arg_key>"), "glm45"),
-    (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<tool_call>", "arguments"), "hermes"),
-)
 # Engine arguments that have one place to be set already, or that would break what this package promises.
 OWNED = {
     **dict.fromkeys(("model", "model_weights", "hf_config_path", "revision", "code_revision"), _TARGET),
@@ -197,79 +176,6 @@ def require_tool_parser(name: str) -> None:
     known = tool_parsers()
     if known is not None and name not in ("auto", *known):
         raise ValueError(f'vLLM has no tool_parser "{name}"{did_you_mean(name, known)}')
-
-
-def tool_parser_of(template: str) -> str:
-    """Return the parser of the calls that a chat template shows, "" if it is none of TOOL_MARKS."""
-    return next((name for marks, name in TOOL_MARKS if all(mark in template for mark in marks)), "")
-
-
-@cache
-def engine_arguments() -> frozenset[str] | None:
-    """Return the names of vLLM's engine arguments, off its source, as an import takes seconds; None without vLLM."""
-    if (tree := _parsed("engine/arg_utils.py")) is None:
-        return None
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
-    fields = (line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
-    return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
-
-
-@cache
-def tool_parsers() -> frozenset[str] | None:
-    """Return the names of the parsers of tool calls; None if vLLM is not installed here."""
-    if (tree := _parsed("tool_parsers/__init__.py")) is None:
-        return None
-    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
-    keys = (key for table in tables for key in table.keys)
-    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
-
-
-@cache
-def hands_out_states(architecture: str) -> bool | None:
-    """Return whether vLLM's class of a target has the interface of EAGLE-3, off its source; None without vLLM.
-
-    What vLLM has no class for runs as transformers' own, in a class that has it.
-    """
-    if (tree := _parsed(f"{MODELS}/registry.py")) is None:
-        return None
-    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
-    places = {
-        key.value: [str(part.value) for part in place.elts if isinstance(part, ast.Constant)]
-        for table in tables
-        for key, place in zip(table.keys, table.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)
-    }
-    if architecture not in places:
-        return True
-    module, name = places[architecture]
-    return _derives(module.removeprefix("vllm.") if "." in module else f"{MODELS.replace('/', '.')}.{module}", name)
-
-
-def _derives(module: str, name: str) -> bool:
-    """Return whether a class of a module of vLLM, there or where it is imported from, has the interface `EAGLE3`."""
-    package, tree = module.split("."), _parsed(f"{module.replace('.', '/')}/__init__.py")
-    if tree is None:
-        package, tree = package[:-1], _parsed(f"{module.replace('.', '/')}.py")
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            return EAGLE3 in bases or any(_derives(module, base) for base in bases)
-        if not isinstance(node, ast.ImportFrom) or node.module is None:
-            continue
-        place = node.module.removeprefix("vllm.")
-        if node.level:
-            place = ".".join([*package[: len(package) + 1 - node.level], place])
-        if any((one.asname or one.name) == name and _derives(place, one.name) for one in node.names):
-            return True
-    return False
-
-
-def _parsed(file: str) -> ast.Module | None:
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(spec.submodule_search_locations[0], file)
-    return ast.parse(path.read_bytes()) if path.is_file() else None
 
 
 async def start(

@@ -30,7 +30,6 @@ from vllm.exceptions import VLLMError
 from vllm.parser import ParserManager
 from vllm.renderers.hf import resolve_chat_template
 
-from models.engines.vllm import tool_parser_of
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
 from models.engines.vllm.patches.renderer import require_guarded
@@ -44,6 +43,23 @@ VERSION = vllm.__version__
 MAX_FAULTS = 3
 BEFORE_TOKENS = ("response.created", "response.in_progress")
 ERROR_START = 'data: {"error"'  # of a frame that tells of a failure, as vLLM's chats write it
+# What stands in chat templates that show the model how to write tool calls, all of a row, and the name of vLLM's parser
+# of such calls; the first row that fits counts. What two of the parsers could mean is left out.
+TOOL_MARKS = (
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<|python_start|>",), "llama4_pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "arguments"), "hermes"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +206,11 @@ class Handlers:
                 await self._grammars.require(wanted)
         except REFUSABLE as error:
             raise Refused(create_error_response(error).model_dump()) from error
+
+
+def tool_parser_of(template: str) -> str:
+    """Return the parser of the calls that a chat template shows, "" if it is none of TOOL_MARKS."""
+    return next((name for marks, name in TOOL_MARKS if all(mark in template for mark in marks)), "")
 
 
 def _tool_parser(renderer: Any) -> str:

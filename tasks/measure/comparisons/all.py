@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from models.core.checkpoints.loading import load_model
 from models.engines import Engine, Sampling
 from models.engines.vllm import Params
+from models.targets import target_config
 from tasks.generate_answers import open_engine
 from tasks.measure import chain, likeness
 from tasks.measure.comparisons import Bench, Row, draw
@@ -86,7 +86,7 @@ def recipe_tables(row: Row, target_dir: Path) -> dict[str, Any]:
     """Return a row's tables as a recipe takes them, with the sizes of a fifth less than the target's."""
     tables: dict[str, Any] = dict(row.settings["tables"])
     if shrink := tables.get("shrink"):
-        sizes, name = asked(AutoConfig.from_pretrained(target_dir)), shrink["method"]["name"]
+        sizes, name = asked(target_config(target_dir)), shrink["method"]["name"]
         tables["shrink"] = {**shrink, "method": {"name": name, **{key: sizes[key] for key in SIZES[name]}}}
     return tables
 

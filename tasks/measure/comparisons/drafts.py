@@ -6,7 +6,7 @@ weights of steps are its own, and so is the learning rate. Chains of K tokens ar
 """
 
 from models import catalog
-from models.core.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named, is_trained
 from tasks.measure import lesson, sweep
 from tasks.measure.comparisons import Bench, Row
 
@@ -17,7 +17,7 @@ COLUMNS = {**lesson.COLUMNS, **sweep.COLUMNS, "parameters_m": "trained parameter
 
 def rows(budget: float) -> list[Row]:
     """Return every family that is trained; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens."""
-    trained = [name for name in catalog.names("drafts") if family_named(name).TRAINED]
+    trained = [name for name in catalog.names("drafts") if is_trained(family_named(name))]
     how = {**lesson.TRAINING, "learning_rate": lesson.LEARNING_RATE}
     return [Row(name, {"draft": {"name": name}, **how}) for name in trained]
 

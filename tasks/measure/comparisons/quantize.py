@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog, quantize
 from models.core.checkpoints import invariants, mixed
@@ -35,6 +35,7 @@ from models.core.learning import training
 from models.params import TrainingParams
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
+from models.targets import target_config
 from tasks.measure import chain, evidence, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw, up_to
 
@@ -200,7 +201,7 @@ def _reads_text(settings: dict[str, Any]) -> bool:
 
 def _model(kind: str, bench: Bench, seed: int) -> PreTrainedModel:
     if kind == "scratch":
-        vocab_size = AutoConfig.from_pretrained(bench.target_dir).vocab_size
+        vocab_size = target_config(bench.target_dir).vocab_size
         return evidence.small_llama(vocab_size, 128, 3, (4, 2), seed, bench.device, intermediate_size=384)
     model = load_model(bench.target_dir, device=bench.device)
     if kind == "outliers":

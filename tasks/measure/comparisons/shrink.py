@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog
 from models.adapters import lora
@@ -35,6 +35,7 @@ from models.core.layers.reshape import Kept, take_layers, take_widths
 from models.core.learning import training
 from models.params import TrainingParams
 from models.shrink import choose, choose_heads, num_stored, shape_of
+from models.targets import target_config
 from tasks.measure import chain, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw
 
@@ -92,7 +93,7 @@ def chain_tables(name: str, bench: Bench, rate: float) -> dict[str, Any]:
     """Return the tables of a chain, as a recipe takes them; it trains on one domain, the first by name."""
     loop = {"max_length": LENGTH, "batch_tokens": TRAINING.batch_tokens, "learning_rate": rate}
     if name == "depth, then qat":
-        sizes = asked(AutoConfig.from_pretrained(bench.target_dir))
+        sizes = asked(target_config(bench.target_dir))
         return {
             "shrink": {"method": {"name": "depth", "num_layers": sizes["num_layers"]}, "max_length": LENGTH},
             "quantize": {"method": QAT, **loop},

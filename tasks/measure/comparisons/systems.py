@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from infra.views.comparison import Comparison, number
 from infra.views.results import Grid, Report
@@ -27,6 +27,7 @@ from models.core.layers.decoder import Cache, Decoder, Sublayers, WideDecoder
 from models.core.layers.reshape import head_dim
 from models.core.throughput.cost import Cost, Time
 from models.systems import Times
+from models.targets import target_config
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
 
@@ -79,7 +80,7 @@ def claims(report: Report, found: Comparison) -> Report:
 @lru_cache(maxsize=1)
 @torch.inference_mode()
 def part_times(target_dir: Path) -> Times:
-    config = AutoConfig.from_pretrained(target_dir)
+    config = target_config(target_dir)
     whole = _decoder(config, 1)
     rows_ms = {rows: _ms(whole, rows, Sublayers(frozenset(), frozenset())) for rows in ROWS}
     every, none = frozenset(range(config.num_hidden_layers)), frozenset[int]()

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from models import catalog
 from models.core.checkpoints.loading import load_model
@@ -21,6 +20,7 @@ from models.core.drafting.sampling import probabilities
 from models.core.evaluation.spread import Mean
 from models.drafts import lm
 from models.engines import Sampling
+from models.targets import target_config
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "How much of the drafts for a place does each verification rule keep, and how far is that from the best?"
@@ -70,7 +70,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
     """Return p and q [P, 2·10] float64 at places of the seed's, of the tokens that either may say there."""
     documents = draw(bench.held_out, max(LENGTH, round(NUM_PLACES * LENGTH * bench.budget)), LENGTH, seed)
-    num_layers = AutoConfig.from_pretrained(bench.target_dir).num_hidden_layers
+    num_layers = target_config(bench.target_dir).num_hidden_layers
     target = load_model(bench.target_dir, device=bench.device)
     kept = num_layers - max(1, num_layers // LAYERS_A_SKIP)
     draft = lm.create(lm.Params(num_layers=kept), bench.target_dir, np.empty(0)).to(bench.device)

@@ -14,7 +14,15 @@ from torch import Tensor
 from infra.artifacts import write_manifest
 from models import catalog
 from models.core.checkpoints.readout import output_embedding
-from models.core.drafting.draft_families import UnknownFamily, check_draft, family_named, family_of, name_of, open_draft
+from models.core.drafting.draft_families import (
+    UnknownFamily,
+    check_draft,
+    family_named,
+    family_of,
+    is_trained,
+    name_of,
+    open_draft,
+)
 from models.core.drafting.drafters import Expander, Observer
 from models.core.evaluation.scoring import trace
 from models.core.learning.hidden import Sample
@@ -188,7 +196,7 @@ def test_a_proposal_says_what_each_token_was_drawn_from(family: Family, saved: P
     assert 1 <= proposal.num_tokens <= K
     assert proposal.token_ids.shape[0] == 1
     assert set(proposal.token_ids[0].tolist()) <= set(draft.vocabulary.tolist())
-    assert proposal.q is not None or not family.TRAINED
+    assert proposal.q is not None or not is_trained(family)
     drawn_from = proposal.distributions(259).gather(-1, proposal.token_ids[..., None])
     assert drawn_from.flatten().tolist() == [1.0] * proposal.num_tokens
 
@@ -260,7 +268,7 @@ def test_a_draft_that_vllm_can_not_compute_is_refused_by_its_params_and_by_its_d
 
 
 def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_target: Path) -> None:
-    if not family.TRAINED:
+    if not is_trained(family):
         return
     drafter = open_draft(saved, tiny_target).drafter(40)
     token_ids = torch.arange(3, 33)
@@ -277,13 +285,13 @@ def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_
 
 def test_only_what_learns_needs_a_gradient(family: Family, tiny_target: Path) -> None:
     draft = make_tiny(family, tiny_target)
-    assert any(parameter.requires_grad for parameter in draft.parameters()) == family.TRAINED
+    assert any(parameter.requires_grad for parameter in draft.parameters()) == is_trained(family)
     assert family.PAPER
 
 
 def test_a_family_is_trained_as_its_paper_says(family: Family, tiny_target: Path) -> None:
-    assert (name_of(family) in TRAINED) == family.TRAINED
-    if family.TRAINED:
+    assert (name_of(family) in TRAINED) == is_trained(family)
+    if is_trained(family):
         draft = make_tiny(family, tiny_target)
         assert (*draft.procedure, draft.num_unrolled(2), draft.num_unrolled(12)) == TRAINED[name_of(family)]
 
@@ -308,7 +316,7 @@ def test_a_refresh_lets_the_vocabulary_follow_the_traffic_or_leaves_the_draft_as
 
 def test_the_engine_finds_every_tensor_of_the_file_once(family: Family, served: Path) -> None:
     weights = family.vllm_weights(served)
-    assert (weights is not None) == (family.TRAINED and family.SERVED)
+    assert (weights is not None) == (is_trained(family) and family.SERVED)
     if weights is not None:
         parts = [part for parts in weights.parameters.values() for part in parts]
         assert sorted(parts) == sorted(load_file(weights.file))

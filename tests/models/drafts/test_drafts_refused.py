@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.core.drafting.draft_families import class_of, family_named, name_of, open_draft
+from models.core.drafting.draft_families import class_of, family_named, is_trained, name_of, open_draft
 from models.drafts import Family
 from models.targets import describe, random
 from tests.models.drafts.tiny import change_config, params_of, require_refused, rows_at
@@ -83,7 +83,7 @@ def test_a_size_that_is_none_is_refused(name: str, size: str, wrong: object, tin
 def test_a_spoilt_file_is_refused_by_the_name_of_what_is_wrong(
     family: Family, saved: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
-    if not family.TRAINED:
+    if not is_trained(family):
         return
     change_config(saved, tmp_path)
     file = tmp_path / "model.safetensors"

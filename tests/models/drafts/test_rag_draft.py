@@ -1,5 +1,6 @@
-"""What of a long prompt is read, that the draft is the target after it, and what is not drafted or taken."""
+"""BM25 by hand; what of a long prompt is read, that the draft is the target after it, what is not drafted or taken."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,24 @@ def test_a_context_without_room_is_refused(wrong: dict[str, int]) -> None:
 def test_a_policy_that_drafts_while_the_target_reads_is_refused(tiny_target: Path) -> None:
     with pytest.raises(ValueError, match="RagDraft runs layers of the target"):
         answer_all(tiny_target, made(tiny_target), prompts(1), lengths={"name": "pearl"})
+
+
+def test_a_score_by_hand() -> None:
+    # Token 7 stands in one of three parts, twice; token 8 in two. Parts are 2, 2 and 5 long, 3 on average.
+    parts = [[1, 8], [2, 3], [7, 7, 8, 4, 5]]
+    rare, common = math.log(1 + 2.5 / 1.5), math.log(1 + 1.5 / 2.5)
+    short, long = 1.2 * (0.25 + 0.75 * 2 / 3), 1.2 * (0.25 + 0.75 * 5 / 3)
+    wanted = [common * 2.2 / (1 + short), 0.0, rare * 2 * 2.2 / (2 + long) + common * 2.2 / (1 + long)]
+    assert rag_draft.score(parts, [8, 7, 8]) == pytest.approx(wanted)
+
+
+def test_what_every_part_holds_says_little_and_never_the_contrary() -> None:
+    everywhere, once = rag_draft.score([[1, 2], [1, 3], [1, 4]], [1]), rag_draft.score([[1, 2], [1, 3], [1, 4]], [3])
+    assert 0 < max(everywhere) < once[1] and once[0] == once[2] == 0
+
+
+@pytest.mark.parametrize(("parts", "question", "wanted"), [([], [1], []), ([[1, 2]], [], [0.0]), ([[]], [1], [0.0])])
+def test_nothing_to_score_or_to_ask_is_no_error(
+    parts: list[list[int]], question: list[int], wanted: list[float]
+) -> None:
+    assert rag_draft.score(parts, question) == wanted

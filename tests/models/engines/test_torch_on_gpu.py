@@ -7,7 +7,7 @@ import torch
 
 from models import catalog
 from models.core.checkpoints.loading import load_model
-from models.core.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named, is_trained
 from models.core.evaluation.likeness import accepted
 from models.core.evaluation.scoring import score
 from models.core.learning import distill
@@ -19,7 +19,7 @@ from tests.models.drafts.tiny import make_tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
 FAMILIES = catalog.names("drafts")
-TRAINED = [name for name in FAMILIES if family_named(name).TRAINED]
+TRAINED = [name for name in FAMILIES if is_trained(family_named(name))]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 ASKED = prompts(2)
 K = 4

@@ -8,15 +8,8 @@ from importlib import import_module
 import pytest
 
 from models import catalog
-from models.engines.vllm import (
-    OWNED,
-    TOOL_MARKS,
-    Params,
-    engine_arguments,
-    hands_out_states,
-    tool_parser_of,
-    tool_parsers,
-)
+from models.engines.vllm import OWNED, Params
+from models.engines.vllm.installed import engine_arguments, hands_out_states, tool_parsers
 from models.recipe import load_recipe, parse_recipe
 
 
@@ -97,35 +90,10 @@ def recipe_with(**tables: dict[str, object]) -> dict[str, object]:
 
 
 def test_a_recipe_names_a_tool_parser_of_the_engine() -> None:
-    assert parse_recipe(recipe_with(serve={"tool_parser": "hermes"}), "mine.toml").serve.tool_parser == "hermes"
+    for name in ("auto", "hermes"):
+        assert parse_recipe(recipe_with(serve={"tool_parser": name}), "mine.toml").serve.tool_parser == name
     with pytest.raises(ValueError, match=r'no tool_parser "herms" \(did you mean "hermes"\?\); there are: .*pythonic'):
         parse_recipe(recipe_with(serve={"tool_parser": "herms"}), "mine.toml")
-
-
-def test_a_parser_that_is_found_in_a_chat_template_is_one_of_the_engines() -> None:
-    assert {name for _, name in TOOL_MARKS} <= (tool_parsers() or set())
-    assert parse_recipe(recipe_with(serve={"tool_parser": "auto"}), "mine.toml").serve.tool_parser == "auto"
-
-
-@pytest.mark.parametrize(
-    ("template", "parser"),
-    [
-        (r"""<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>""", "hermes"),
-        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder"),
-        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>", "glm45"),
-        ("""{{- "<|python_tag|>" + tool_call.name + ".call(" }}""", "llama3_json"),
-        ("{{ '[TOOL_CALLS][' }}", "mistral"),
-        (
-            "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '```json' }}",
-            "deepseek_v3",
-        ),
-        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] }}", "deepseek_v31"),
-        ("{% for message in messages %}{{ message.content }}{% endfor %}", ""),
-        ("<tool_calls>[", ""),  # jamba's and hunyuan's
-    ],
-)
-def test_the_parser_of_tool_calls_is_found_by_what_the_chat_template_shows(template: str, parser: str) -> None:
-    assert tool_parser_of(template) == parser
 
 
 def test_the_reference_engine_takes_no_tools() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.core.drafting.draft_families import family_named, family_of
+from models.core.drafting.draft_families import family_named, family_of, is_trained
 from models.core.evaluation.acceptance import UNDRAFTED
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
@@ -85,7 +85,7 @@ async def test_weights_are_swapped_proved_and_told_apart(running: Running, tmp_p
     await engine.swap_draft(other, "2")
     assert engine.draft_version == "2"
     assert await engine.check_draft(other) < 0.05
-    if not family_of(draft).TRAINED:
+    if not is_trained(family_of(draft)):
         return
     with pytest.raises(ValueError, match="of the loaded draft is off by"):
         await engine.check_draft(draft)
@@ -106,7 +106,9 @@ async def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stop
         engine.generate(prompt, way, f"at-{at}") for at, ((prompt, *_), way) in enumerate(zip(asked, ways, strict=True))
     )
     at_end, off, other, again_at_end = await asyncio.gather(*told)
-    finds = all if family_of(draft).TRAINED else any  # a text may hold nothing that goes on from where it is looked up
+    finds = (
+        all if is_trained(family_of(draft)) else any
+    )  # a text may hold nothing that goes on from where it is looked up
     assert finds(step > 0 for step in other.drafted[:-1]), other.drafted  # its length may cut the last one
     assert not any(off.drafted)
     assert off.trace("").drafted == ()

@@ -8,7 +8,8 @@ import pytest
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from models.engines.vllm.openai import EngineStopped, Handlers, Refused
+from models.engines.vllm.installed import tool_parsers
+from models.engines.vllm.openai import TOOL_MARKS, EngineStopped, Handlers, Refused, tool_parser_of
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Structured
 
@@ -238,3 +239,28 @@ async def collected(handlers: Handlers, body: dict[str, Any], raw: Request, api:
     answer = await getattr(handlers, api)(body, raw)
     assert not isinstance(answer, dict), answer
     return [frame async for frame in answer]
+
+
+def test_a_parser_that_is_found_in_a_chat_template_is_one_of_the_engines() -> None:
+    assert {name for _, name in TOOL_MARKS} <= (tool_parsers() or set())
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (r"""<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>""", "hermes"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>", "glm45"),
+        ("""{{- "<|python_tag|>" + tool_call.name + ".call(" }}""", "llama3_json"),
+        ("{{ '[TOOL_CALLS][' }}", "mistral"),
+        (
+            "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '```json' }}",
+            "deepseek_v3",
+        ),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] }}", "deepseek_v31"),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", ""),
+        ("<tool_calls>[", ""),  # jamba's and hunyuan's
+    ],
+)
+def test_the_parser_of_tool_calls_is_found_by_what_the_chat_template_shows(template: str, parser: str) -> None:
+    assert tool_parser_of(template) == parser

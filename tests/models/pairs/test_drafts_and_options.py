@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.core.drafting.draft_families import class_of, family_named
+from models.core.drafting.draft_families import class_of, family_named, is_trained
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.engines import Completion
@@ -22,7 +22,7 @@ from tests.models.pairs.forms import chosen
 pytestmark = pytest.mark.slow
 
 FAMILIES = catalog.names("drafts")
-TRAINED = [name for name in FAMILIES if family_named(name).TRAINED]
+TRAINED = [name for name in FAMILIES if is_trained(family_named(name))]
 K = 4
 SHORT = GREEDY.model_copy(update={"max_tokens": 8})
 

@@ -6,13 +6,13 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.core.learning import training
 from models.core.learning.counting import counted
 from models.params import BaseParams, TrainingParams
 from models.regimes import Regime
-from models.targets import random
+from models.targets import random, target_config
 
 TRAINING = TrainingParams(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
 SEED = 3
@@ -22,7 +22,7 @@ def load(directory: Path, num_layers: int | None = None) -> PreTrainedModel:
     """Read the target, or draw one of another depth and its other shapes."""
     if num_layers is None:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(directory)
+    config = target_config(directory)
     config.num_hidden_layers = num_layers
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from models import catalog
 from models.params import BaseParams
-from models.targets import describe, scratch
+from models.targets import describe, scratch, target_config
 
 
 def params(**changes: object) -> BaseParams:
@@ -17,7 +16,7 @@ def params(**changes: object) -> BaseParams:
 
 def test_it_has_the_shape_that_was_asked_for_and_the_other_targets_tokenizer(tmp_path: Path, tiny_target: Path) -> None:
     scratch.build(params(intermediate_size=96, max_length=128), tmp_path)
-    config, card = AutoConfig.from_pretrained(tmp_path), describe(tmp_path)
+    config, card = target_config(tmp_path), describe(tmp_path)
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (3, 128, 96)
     assert (config.num_key_value_heads, config.max_position_embeddings, config.tie_word_embeddings) == (1, 128, True)
     other = describe(tiny_target)

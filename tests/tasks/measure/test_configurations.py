@@ -5,7 +5,7 @@ import torch
 
 from infra.artifacts import Artifact
 from models import catalog
-from models.core.drafting.draft_families import family_named, family_of, name_of
+from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
 from models.core.evaluation.golden import save_golden
 from models.recipe import Recipe, load_recipe, toml
 from models.sources import Message
@@ -27,7 +27,7 @@ from tests.tasks.measure.benches import open_target
 def test_without_a_file_there_is_the_served_draft_and_each_family_that_needs_nothing() -> None:
     found = read_configurations(None, served_k=3)
     assert found["served draft"] == Configuration(draft=SERVED, engine={"num_draft_tokens": 3})
-    untrained = {name for name in catalog.names("drafts") if not family_named(name).TRAINED}
+    untrained = {name for name in catalog.names("drafts") if not is_trained(family_named(name))}
     assert set(found) == {"served draft", "served draft, look-up", *untrained} - {"rest"}
 
 

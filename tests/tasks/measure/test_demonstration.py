@@ -1,4 +1,4 @@
-"""The demonstration without a service: what a kill leaves, what it asks, and vLLM's own endpoint."""
+"""The demonstration without a service: what a kill leaves, and what it asks; vLLM's own endpoint is in `test_stock`."""
 
 from pathlib import Path
 
@@ -6,21 +6,20 @@ import pytest
 
 from infra.client import Client
 from infra.settings import load_settings
-from models.recipe import Demo, Recipe, load_recipe
+from models.recipe import Recipe, load_recipe
 from tasks.measure import demonstration
 from tasks.measure.cells import answers_of
-from tasks.measure.demonstration import Stages
+from tasks.measure.demonstration import Demonstration, Stages
 from tasks.measure.stock import Stock
 from tasks.select_data import choose_prompts
 
 NOWHERE = "http://127.0.0.1:1"
 
 
-def demonstrated(recipe: Recipe, demo: Demo, target: Path, folder: Path) -> demonstration.Demonstration:
+def demonstrated(recipe: Recipe, target: Path, folder: Path, stock: Stock | None = None) -> Demonstration:
     """Return a demonstration whose service has ended."""
-    settings, stages = load_settings({"REDRAFT_HOME": str(folder)}), Stages()
-    stock = Stock(recipe, settings, target) if demo.stock else None
-    return demonstration.Demonstration(recipe, demo, settings, folder, Client(NOWHERE, None), stages, target, stock)
+    settings = load_settings({"REDRAFT_HOME": str(folder)})
+    return Demonstration(recipe, recipe.demo, settings, folder, Client(NOWHERE, None), Stages(), target, stock)
 
 
 def test_an_answer_that_a_kill_cut_short_is_not_there(tmp_path: Path) -> None:
@@ -48,28 +47,10 @@ def test_a_further_window_goes_on_with_requests_that_nobody_has_sent() -> None:
     assert len({prompt.id for prompt in third}) == 3 * size
 
 
-@pytest.mark.engine
-def test_vllms_own_endpoint_is_timed_once_on_the_prompts_that_the_service_was(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demonstration, "NUM_TIMED", 2)
-    recipe = load_recipe("tiny")
-    extra = {"compilation_config": {"mode": 0}}  # it need not be fast here
-    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"extra": extra})})
-    asked = demonstrated(recipe, recipe.demo.model_copy(update={"stock": True}), tiny_target, tmp_path)
-    asked.time_stock()
-    rows = answers_of(tmp_path, demonstration.STOCK)
-    held_out = [choose_prompts(name, recipe.traffic[name], recipe.seed)["held_out"] for name in ("chat", "code")]
-    assert [row["prompt_id"] for row in rows] == [prompt.id for of_domain in held_out for prompt in of_domain[:2]]
-    assert all(row["status"] == "ok" and row["num_tokens"] > 1 for row in rows)
-    asked.time_stock()  # an interrupted demonstration goes on with the rest, of which there is none
-    assert answers_of(tmp_path, demonstration.STOCK) == rows
-
-
 def test_where_a_recipe_wants_none_vllms_own_endpoint_is_not_started(tiny_target: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny")
     assert not recipe.demo.stock
-    demonstrated(recipe, recipe.demo, tiny_target, tmp_path).time_stock()
+    demonstrated(recipe, tiny_target, tmp_path).time_stock()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,12 @@ from models import catalog
 from models.core.drafting.draft_families import family_of
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
+from tasks.measure import demonstration
 from tasks.measure.baselines import encoder, open_baselines
+from tasks.measure.cells import answers_of
 from tasks.measure.stock import Stock, as_flags, by_batch_size, ngram_speculation
+from tasks.select_data import choose_prompts
+from tests.tasks.measure.test_demonstration import demonstrated
 
 
 def test_arguments_are_written_as_vllms_command_line_takes_them():
@@ -51,7 +55,11 @@ def test_a_recipe_of_another_engine_has_no_vllm_to_be_compared_with(tiny_target,
 
 
 @pytest.mark.engine
-def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_target, tiny_draft, tmp_path):
+def test_it_gives_the_targets_output_tells_its_steps_is_timed_once_and_leaves_no_process(
+    tiny_target, tiny_draft, tmp_path, monkeypatch
+):
+    """The demonstration times it on the prompts that the service was asked, and ends it."""
+    monkeypatch.setattr(demonstration, "NUM_TIMED", 2)
     recipe = load_recipe("tiny")
     extra = {"compilation_config": {"mode": 0}, "block_size": 32}  # it need not be fast here; short prompts are cached
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"dtype": "float32", "extra": extra})})
@@ -62,19 +70,30 @@ def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_
     begun.begin()
     assert begun.runs
     assert not answers(f"{begun.url}/health")  # whoever began it does something else meanwhile
-    with begun as stock:  # and only waits for the rest
+    begun.start()  # and only waits for the rest
+    try:
         assert len(descendants(os.getpid()) - before) > 2  # a guard, the endpoint, its engine
-        (answer,) = stock.ask([prompt])
+        (answer,) = begun.ask([prompt])
         long = prompt.model_copy(update={"messages": (Message(role="user", content="3 times 4 is 12, " * 10),)})
-        stock.ask([long])
-        hits = [_hits_of(stock, long)]
-        stock.forget()
-        hits.append(_hits_of(stock, long))
+        begun.ask([long])
+        hits = [_hits_of(begun, long)]
+        begun.forget()
+        hits.append(_hits_of(begun, long))
+        demonstrated(recipe, tiny_target, tmp_path, begun).time_stock()
+        assert not begun.runs
+    finally:
+        begun.stop()
     assert hits[0] > 0
     assert hits[1] == 0
     assert descendants(os.getpid()) <= before
-    assert not stock.runs
-    assert not answers(f"{stock.url}/health")
+    assert not answers(f"{begun.url}/health")
+    rows = answers_of(tmp_path, demonstration.STOCK)
+    held_out = [choose_prompts(name, recipe.traffic[name], recipe.seed)["held_out"] for name in ("chat", "code")]
+    assert [row["prompt_id"] for row in rows] == [prompt.id for of_domain in held_out for prompt in of_domain[:2]]
+    assert all(row["status"] == "ok" and row["num_tokens"] > 1 for row in rows)
+    demonstrated(recipe, tiny_target, tmp_path, begun).time_stock()  # there is nothing left to be asked
+    assert answers_of(tmp_path, demonstration.STOCK) == rows
+    assert not begun.runs
     alone = open_baselines(tiny_target, tiny_draft, "float32", num_draft_tokens=2, max_model_len=256)["transformers"]
     assert answer.status == "ok"
     assert answer.token_ids == alone(encoder(tiny_target)(prompt), recipe.generate.max_tokens).token_ids

@@ -13,7 +13,7 @@ from infra.triggerfile import now_ms
 from models.recipe import Refresh
 from tasks.claim_window import advance_cursor, claim_window
 from tasks.stages.samples import usable
-from tasks.stages.shares import ForOthers, cap_per_key, rows_of_others
+from tasks.stages.split import ForOthers, cap_per_key, rows_of_others
 from tests.infra.rows import erase, row
 
 REFRESH = Refresh(min_rows=60, max_rows=200, share_wait_s=900)

@@ -3,8 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from models.core.drafting.draft_families import UnknownFamily, adopter_of, check_draft, family_named, family_of, name_of
+from models.core.drafting.draft_families import (
+    UnknownFamily,
+    adopter_of,
+    check_draft,
+    family_named,
+    family_of,
+    name_of,
+    read_vocabulary,
+)
 from models.drafts import lm, ngram
 from models.targets import describe
 from tests.models.drafts.tiny import change_config, save_tiny
@@ -56,3 +66,18 @@ def test_a_published_draft_finds_the_family_that_reads_it(tmp_path: Path) -> Non
     file.write_text('{"architectures": ["MedusaModel"]}')
     with pytest.raises(ValueError, match=r"layout of no family; wanted one of: eagle3"):
         adopter_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "found"),
+    [
+        ({"d2t": torch.tensor([1, 1, 4])}, {1, 2, 6}),
+        ({"token_map": torch.tensor([3, 5])}, {3, 5}),
+        ({"fc.weight": torch.zeros(1)}, None),
+    ],
+)
+def test_a_drafts_vocabulary_is_read_off_its_files(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], found: set[int] | None
+) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_vocabulary(tmp_path) == found

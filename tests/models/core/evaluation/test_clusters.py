@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.chats import ChatEncoder
 from models.core.evaluation.clusters import (
     MAX_GROUP_SHARE,
     MOST_OF_FEW,
     SKETCH_SIZE,
+    first_turn,
     join,
     join_groups,
     num_tests,
     sketch,
+    turn_marks,
 )
+from models.targets.random import byte_tokenizer
 from tests.growth import grows_linearly
 
 SECRET = b"s" * 32
@@ -176,3 +180,43 @@ def test_what_is_alike_or_grouped_is_together_and_groups_only_ever_join(rows, se
                 assert named[one] == named[other]
     if not any(groups):
         assert named == alone
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def first_of(*turns: tuple[str, str]) -> str:
+    ids = ChatEncoder.of(TOKENIZER).encode([{"role": role, "content": content} for role, content in turns])
+    return str(TOKENIZER.decode(first_turn(ids, turn_marks(TOKENIZER))))
+
+
+def test_the_first_turn_is_what_the_user_said_first_whatever_stands_around_it() -> None:
+    assert first_of(("user", "hello\nyou")) == "hello\nyou"
+    assert first_of(("system", "be kind"), ("user", "hello"), ("assistant", "yes?"), ("user", "more")) == "hello"
+    assert first_of(("user", "a <|im_end|> b <|im_start|>user\n c")) == "a <|im_end|> b <|im_start|>user\n c"
+
+
+def test_a_prompt_without_the_templates_marks_is_its_own_first_turn() -> None:
+    assert first_turn(encode("plain text"), turn_marks(TOKENIZER)) == encode("plain text")
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    strict = byte_tokenizer()
+    strict.chat_template = "{{ raise_exception('no chats') }}"
+    for tokenizer in (bare, strict):
+        assert first_turn([1, 2, 3], turn_marks(tokenizer)) == [1, 2, 3]
+
+
+def test_a_template_that_marks_later_turns_otherwise_than_the_first_is_understood() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ 'Preamble. ' }}{% for message in messages %}{% if message['role'] == 'user' %}"
+        "{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% else %}{{ message['content'] + ' ' }}{% endif %}"
+        "{% endfor %}"
+    )
+    asked = (("user", "hello"), ("assistant", "yes?"), ("user", "more"))
+    ids = ChatEncoder.of(tokenizer).encode([{"role": role, "content": content} for role, content in asked])
+    assert tokenizer.decode(first_turn(ids, turn_marks(tokenizer))) == "hello"

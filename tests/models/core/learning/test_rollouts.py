@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from models import catalog
 from models.answers import mixed_tokens, on_policy
 from models.core.checkpoints.readout import Readout
-from models.core.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named, is_trained
 from models.core.layers.decoder import Cache, Decoder
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, pack
@@ -22,7 +22,7 @@ from tests.models import planted
 from tests.models.drafts.answered import tau_of
 from tests.models.drafts.tiny import make_tiny
 
-TRAINED = [name for name in catalog.names("drafts") if family_named(name).TRAINED]
+TRAINED = [name for name in catalog.names("drafts") if is_trained(family_named(name))]
 SAMPLE = Sample("a", "d", [5, 9, 14, 30, 31], list(range(40, 60)))
 NEVER: frozenset[int] = frozenset()
 K = 3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.core.drafting.draft_families import family_named
+from models.core.drafting.draft_families import family_named, is_trained
 from tasks.measure import lesson
 from tasks.measure.comparisons import Row, drafts
 from tests.tasks.measure.benches import bench_of
@@ -15,7 +15,7 @@ SMALLER = {"lm": {"num_layers": 1}}  # than the two layers of the target
 def test_every_trained_family_has_a_row() -> None:
     names = [row.name for row in drafts.rows(1.0)]
     assert {"clover", "eagle", "eagle3", "hydra", "lm", "medusa"} <= set(names)
-    assert all(family_named(name).TRAINED for name in names)
+    assert all(is_trained(family_named(name)) for name in names)
     assert drafts.BASELINE in names
 
 

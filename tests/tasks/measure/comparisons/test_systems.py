@@ -4,12 +4,11 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from infra.views.comparison import Comparison, MethodFigure
 from infra.views.results import Report
 from models import catalog
-from models.targets import random
+from models.targets import random, target_config
 from tasks.measure.comparisons import systems
 from tasks.measure.comparisons.systems import DEVICES, _decoder, part_times
 from tests.tasks.measure.benches import bench_of
@@ -69,7 +68,7 @@ def test_all_parts_are_timed(tiny_target: Path) -> None:
 
 def test_a_device_holds_whole_heads_and_the_fullest_one_counts(tmp_path: Path) -> None:
     random.build(random.Params(num_heads=6, num_kv_heads=3), tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
+    config = target_config(tmp_path)
     shapes = []
     for number in DEVICES:
         part = _decoder(config, number)
