@@ -13,11 +13,11 @@ from pathlib import Path
 
 from infra.consent import QueryRow, require_loggable
 from infra.files import lock_file, replacing
+from infra.home import OTHER_FORMAT
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"
 SCHEMA_VERSION = 7
-OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rows (
