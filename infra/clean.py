@@ -73,7 +73,7 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
     """
     log, registry = QueryLog(settings.querylog), open_registry(settings)
     with log.unread(wait_s=0), registry.alone():
-        if TriggerFile(settings.querylog).state().running:
+        if TriggerFile(settings.beside_log).state().running:
             raise TimeoutError("a refresh runs; clean after it")
         going = list(_going(settings, registry, limits, pool))
         for item, _ in going if not dry_run else ():

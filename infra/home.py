@@ -1,6 +1,6 @@
 """The home folder: closed to other users, and of a format that is a number in a small file; another one is refused.
 
-The query log has a number of its own (infra/logfile.py).
+The query log has a number of its own (infra/tables.py).
 """
 
 import json
@@ -9,13 +9,13 @@ import stat
 from pathlib import Path
 
 from infra.files import write_atomic
-from infra.logfile import OTHER_FORMAT, LogFile
 from infra.settings import Settings
 
 FORMAT_FILE = "home.json"
 COPIES = "backups"  # folder of the databases that a restore replaced
 FORMAT = 7  # raise it with every change to what a home holds that an earlier or a later version can't read
 OTHERS = 0o077
+OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 
 
 def open_home(settings: Settings) -> None:
@@ -38,10 +38,12 @@ def open_home(settings: Settings) -> None:
             reads = f"this version of redraft reads format {FORMAT} alone: {OTHER_FORMAT}"
             raise ValueError(f"{home} is of format {number!r}, and {reads}")
         return
-    if settings.querylog.is_file():  # a home of before formats were numbered has a log that is older too
-        log = LogFile(settings.querylog)
-        log.connection()
-        log.close()
+    if settings.beside_log.is_file():  # a home of before formats were numbered has a log that is older too
+        from infra.database import Database  # SQLAlchemy takes a second, and only such a home needs it
+
+        database = Database(settings.beside_log)
+        with database.reading():
+            database.close()
     write_atomic(file, json.dumps({"format": FORMAT}))
 
 

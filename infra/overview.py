@@ -96,7 +96,7 @@ def overview(settings: Settings) -> Overview:
     rows, first_ms = log.waiting()
     file = settings.home / FORMAT_FILE
     made = (file if file.is_file() else settings.home).stat()
-    trigger = TriggerFile(settings.querylog).state()
+    trigger = TriggerFile(settings.beside_log).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     attached = attached_servers(settings.home)
     return Overview(

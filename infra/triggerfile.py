@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from infra.database import BUSY_TIMEOUT_S, TORN
 from infra.files import lock_file
-from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen
 
@@ -232,6 +232,19 @@ class TriggerFile:
         self.path.replace(self.path.with_suffix(".torn"))
         for suffix in ("-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Begin to write; what the block did holds if it ends, and is undone if it raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk makes SQLite roll back by itself
+            db.execute("ROLLBACK")
+        raise
 
 
 def _domains(db: sqlite3.Connection) -> dict[str, State]:

@@ -336,7 +336,7 @@ async def _keep(
 async def detect_drift(config: AttachConfig, windows: MetricWindows | None = None) -> None:
     """Tell the trigger by the log's rows, or by windows, which domains the champion's drafting fell short in."""
     registry, params = open_registry(config.settings), config.serve.drift_detector
-    drift = DriftWatch(params, config.settings.querylog, Emitter(config.orchestrator))
+    drift = DriftWatch(params, config.settings.beside_log, Emitter(config.orchestrator))
 
     while True:
         await asyncio.sleep(params.period_s)
@@ -362,7 +362,7 @@ def counts_of(
     try:
         return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, after_seq, num_rows, server)]
     finally:
-        journal.close()  # each look may come from another thread
+        journal.close()
 
 
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:

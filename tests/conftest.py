@@ -54,8 +54,10 @@ LONG = (
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # What is compiled of our own kernels is the same for all homes of tests; otherwise each has its own.
 _ENGINE_ENVIRONMENT["TORCH_EXTENSIONS_DIR"] = str(Path.home() / ".cache" / "torch_extensions")
-# Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
-_BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
+# Where the browser, its pictures and a Postgres are is the tests' business; settings refuse names that they don't know.
+_BROWSER, _SCREENSHOTS, TEST_POSTGRES = (
+    os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS", "TEST_POSTGRES")
+)
 # What is special in an address, a command line or a configuration, and may be in the name of a folder.
 ODD_NAME = 'a home?#% %41 of "Zoë\'s" & so on'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
