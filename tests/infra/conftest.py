@@ -29,7 +29,7 @@ def postgres() -> Iterator[str]:
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
     """Where a log can be made: a file in a folder that is not there yet, or the address of a new schema."""
     if request.param == "sqlite":
         yield tmp_path / "below" / "queries.db"

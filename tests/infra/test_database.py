@@ -14,8 +14,8 @@ from infra.tables import METADATA, SCHEMA_VERSION, counters, erasures
 
 
 @pytest.fixture
-def database(store: Path | str) -> Iterator[Database]:
-    database = Database(store)
+def database(address: Path | str) -> Iterator[Database]:
+    database = Database(address)
     yield database
     database.close()
 
