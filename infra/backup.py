@@ -33,7 +33,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings, sqlite_file
-from infra.triggerfile import TriggerFile, trigger_path
+from infra.trigger_states import TriggerStates
 from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
 
@@ -68,7 +68,7 @@ class Contents(Frozen):
 
 def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
-    found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
+    found = {"queries.db": settings.querylog}
     if (registry := sqlite_file(settings.mlflow_uri)) is not None:
         found[REGISTRY] = registry
     return found
@@ -141,7 +141,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             copy_databases(settings, copies, torn)
         log = QueryLog(settings.querylog)
         with log.unread(wait_s), open_registry(settings).alone():
-            if "queries-trigger.db" not in torn and TriggerFile(settings.querylog).state().running:
+            if "queries.db" not in torn and TriggerStates(settings.querylog).state().running:
                 raise TimeoutError("a refresh runs; wait for its end, or stop it")
             erased = _certificates(settings) + ([] if "queries.db" in torn else _erasures(log))
             log.close()

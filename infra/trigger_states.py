@@ -1,34 +1,27 @@
-"""The trigger's states in a small SQLite file beside the query log: who reads the log reads them.
+"""The trigger's states, in the query log's database: who reads the log reads them.
 
-A run holds a lock on a second file for as long as it lives, so that one which was killed is seen at once, by any
-process of the machine and without a clock. Nothing of a request's text is kept here.
+A run holds a lease for as long as it lives (infra/leases.py), so that one which was killed is seen. Nothing of a
+request's text is kept here.
 """
 
-import os
-import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from infra.files import lock_file
-from infra.logfile import BUSY_TIMEOUT_S, TORN, writing
+from sqlalchemy import Connection, delete, insert, select, update
+
+from infra.database import Database, DatabaseUnavailable
+from infra.leases import LEASE_S, is_held, lease, renewing
+from infra.tables import trigger_domains, trigger_facts, trigger_run
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen
 
-LOOK_S, NOTE_S = 2.0, 15.0  # whoever looks holds the lock for milliseconds
+NOTE_S = 15.0
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
 WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
-SCHEMA_VERSION = 2
-SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS domains (domain TEXT PRIMARY KEY, state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, body TEXT NOT NULL);
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
-"""
 Fact = TypeVar("Fact", bound=Frozen)
 
 
@@ -93,7 +86,7 @@ class RunRequest(Frozen):
 
 
 class TriggerState(Frozen):
-    """All that the file says; domains that are ok are left out."""
+    """All that is known; domains that are ok are left out."""
 
     domains: dict[str, State]
     running: bool
@@ -104,10 +97,6 @@ class TriggerState(Frozen):
     @property
     def waits_for_memory(self) -> bool:
         return not self.running and self.last_run is not None and self.last_run.outcome == WAITS_FOR_MEMORY
-
-
-def trigger_path(querylog: Path) -> Path:
-    return querylog.with_name(f"{querylog.stem}-trigger.db")
 
 
 def now_ms() -> int:
@@ -126,151 +115,152 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-class TriggerFile:
-    """The states in one SQLite file, made at first use. Safe to use from several threads and processes."""
+class TriggerStates:
+    """The states at a query log's address. Safe to use from several threads and processes."""
 
-    def __init__(self, querylog: Path, clock: Callable[[], int] = now_ms) -> None:
-        self.path, self.clock = trigger_path(querylog), clock
+    def __init__(self, address: Path | str, clock: Callable[[], int] = now_ms) -> None:
+        self._database, self.clock = Database(address), clock
 
     def state(self) -> TriggerState:
-        with self._open() as db:
-            domains, last_run, look, need = _domains(db), _fact(db, LastRun), _fact(db, LastLook), _fact(db, Need)
-        return TriggerState(domains=domains, running=self._is_held(), last_run=last_run, last_look=look, need=need)
+        with self._database.reading() as db:
+            return TriggerState(
+                domains=_domains(db),
+                running=self._is_held(db),
+                last_run=_fact(db, LastRun),
+                last_look=_fact(db, LastLook),
+                need=_fact(db, Need),
+            )
 
     def tell(self, events: Mapping[str, Event]) -> dict[str, State]:
         """Let something happen to domains; returns those whose state changed.
 
-        sqlite3.Error if the file is locked, full or broken; then nothing has changed.
+        DatabaseUnavailable if it can't be kept; then nothing has changed.
         """
-        with self._open() as db:
+        with self._database.reading() as db:
             if not _changed(db, events):
-                return {}  # the common case, which takes no lock
-            with writing(db):
-                return _apply(db, events)
+                return {}  # the common case, which waits for nobody
+        with self._database.writing() as db:
+            return _apply(db, events)
 
     def find_lost(self) -> None:
         """Let domains whose refresh is gone wait for the next one."""
-        with self._lock(shared=True) as held:
-            if held:
-                with self._open() as db:
-                    last = _fact(db, LastRun)
-                    if last is not None and last.ended_ms is None:
-                        with writing(db):
-                            _end_lost(db, last, self.clock())
+        with self._database.reading() as db:
+            if not self._is_lost(db):
+                return
+        with self._database.writing() as db:
+            if self._is_lost(db):
+                _end_lost(db, self.clock())
 
     @contextmanager
-    def run(self, retry: Retry) -> Iterator[Callable[[Result, str], None]]:
+    def run(self, retry: Retry, lease_s: float = LEASE_S) -> Iterator[Callable[[Result, str], None]]:
         """Acknowledge what is wanted, and hold it for as long as the context lasts.
 
         The context gets what it calls with the result, and the outcome in the flow's words; without a call the run
-        counts as lost. A second run at the same time acknowledges nothing, and its call does nothing.
+        counts as lost. A second run at the same time acknowledges nothing, and its call does nothing; so it is with one
+        that stood still for longer than its lease, and was taken for lost.
         """
-        with self._lock() as held:
-            if not held:
-                yield lambda result, outcome: None
-                return
-            with self._open() as db, writing(db):
-                last = _fact(db, LastRun)
-                if last is not None and last.ended_ms is None:
-                    _end_lost(db, last, self.clock())
+        with self._database.writing() as db:
+            begun = not self._is_held(db)
+            if begun:
+                _end_lost(db, self.clock())
                 _apply(db, dict.fromkeys(_domains(db), Started()))
                 _keep(db, LastRun(started_ms=self.clock(), retry=retry))
                 _keep(db, _next(_wish(db)))
+                mine = lease(self._database, db, lease_s)
+                db.execute(delete(trigger_run))
+                db.execute(insert(trigger_run).values(mine))
+        if not begun:
+            yield lambda result, outcome: None
+            return
+        of_mine = trigger_run.c.process == mine["process"]
 
-            def end(result: Result, outcome: str) -> None:
-                with self._open() as db, writing(db):
-                    last, at_ms = _fact(db, LastRun), self.clock()
-                    _apply(db, dict.fromkeys(_domains(db), Ended(result=result, now_ms=at_ms, retry=retry)))
-                    if last is not None:
-                        _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": outcome}))
+        def renew() -> bool:
+            with self._database.writing() as db:
+                renewed = lease(self._database, db, lease_s)
+                return bool(db.execute(update(trigger_run).where(of_mine).values(renewed)).rowcount)
 
-            yield end
+        def end(result: Result, outcome: str) -> None:
+            with self._database.writing() as db:
+                if db.execute(select(trigger_run).where(of_mine)).one_or_none() is None:
+                    return
+                last, at_ms = _fact(db, LastRun), self.clock()
+                _apply(db, dict.fromkeys(_domains(db), Ended(result=result, now_ms=at_ms, retry=retry)))
+                if last is not None:
+                    _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": outcome}))
+
+        try:
+            with renewing(renew, lease_s):
+                yield end
+        finally:
+            # Where it can't be released now, it is not renewed any more.
+            with suppress(DatabaseUnavailable), self._database.writing() as db:
+                db.execute(delete(trigger_run).where(of_mine))
 
     def wish(self) -> RunRequest:
-        with self._open() as db, writing(db):
+        with self._database.writing() as db:
             return _wish(db)
 
     def ask_anew(self, wish: RunRequest) -> None:
         """Ask with another wish from now on: this one's run ended without acknowledging it."""
-        with self._open() as db, writing(db):
+        with self._database.writing() as db:
             if _wish(db) == wish:
                 _keep(db, _next(wish))
 
     def note(self, fact: LastLook | Need) -> None:
-        with self._open() as db, writing(db):
+        with self._database.writing() as db:
             _keep(db, fact)
 
-    def _is_held(self) -> bool:
-        with self._lock(shared=True) as held:
-            return not held
+    def _is_held(self, db: Connection) -> bool:
+        held = db.execute(select(trigger_run)).one_or_none()
+        return held is not None and is_held(self._database, db, held)
 
-    def _lock(self, shared: bool = False) -> AbstractContextManager[bool]:
-        """Hold the lock of runs if nobody else does; whoever only looks shares it with others who look."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return lock_file(self.path.with_suffix(".lock"), shared, wait_s=0 if shared else LOOK_S)
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same rights
-        with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as db:
-            try:
-                version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > SCHEMA_VERSION:
-                    raise ValueError(f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}")
-                if version < SCHEMA_VERSION:
-                    db.execute("PRAGMA journal_mode = WAL")
-                    db.executescript(SCHEMA)
-                yield db
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode in TORN:
-                    self._set_aside()
-                raise
-
-    def _set_aside(self) -> None:
-        """Make room for a new file: the service tells again what has fallen, so a torn one stops no later refresh."""
-        self.path.replace(self.path.with_suffix(".torn"))
-        for suffix in ("-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+    def _is_lost(self, db: Connection) -> bool:
+        last = _fact(db, LastRun)
+        return last is not None and last.ended_ms is None and not self._is_held(db)
 
 
-def _domains(db: sqlite3.Connection) -> dict[str, State]:
-    found = db.execute("SELECT domain, state FROM domains ORDER BY domain")
+def _domains(db: Connection) -> dict[str, State]:
+    found = db.execute(select(trigger_domains).order_by(trigger_domains.c.domain))
     return {domain: STATE.validate_json(state) for domain, state in found}
 
 
-def _changed(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
+def _changed(db: Connection, events: Mapping[str, Event]) -> dict[str, State]:
     before = _domains(db)
     after = {domain: step(before.get(domain, Ok()), event) for domain, event in events.items()}
     return {domain: state for domain, state in after.items() if state != before.get(domain, Ok())}
 
 
-def _apply(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
+def _apply(db: Connection, events: Mapping[str, Event]) -> dict[str, State]:
     changed = _changed(db, events)
     for domain, state in changed.items():
-        if isinstance(state, Ok):
-            db.execute("DELETE FROM domains WHERE domain = ?", (domain,))
-        else:
-            db.execute("INSERT OR REPLACE INTO domains VALUES (?, ?)", (domain, state.model_dump_json()))
+        db.execute(delete(trigger_domains).where(trigger_domains.c.domain == domain))
+        if not isinstance(state, Ok):
+            db.execute(insert(trigger_domains).values(domain=domain, state=state.model_dump_json()))
     return changed
 
 
-def _end_lost(db: sqlite3.Connection, last: LastRun, at_ms: int) -> None:
-    running = [domain for domain, state in _domains(db).items() if isinstance(state, Running)]
-    _apply(db, dict.fromkeys(running, Lost(now_ms=at_ms, retry=last.retry)))
-    _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": "lost"}))
+def _end_lost(db: Connection, at_ms: int) -> None:
+    """End the last run as lost, if it has not ended."""
+    last = _fact(db, LastRun)
+    if last is not None and last.ended_ms is None:
+        running = [domain for domain, state in _domains(db).items() if isinstance(state, Running)]
+        _apply(db, dict.fromkeys(running, Lost(now_ms=at_ms, retry=last.retry)))
+        _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": "lost"}))
 
 
-def _fact(db: sqlite3.Connection, kind: type[Fact]) -> Fact | None:
-    found = db.execute("SELECT body FROM facts WHERE name = ?", (kind.__name__,)).fetchone()
-    return None if found is None else kind.model_validate_json(found[0])
+def _fact(db: Connection, kind: type[Fact]) -> Fact | None:
+    of_kind = trigger_facts.c.name == kind.__name__
+    body = db.execute(select(trigger_facts.c.body).where(of_kind)).scalar_one_or_none()
+    return None if body is None else kind.model_validate_json(body)
 
 
-def _keep(db: sqlite3.Connection, fact: Frozen) -> None:
-    db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (type(fact).__name__, fact.model_dump_json()))
+def _keep(db: Connection, fact: Frozen) -> None:
+    name = type(fact).__name__
+    db.execute(delete(trigger_facts).where(trigger_facts.c.name == name))
+    db.execute(insert(trigger_facts).values(name=name, body=fact.model_dump_json()))
 
 
-def _wish(db: sqlite3.Connection) -> RunRequest:
+def _wish(db: Connection) -> RunRequest:
     wish = _fact(db, RunRequest)
     if wish is None:
         wish = RunRequest(log=uuid.uuid4().hex[:12])

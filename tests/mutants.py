@@ -37,7 +37,7 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
     "infra": "artifacts captured consent events keys lines logwriter post_promotion querylog registry "
-    "regression_sets status store triggerfile triggers",
+    "regression_sets status store trigger_states triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples shares split",
     "tasks/trigger": "acknowledge ask",
