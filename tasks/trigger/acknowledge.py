@@ -16,7 +16,7 @@ from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
 from infra.serving import is_served
 from infra.settings import load_settings
-from infra.trigger_states import WAITS_FOR_MEMORY, Need, TriggerStates, TriggerState
+from infra.trigger_states import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStates
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
 from models.precision import is_out_of_memory, require_device

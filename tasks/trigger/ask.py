@@ -1,8 +1,8 @@
 """Ask the orchestrator for a refresh when one is due, until a run acknowledges it.
 
-The wish is a state in the query log's database, which each look reads anew: whatever is down or busy meanwhile, it stays.
-Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks for
-another.
+The wish is a state in the query log's database, which each look reads anew: whatever is down or busy meanwhile, it
+stays. Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks
+for another.
 """
 
 import logging
@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.trigger_states import LastLook, RunRequest, TriggerStates, TriggerState
+from infra.trigger_states import LastLook, RunRequest, TriggerState, TriggerStates
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
