@@ -33,7 +33,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings, sqlite_file
-from infra.trigger_states import TriggerStates
+from infra.trigger_store import TriggerStore
 from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
 
@@ -141,7 +141,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             copy_databases(settings, copies, torn)
         log = QueryLog(settings.querylog)
         with log.unread(wait_s), open_registry(settings).alone():
-            if "queries.db" not in torn and TriggerStates(settings.querylog).state().running:
+            if "queries.db" not in torn and TriggerStore(settings.querylog).state().running:
                 raise TimeoutError("a refresh runs; wait for its end, or stop it")
             erased = _certificates(settings) + ([] if "queries.db" in torn else _erasures(log))
             log.close()

@@ -28,11 +28,12 @@ def is_held(database: Database, connection: Connection, held: Row[Any]) -> bool:
     """Return whether the process of a lease's columns may still run."""
     if database.now_ms(connection) >= held.lease_until_ms:
         return False
-    boot, namespace, _ = held.process.split(" ")
+    process: str = held.process
+    boot, namespace, _ = process.split(" ")
     own_boot, own_namespace = process_place().split(" ")
     if (boot, namespace) != (own_boot, own_namespace):
-        return bool(boot == own_boot or database.is_shared)  # else this machine was started again since
-    return process_identity(held.pid) == held.process
+        return boot == own_boot or database.is_shared  # else this machine was started again since
+    return process_identity(held.pid) == process
 
 
 @contextmanager

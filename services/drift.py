@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.events import ACCEPTANCE_FELL, Emitter
-from infra.trigger_states import TriggerStates, now_ms
+from infra.trigger_store import TriggerStore, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from infra.versions import Version
 from models.core.evaluation.acceptance import AcceptanceCount
@@ -62,7 +62,7 @@ class DriftWatch:
 
     def __init__(self, params: Params, querylog: Path, events: Emitter) -> None:
         self.doubted, self.last = frozenset[str](), -1
-        self._params, self._trigger, self._events = params, TriggerStates(querylog), events
+        self._params, self._trigger, self._events = params, TriggerStore(querylog), events
         self._detector, self._followed, self._draft = DriftDetector({}, params), "", 0
 
     def follow(self, version: Version, promised: Mapping[str, float] | None = None) -> bool:

@@ -37,7 +37,7 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
     "infra": "artifacts captured champions consent events keys lines logwriter post_promotion querylog registry "
-    "regression_sets status store trigger_states triggers",
+    "regression_sets status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples shares split",
     "tasks/trigger": "acknowledge ask",
@@ -53,7 +53,7 @@ OTHERS = {
     "infra/scrub/keys infra/scrub/numbers": "infra/test_scrub",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
     "infra/erasures infra/logfile infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
-    "infra/leases": "infra/test_trigger_states",
+    "infra/leases": "infra/test_trigger_store",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
     f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(

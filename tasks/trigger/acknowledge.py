@@ -16,7 +16,7 @@ from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
 from infra.serving import is_served
 from infra.settings import load_settings
-from infra.trigger_states import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStates
+from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
 from models.precision import is_out_of_memory, require_device
@@ -58,7 +58,7 @@ def acknowledged(refresh: Refresh) -> Refresh:
     def told(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
         retry = Retry(first_s=recipe.schedule.retry_s, most_s=recipe.schedule.max_retry_s)
         settings = load_settings()
-        trigger = TriggerStates(settings.querylog)
+        trigger = TriggerStore(settings.querylog)
         with ExitStack() as held:
             try:
                 end = held.enter_context(trigger.run(retry))
@@ -120,7 +120,7 @@ def _of_files() -> float:
 def fallen_domains() -> tuple[str, ...]:
     """Return the domains whose acceptance fell and is not back, which the refresh at hand is wanted for, if any."""
     try:
-        domains = TriggerStates(load_settings().querylog).state().domains.items()
+        domains = TriggerStore(load_settings().querylog).state().domains.items()
         return tuple(name for name, state in domains if not isinstance(state, Ok) and state.fall.why == "fell")
     except (sqlite3.Error, OSError) as error:
         run_logger().warning("the trigger's state can't be read: %s", error)

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.trigger_states import LastLook, RunRequest, TriggerState, TriggerStates
+from infra.trigger_store import LastLook, RunRequest, TriggerState, TriggerStore
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
@@ -51,7 +51,7 @@ class RefreshTrigger:
         self,
         recipe: Recipe,
         log: QueryLog,
-        trigger: TriggerStates,
+        trigger: TriggerStore,
         orchestrator: Orchestrator,
         known: Known,
         champion: Champion,

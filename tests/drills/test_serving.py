@@ -21,7 +21,7 @@ from infra.logfile import BUSY_TIMEOUT_S
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION
-from infra.trigger_states import TriggerStates
+from infra.trigger_store import TriggerStore
 from infra.triggers import Fallen
 from models.core.drafting.draft_files import WEIGHTS
 from tests.drills.load import Load
@@ -254,7 +254,7 @@ def test_f20_without_the_orchestrator_serving_goes_on_and_what_asks_for_a_refres
     assert events["sent"] == 0
     assert "refused" in events["last_error"]
     assert load.ended_well(), load.outcomes
-    fallen = TriggerStates(world.querylog).state().domains["drift"]
+    fallen = TriggerStore(world.querylog).state().domains["drift"]
     assert isinstance(fallen, Fallen)
     assert (fallen.fall.draft, fallen.fall.promised) == (hopeful, 3.9)
 

@@ -115,7 +115,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-class TriggerStates:
+class TriggerStore:
     """The states at a query log's address. Safe to use from several threads and processes."""
 
     def __init__(self, address: Path | str, clock: Callable[[], int] = now_ms) -> None:
