@@ -233,8 +233,11 @@ def test_f21_what_somebody_set_by_hand_in_the_registry_and_may_not_serve_is_put_
     number = by_hand.create_model_version("draft", source=ours.source, model_id=ours.tags["model_id"]).version
     with scene.load(num_clients=2) as load:
         by_hand.set_registered_model_alias("draft", CHAMPION, number)
-        ours_again = {CHAMPION: str(world.versions[0])}
-        wait_until(lambda: by_hand.get_registered_model("draft").aliases == ours_again, 60, None, "the alias")
+
+        def is_put_back() -> bool:
+            return int(by_hand.get_model_version_by_alias("draft", CHAMPION).version) == world.versions[0]
+
+        wait_until(is_put_back, 60, None, "the alias")
         status = world.status()
         assert (status["draft_version"], status["speculating"]) == (world.versions[0], True)
     assert load.ended_well(), load.outcomes
