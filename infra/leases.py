@@ -43,7 +43,8 @@ def renewing(renew: Callable[[], bool], lease_s: float = LEASE_S) -> Iterator[No
 
     def run() -> None:
         while not done.wait(lease_s / RENEWALS_PER_LEASE):
-            with suppress(DatabaseUnavailable):  # the next one comes before the lease ends
+            # Busy, full or restarting: the next one comes before the lease ends.
+            with suppress(DatabaseUnavailable):
                 if not renew():
                     return
 

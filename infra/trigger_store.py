@@ -176,8 +176,9 @@ class TriggerStore:
 
         def renew() -> bool:
             with self._database.writing() as db:
-                renewed = lease(self._database, db, lease_s)
-                return bool(db.execute(update(trigger_run).where(of_mine).values(renewed)).rowcount)
+                until_ms = lease(self._database, db, lease_s)["lease_until_ms"]
+                renewed = update(trigger_run).where(of_mine).values(lease_until_ms=until_ms)
+                return bool(db.execute(renewed).rowcount)
 
         def end(result: Result, outcome: str) -> None:
             with self._database.writing() as db:
