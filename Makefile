@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak attach-demo mutants test-bench \
+.PHONY: install demo test types test-engines test-fast test-postgres test-pairs test-front drills test-swaps soak attach-demo mutants test-bench \
 	baselines references compat clients docs tutorial clean
 
 install: $(STAMP)
@@ -57,7 +57,7 @@ demo: install
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine' $(WORKERS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine and not postgres' $(WORKERS)
 	$(MAKE) --no-print-directory -j 2 types test-engines
 
 types: install
@@ -67,7 +67,11 @@ test-engines: install
 	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine $(WORKERS)
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow and not postgres' $(WORKERS)
+
+# The query log again, on a Postgres that the tests start, or that REDRAFT_TEST_POSTGRES names.
+test-postgres: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/infra -m postgres
 
 # All pairs of methods, of which `make test` tries those that a rule chooses; most of an hour, so outside of CI.
 test-pairs: install

@@ -66,10 +66,11 @@ def main() -> None:
     settings = load_settings()
     settings.prepare_environment()  # for the processes that run the flows
     open_home(settings)
-    querylog = settings.querylog
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")
     known, champion = of_registry(recipe), champion_of_registry
-    asker = RefreshTrigger(recipe, QueryLog(querylog), TriggerStore(querylog), orchestrator, known, champion)
+    asker = RefreshTrigger(
+        recipe, QueryLog(settings.querylog), TriggerStore(settings.querylog), orchestrator, known, champion
+    )
     if options.only_ask:
         asker.run(stop)
     else:

@@ -8,7 +8,6 @@
 import argparse
 import logging
 import os
-import sqlite3
 import sys
 import time
 from contextlib import ExitStack
@@ -59,7 +58,7 @@ def _look_on(recipe: Recipe, imported: bool) -> NoReturn:
     while True:
         try:
             test = look(recipe, imported) if read_memory().room_gib > recipe.schedule.min_free_memory_gib else None
-        except (ConnectionError, sqlite3.Error, ForeignVersion) as error:  # of registry or log: it may pass
+        except (ConnectionError, ForeignVersion) as error:  # of registry or log: it may pass
             log.warning("no look this time: %s", error)
         else:
             if test is not None and test.outcome == ROLLED_BACK:

@@ -22,17 +22,18 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from infra.artifacts import LEFTOVER, file_sha256
+from infra.database import TORN, copy_database
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
 from infra.files import replacing
 from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
-from infra.logfile import SCHEMA_VERSION, TORN, copy_database
 from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings, sqlite_file
+from infra.tables import SCHEMA_VERSION
 from infra.trigger_store import TriggerStore
 from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
@@ -68,6 +69,8 @@ class Contents(Frozen):
 
 def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
+    if not isinstance(settings.querylog, Path):
+        raise ValueError("the query log is on Postgres, whose own tools back it up and bring it back: use pg_dump")
     found = {"queries.db": settings.querylog}
     if (registry := sqlite_file(settings.mlflow_uri)) is not None:
         found[REGISTRY] = registry
@@ -125,11 +128,11 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
         ValueError: it is no backup, it is damaged, another version took it, or the home is another one.
         TimeoutError: somebody still reads rows, or writes to a database.
     """
-    home, copies, torn = settings.home, None, set[str]()
+    home, copies, torn, found = settings.home, None, set[str](), databases(settings)
     with tempfile.TemporaryDirectory(dir=home, prefix=".restore-") as folder:
         work = Path(folder)
         contents = _unpack(file, work)
-        if any(one.is_file() for one in databases(settings).values()):
+        if any(one.is_file() for one in found.values()):
             own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
             if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
                 raise ValueError(
@@ -143,10 +146,10 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
         with log.unread(wait_s), open_registry(settings).alone():
             if "queries.db" not in torn and TriggerStore(settings.querylog).state().running:
                 raise TimeoutError("a refresh runs; wait for its end, or stop it")
-            erased = _certificates(settings) + ([] if "queries.db" in torn else _erasures(log))
+            erased = _certificates(settings) + ([] if "queries.db" in torn else log.erasures.certificates())
             log.close()
             _bring_files(settings, work)
-            for name, target in databases(settings).items():
+            for name, target in found.items():
                 if (source := work / name).is_file():
                     if name == REGISTRY:
                         _move(source, contents, settings)
@@ -156,7 +159,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
                         _place(source, target)
                     else:
                         _overwrite(source, target)
-        known = {one.began_ms for one in _erasures(log)}
+        known = {one.began_ms for one in log.erasures.certificates()}
         for begun in {one.began_ms: one for one in erased if one.began_ms not in known}.values():
             log.erasures.begin(begun.subjects, begun.older_than_ms)
         log.close()
@@ -249,11 +252,6 @@ def _overwrite(source: Path, target: Path) -> None:
 def _certificates(settings: Settings) -> list[Certificate]:
     files = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
     return [Certificate.model_validate_json(file.read_bytes()) for file in files]
-
-
-def _erasures(log: QueryLog) -> list[Certificate]:
-    query = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
-    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(query)]
 
 
 def _roots(settings: Settings) -> dict[str, Path]:

@@ -99,6 +99,14 @@ class QueryRow(Frozen):
             )
         return self
 
+    @classmethod
+    def of_body(cls, seq: int, body: str) -> Self:
+        """Return a row as the log has it: all but `seq` in one JSON text."""
+        return cls.model_validate_json(body).model_copy(update={"seq": seq})
+
+    def body(self) -> str:
+        return self.model_dump_json(exclude={"seq"})
+
     def counted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return drafted and accepted tokens of the steps that count, as models/core/evaluation/acceptance.py says."""
         steps = zip(self.drafted or (), self.accepted or (), self.matches or [0] * len(self.drafted or ()), strict=True)

@@ -4,7 +4,8 @@
 on SQLite it holds the file's lock, on Postgres an advisory one, until it has committed. So what it numbers (`seq` of
 rows) is in the order of commits, and no row in flight comes to stand behind a cursor.
 
-Everything is written with full durability; SQLite overwrites erased text in its file (secure_delete).
+SQLite writes with full durability and overwrites erased text in its file (secure_delete); Postgres commits as its
+server is set to.
 """
 
 import hashlib
@@ -33,6 +34,8 @@ TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
 SCHEMA_NAME = r"[a-z_][a-z0-9_]{0,62}"
 POOL: dict[str, Any] = {"pool_size": 1, "max_overflow": -1}  # threads that work at the same time have one each
+STREAMED = 500  # rows that are read at a time where their text is read
+DAY, DAY_MS = "bodies_", 24 * 3600 * 1000  # begins the name of a day's partition
 CHUNK = 5000  # parameters of a statement; SQLite takes 32,766
 NOT_ALLOWED = "42501"  # Postgres's code for a role without the right
 BEGIN = "sqlite_begin"  # option of a connection: the statement that begins a transaction on SQLite
@@ -40,6 +43,9 @@ NOW_MS = {
     "sqlite": text("SELECT CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"),
     "postgresql": text("SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000 AS bigint)"),
 }
+IS_TABLE = text("SELECT count(*) FROM pg_tables WHERE schemaname = :schema AND tablename = :name")
+DAYS = text("""SELECT relname FROM pg_class WHERE relispartition AND relkind = 'r'
+    AND relnamespace = to_regnamespace(current_schema())""")
 EXCLUDE_WRITERS = text("""SELECT set_config('idle_in_transaction_session_timeout', :stuck, true),
     set_config('lock_timeout', :busy, true), pg_advisory_xact_lock(:schema, :name)""")
 T = TypeVar("T")
@@ -81,7 +87,7 @@ class Database:
 
         ValueError if the schema is of another version, DatabaseUnavailable if it can't be read.
         """
-        options = {} if self.file else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        options: dict[str, Any] = {} if self.file else {"isolation_level": "REPEATABLE READ"}
         with self._connected(**options) as connection:
             yield connection
 
@@ -142,6 +148,16 @@ class Database:
         with self.autocommitting() as connection:
             return not connection.execute(text("PRAGMA wal_checkpoint(TRUNCATE)")).scalar_one()
 
+    def vacuum(self, days: Iterable[int] = ()) -> None:
+        """Write anew what deleted rows left free: SQLite's file, or on Postgres the bodies of some days."""
+        with self.autocommitting() as connection:
+            if self.file is not None:
+                connection.execute(text("VACUUM"))
+                return
+            for day in days:
+                connection.execute(text(f'VACUUM (FULL) "{DAY}{day}"'))
+            connection.execute(text("VACUUM rows, aliases, sketches, attempts"))
+
     def _exclude_writers(self, connection: Connection) -> None:
         if self.file is None:
             limits = {"stuck": f"{STUCK_S}s", "busy": f"{BUSY_TIMEOUT_S}s"}
@@ -195,13 +211,15 @@ class Database:
         """Return the number of the schema, 0 before there is one."""
         if self.file is not None:
             return int(connection.execute(text("PRAGMA user_version")).scalar_one())
-        if connection.execute(text("SELECT to_regclass('alembic_version')")).scalar_one() is None:
+        # Of names that another process gave just now, Postgres's functions may not know yet; its catalogue does.
+        if not connection.execute(IS_TABLE, {"schema": self.schema, "name": "alembic_version"}).scalar_one():
             return 0
         return int(connection.execute(select(alembic_version.c.version_num)).scalar_one())
 
     def _create(self, connection: Connection) -> None:
-        if self.file is None:
-            connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{self.schema}"'))
+        is_there = text("SELECT count(*) FROM pg_namespace WHERE nspname = :schema")
+        if self.file is None and not connection.execute(is_there, {"schema": self.schema}).scalar_one():
+            connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
         METADATA.create_all(connection, checkfirst=False)
         connection.execute(insert(alembic_version).values(version_num=str(SCHEMA_VERSION)))
         connection.execute(insert(counters), [{"name": name, "value": 0} for name in COUNTERS])
@@ -212,6 +230,27 @@ def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
     left = iter(values)
     while chunk := list(islice(left, CHUNK)):
         yield chunk
+
+
+def make_days(connection: Connection, times_ms: Iterable[int]) -> None:
+    """Make the partitions of `bodies` that some times fall into, where there are none; SQLite's table has none."""
+    if connection.dialect.name == "sqlite":
+        return
+    there = {*days(connection)}
+    for day in sorted({time_ms // DAY_MS for time_ms in times_ms} - there):
+        # Attached and not made inside, which would wait for everyone who reads another day.
+        connection.execute(text(f'CREATE TABLE "{DAY}{day}" (LIKE bodies INCLUDING ALL)'))
+        span = f"FROM ({day * DAY_MS}) TO ({(day + 1) * DAY_MS})"
+        connection.execute(text(f'ALTER TABLE bodies ATTACH PARTITION "{DAY}{day}" FOR VALUES {span}'))
+
+
+def days(connection: Connection) -> list[int]:
+    """Return the days, since 1970, that have a partition of `bodies`."""
+    return sorted(int(name.removeprefix(DAY)) for name in connection.scalars(DAYS))
+
+
+def drop_day(connection: Connection, day: int) -> None:
+    connection.execute(text(f'DROP TABLE "{DAY}{day}"'))
 
 
 def copy_database(file: Path, copy: Path) -> None:

@@ -1,31 +1,27 @@
 """Erasures of a log: which rows are to go, how far that has come, and which snapshots they were read into.
 
-The rows of an erasure leave the log at once, in one transaction with its entry in the journal. Their text is kept
-apart, because it takes knowing a text to find it again in files, and is the last to go (`infra.erase`). What was found
-is written to the journal after each step, so that an erasure that was killed is completed by the next one.
+The rows of an erasure leave the log at once, in one transaction with its entry in the journal. Their bodies stay, which
+no reader of the log finds without its row, because it takes knowing a text to find it again in files; they are the last
+to go (`infra.erase`). What was found is written to the journal after each step, so that an erasure that was killed is
+completed by the next one.
 """
 
-import json
-import sqlite3
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
+from sqlalchemy import Connection, Select, delete, func, insert, literal, select, union_all, update
 
+from infra import tables
 from infra.consent import QueryRow
-from infra.logfile import ENDED, LogFile
+from infra.database import DAY_MS, Database, days, drop_day, in_chunks
 from infra.windows import Window, shrink_claim
 from models.types import Frozen
 
 ERASED = "the error was erased with rows of the window"
 DONE = -1
-BY_AGE = "time_ms < ?1"
-BY_SUBJECT = """seq IN (
-    SELECT seq FROM rows WHERE subject IN (SELECT value FROM json_each(?1)) UNION
-    SELECT seq FROM rows WHERE json_extract(body, '$.aliases') IS NOT NULL AND EXISTS (
-        SELECT 1 FROM json_each(body, '$.aliases') WHERE value IN (SELECT value FROM json_each(?1))))"""
+ROW, ERASING, READ, ATTEMPT = tables.rows.c, tables.erasing.c, tables.reads.c, tables.attempts.c
 Role = Literal["train", "replay", "held_out", "regression"]
 
 
@@ -72,25 +68,30 @@ class Certificate(Frozen):
 
 
 class Erasures:
-    def __init__(self, file: LogFile) -> None:
-        self._file = file
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def record_reads(self, snapshot: str, ids_of_role: Mapping[Role, Iterable[str]]) -> None:
         """Record which rows go into a snapshot, and as what; ids that are no row's are left out."""
-        query = """INSERT OR IGNORE INTO reads SELECT seq, ?1, ?2 FROM
-            (SELECT seq, id FROM rows UNION ALL SELECT seq, id FROM erasing)
-            WHERE id IN (SELECT value FROM json_each(?3))"""
-        with self._file.transaction() as db:
+        known = union_all(select(ROW.seq, ROW.id), select(ERASING.seq, ERASING.id)).subquery().c
+        recorded = select(READ.seq).where(READ.snapshot == snapshot)
+        with self._database.writing() as connection:
             for role, ids in ids_of_role.items():
-                db.execute(query, (snapshot, role, json.dumps(list(ids))))
+                there = {*connection.scalars(recorded.where(READ.role == role))}
+                for chunk in in_chunks(ids):
+                    seqs = {*connection.scalars(select(known.seq).where(known.id.in_(chunk)))} - there
+                    there |= seqs
+                    if new := [{"seq": seq, "snapshot": snapshot, "role": role} for seq in sorted(seqs)]:
+                        connection.execute(insert(tables.reads), new)
 
     def reads_of(self, seqs: Iterable[int]) -> dict[str, Counter[str]]:
         """Return snapshot to what it read of some rows, role to number."""
-        query = """SELECT snapshot, role, count(*) FROM reads
-            WHERE seq IN (SELECT value FROM json_each(?)) GROUP BY snapshot, role"""
+        counts = select(READ.snapshot, READ.role, func.count()).group_by(READ.snapshot, READ.role)
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for snapshot, role, number in self._file.connection().execute(query, (json.dumps(list(seqs)),)):
-            found[snapshot][role] = number
+        with self._database.reading() as connection:
+            for chunk in in_chunks(seqs):
+                for snapshot, role, number in connection.execute(counts.where(READ.seq.in_(chunk))):
+                    found[snapshot][role] += number
         return dict(found)
 
     def begin(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
@@ -98,67 +99,135 @@ class Erasures:
 
         They are those of the subjects' hashes, as aliases too, or, if given, those served before a Unix time.
         """
-        condition = BY_SUBJECT if older_than_ms is None else BY_AGE
-        value = json.dumps(subjects) if older_than_ms is None else older_than_ms
-        start = Certificate(subjects=subjects, older_than_ms=older_than_ms, began_ms=int(time.time() * 1000))
-        with self._file.transaction() as db:
-            number = db.execute("INSERT INTO erasures (step, certificate) VALUES (0, '')").lastrowid
-            found = f"INSERT INTO erasing SELECT seq, ?2, id, consent, body FROM rows WHERE {condition}"
-            db.execute(found, (value, number))
-            certificate = _counted(db, start.with_(number=number))
-            db.execute(
-                f"""UPDATE attempts SET error = '{ERASED}' WHERE error != '{ENDED}' AND EXISTS
-                (SELECT 1 FROM erasing WHERE erasure = ? AND seq BETWEEN first_seq AND last_seq)""",
-                (number,),
-            )
-            db.execute("DELETE FROM rows WHERE seq IN (SELECT seq FROM erasing WHERE erasure = ?)", (number,))
-            shrink_claim(db)
-            _enter(db, certificate, 0 if certificate.rows else DONE)
+        named = select(tables.aliases.c.seq).where(tables.aliases.c.alias.in_(subjects))
+        by_subject = ROW.subject.in_(subjects) | ROW.seq.in_(named)
+        condition = by_subject if older_than_ms is None else ROW.time_ms < older_than_ms
+        begun = Certificate(subjects=subjects, older_than_ms=older_than_ms, began_ms=0)
+        with self._database.writing() as connection:
+            number = 1 + _last(connection)
+            begun = begun.with_(number=number, began_ms=self._database.now_ms(connection))
+            connection.execute(insert(tables.erasures), {"number": number, "step": 0, "certificate": ""})
+            found = select(ROW.seq, literal(number), ROW.id, ROW.time_ms, ROW.consent).where(condition)
+            columns = ["seq", "erasure", "id", "time_ms", "consent"]
+            connection.execute(insert(tables.erasing).from_select(columns, found))
+            certificate = _counted(connection, begun)
+            inside = ERASING.seq.between(ATTEMPT.first_seq, ATTEMPT.last_seq) & (ERASING.erasure == number)
+            quoting = (ATTEMPT.error != tables.ENDED) & select(ERASING.seq).where(inside).exists()
+            connection.execute(update(tables.attempts).where(quoting).values(error=ERASED))
+            connection.execute(delete(tables.rows).where(ROW.seq.in_(_seqs(number))))
+            shrink_claim(connection)
+            _enter(connection, certificate, 0 if certificate.rows else DONE)
         return certificate
+
+    def last(self) -> int:
+        """Return the number of the last erasure, 0 before the first."""
+        with self._database.reading() as connection:
+            return _last(connection)
+
+    def certificates(self) -> list[Certificate]:
+        """Return what is known of each erasure, complete or not, oldest first."""
+        return [certificate for _, certificate in self._journal()]
 
     def unfinished(self) -> list[tuple[int, Certificate]]:
         """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""
-        query = "SELECT step, certificate FROM erasures WHERE step >= 0 ORDER BY number"
-        found = self._file.connection().execute(query).fetchall()
-        return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
+        return [(step, certificate) for step, certificate in self._journal() if step >= 0]
 
     def rows(self, number: int) -> list[QueryRow]:
-        query = "SELECT seq, body FROM erasing WHERE erasure = ? ORDER BY seq"
-        found = self._file.connection().execute(query, (number,))
-        return [QueryRow(seq=seq, **json.loads(body)) for seq, body in found]
+        body = (ERASING.seq == tables.bodies.c.seq) & (ERASING.time_ms == tables.bodies.c.time_ms)
+        found = select(ERASING.seq, tables.bodies.c.body).join_from(tables.erasing, tables.bodies, body)
+        with self._database.reading() as connection:
+            mine = connection.execute(found.where(ERASING.erasure == number).order_by(ERASING.seq))
+            return [QueryRow.of_body(seq, body) for seq, body in mine]
+
+    def redact_errors(self, clean: Callable[[str], tuple[str, int]]) -> int:
+        """Overwrite places of attempts' errors as `clean` says, and return how many those were."""
+        total = 0
+        with self._database.writing() as connection:
+            for error in connection.scalars(select(ATTEMPT.error).distinct()).all():
+                changed, num_places = clean(error)
+                if num_places:
+                    connection.execute(update(tables.attempts).where(ATTEMPT.error == error).values(error=changed))
+                    total += num_places
+        return total
 
     def enter(self, certificate: Certificate, step: int) -> None:
         """Write what an erasure has done so far to the journal, and which step is the next; DONE if none is."""
-        with self._file.transaction() as db:
-            _enter(db, certificate, step)
+        with self._database.writing() as connection:
+            _enter(connection, certificate, step)
 
     def forget(self, number: int) -> None:
-        """Delete the text of an erasure's rows, and empty the write-ahead log unless a reader prevents it."""
-        with self._file.transaction() as db:
-            db.execute("DELETE FROM erasing WHERE erasure = ?", (number,))
-        self._file.empty_wal()
+        """Delete the text of an erasure's rows; may be repeated.
+
+        On Postgres a day that nothing else is of is dropped, and what is left of others is written anew. SQLite's
+        write-ahead log is emptied unless a reader prevents it.
+        """
+        with self._database.writing() as connection:
+            if self._database.is_shared:
+                left = [day for day in days(connection) if _erase_day(connection, day, number)]
+            else:
+                connection.execute(delete(tables.bodies).where(tables.bodies.c.seq.in_(_seqs(number))))
+        if self._database.is_shared:
+            self._database.vacuum(left)
+        with self._database.writing() as connection:
+            connection.execute(delete(tables.erasing).where(ERASING.erasure == number))
+        self._database.empty_wal()
+
+    def _journal(self) -> list[tuple[int, Certificate]]:
+        journal = tables.erasures.c
+        with self._database.reading() as connection:
+            found = connection.execute(select(journal.step, journal.certificate).order_by(journal.number)).all()
+        return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
 
 
-def _enter(db: sqlite3.Connection, certificate: Certificate, step: int) -> None:
-    query = "UPDATE erasures SET step = ?, certificate = ? WHERE number = ?"
-    db.execute(query, (step, certificate.model_dump_json(), certificate.number))
+def _enter(connection: Connection, certificate: Certificate, step: int) -> None:
+    this = update(tables.erasures).where(tables.erasures.c.number == certificate.number)
+    connection.execute(this.values(step=step, certificate=certificate.model_dump_json()))
 
 
-def _counted(db: sqlite3.Connection, certificate: Certificate) -> Certificate:
+def _last(connection: Connection) -> int:
+    return int(connection.execute(select(func.coalesce(func.max(tables.erasures.c.number), 0))).scalar_one())
+
+
+def _seqs(number: int) -> Select[tuple[int]]:
+    return select(ERASING.seq).where(ERASING.erasure == number)
+
+
+def _erase_day(connection: Connection, day: int, number: int) -> bool:
+    """Delete an erasure's text of a day, or drop a day of which nothing is left; returns whether there was any left."""
+    bodies, mine = tables.bodies.c, _seqs(number)
+    first_ms, last_ms = day * DAY_MS, (day + 1) * DAY_MS - 1
+    if connection.execute(mine.where(ERASING.time_ms.between(first_ms, last_ms)).limit(1)).first() is None:
+        return False
+    of_day = bodies.time_ms.between(first_ms, last_ms)
+    if connection.execute(select(bodies.seq).where(of_day, bodies.seq.not_in(mine)).limit(1)).first() is None:
+        drop_day(connection, day)
+        return False
+    connection.execute(delete(tables.bodies).where(of_day, bodies.seq.in_(mine)))
+    return True
+
+
+def _counted(connection: Connection, certificate: Certificate) -> Certificate:
     """Add what the rows of an erasure are part of, before they leave the log."""
-    mine = "(SELECT seq FROM erasing WHERE erasure = ?)"
-    number = (certificate.number,)
-    rows = db.execute(f"SELECT count(*) FROM {mine}", number).fetchone()[0]
-    sketches = db.execute(f"SELECT count(*) FROM sketches WHERE seq IN {mine}", number).fetchone()[0]
-    members = "SELECT domain, count(*) FROM regression_sets JOIN rows USING (seq)"
-    held = db.execute(f"{members} WHERE seq IN {mine} GROUP BY domain", number).fetchall()
-    windows = db.execute(
-        """WITH windows AS (SELECT * FROM committed UNION ALL
-        SELECT first_seq, last_seq, num_rows, sha256, owner FROM set_aside UNION ALL
-        SELECT first_seq, last_seq, num_rows, sha256, owner FROM claim)
-        SELECT * FROM windows WHERE EXISTS (SELECT 1 FROM erasing WHERE erasure = ?
-        AND consent = 'full' AND seq BETWEEN first_seq AND last_seq) ORDER BY first_seq""",
-        number,
-    ).fetchall()
-    named = tuple(Window(**dict(zip(Window.model_fields, columns, strict=True))) for columns in windows)
-    return certificate.with_(rows=rows, sketches=sketches, regression_rows=dict(held), windows=named)
+    mine, sketches, members = _seqs(certificate.number), tables.sketches, tables.regression_sets
+    rows = connection.execute(select(func.count()).select_from(mine.subquery())).scalar_one()
+    sketched = select(func.count()).select_from(sketches).where(sketches.c.seq.in_(mine))
+    held = select(ROW.domain, func.count()).join_from(members, tables.rows).where(ROW.seq.in_(mine))
+    fields = Window.model_fields
+    windows = (
+        union_all(
+            *(
+                select(*(table.c[name] for name in fields))
+                for table in (tables.committed, tables.set_aside, tables.claim)
+            )
+        )
+        .subquery()
+        .c
+    )
+    inside = ERASING.seq.between(windows.first_seq, windows.last_seq) & (ERASING.consent == "full")
+    claimed = select(*windows).where(select(ERASING.seq).where(inside, ERASING.erasure == certificate.number).exists())
+    return certificate.with_(
+        rows=rows,
+        sketches=connection.execute(sketched).scalar_one(),
+        regression_rows=dict(connection.execute(held.group_by(ROW.domain)).tuples().all()),
+        windows=tuple(Window(**one) for one in connection.execute(claimed.order_by(windows.first_seq)).mappings()),
+    )

@@ -38,10 +38,10 @@ def open_home(settings: Settings) -> None:
             reads = f"this version of redraft reads format {FORMAT} alone: {OTHER_FORMAT}"
             raise ValueError(f"{home} is of format {number!r}, and {reads}")
         return
-    if settings.querylog.is_file():  # a home of before formats were numbered has a log that is older too
+    if settings.beside_log.is_file():  # a home of before formats were numbered has a log that is older too
         from infra.database import Database  # SQLAlchemy takes a second, and only such a home needs it
 
-        database = Database(settings.querylog)
+        database = Database(settings.beside_log)
         with database.reading():
             database.close()
     write_atomic(file, json.dumps({"format": FORMAT}))

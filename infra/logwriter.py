@@ -2,24 +2,27 @@
 
 import logging
 import queue
-import sqlite3
 import threading
+import time
 from contextlib import suppress
 
 from infra.consent import QueryRow, require_loggable
-from infra.logfile import LogFile
+from infra.database import DatabaseTorn
+from infra.querylog import QueryLog
 
+RETRY_S = 0.5
 logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
     """Takes rows from request handlers without ever making them wait, and writes them in a thread.
 
-    A row that finds the queue full, or whose batch the database refuses, is dropped and counted; the count is written
-    to the log with the next batch that succeeds.
+    A batch waits while the database is down, busy or full, and the queue with it. A row that finds the queue full is
+    dropped and counted, and so is a batch that a torn log, or one of another schema, refuses; the count is written to
+    the log with the next batch that succeeds.
     """
 
-    def __init__(self, log: LogFile, capacity: int = 1024, batch: int = 64) -> None:
+    def __init__(self, log: QueryLog, capacity: int = 1024, batch: int = 256) -> None:
         self.written = 0
         self.dropped = 0
         self.last_error: str | None = None
@@ -30,6 +33,7 @@ class BackgroundWriter:
         self._failing = False
         self._lock = threading.Lock()
         self._closing = False
+        self._until_s = 0.0  # when a writer that closes gives up
         self._thread = threading.Thread(target=self._drain, name="querylog-writer", daemon=True)
         self._thread.start()
 
@@ -47,6 +51,7 @@ class BackgroundWriter:
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and end the thread; what is not written after `timeout_s` seconds counts as dropped."""
         with self._lock, suppress(queue.Full):  # then it is awake
+            self._until_s = time.monotonic() + timeout_s
             self._closing = True
             self._queue.put_nowait(None)
         self._thread.join(timeout_s)
@@ -61,24 +66,32 @@ class BackgroundWriter:
         self._log.close()
 
     def _write(self, rows: list[QueryRow]) -> None:
-        with self._lock:
-            unrecorded = self._unrecorded
-        if not rows and not unrecorded:
-            return
-        try:
-            self._log.append(rows, dropped=unrecorded)
-        except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: the file is of a newer version
-            if not self._failing:  # once, and not at every try
-                logger.warning("the query log takes no rows, they are dropped and counted: %s", error)
+        """Write a batch, as often as it takes."""
+        while True:
             with self._lock:
-                self._failing, self.last_error = True, str(error)
-                self._drop(len(rows))
-            self._log.close()  # the file may be replaced meanwhile, and is opened anew
-        else:
-            with self._lock:
-                self._failing = False
-                self.written += len(rows)
-                self._unrecorded -= unrecorded
+                unrecorded = self._unrecorded
+            if not rows and not unrecorded:
+                return
+            try:
+                self._log.append(rows, dropped=unrecorded)
+            except (OSError, ValueError) as error:  # ValueError: the log is of another schema
+                if not self._failing:  # once, and not at every try
+                    logger.warning("the query log takes no rows: %s", error)
+                self._log.close()  # the file may be replaced meanwhile, and is opened anew
+                with self._lock:
+                    self._failing, self.last_error = True, str(error)
+                is_late = self._closing and time.monotonic() + RETRY_S > self._until_s
+                if is_late or isinstance(error, ValueError | DatabaseTorn):
+                    with self._lock:
+                        self._drop(len(rows))
+                    return
+                time.sleep(RETRY_S)
+            else:
+                with self._lock:
+                    self._failing = False
+                    self.written += len(rows)
+                    self._unrecorded -= unrecorded
+                return
 
     def _take(self, limit: int) -> list[QueryRow]:
         rows: list[QueryRow] = []

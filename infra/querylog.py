@@ -1,21 +1,35 @@
 """The query log: a durable, ordered record of served requests, which windows of training data are claimed from.
 
-Rows are numbered by `seq`, and a number is never given twice, erased rows included.
+Rows are numbered by `seq` in the order of their commits, and a number is never given twice, erased rows included. Text
+of a row whose consent is not "full" is refused here, whatever the caller did before.
 """
 
 import hashlib
 import heapq
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from infra.consent import Consent, QueryRow
+from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, select, update
+
+from infra import tables
+from infra.consent import Consent, QueryRow, require_loggable
+from infra.database import Database, in_chunks, make_days
 from infra.erasures import Erasures
-from infra.logfile import LogFile, counter
 from infra.regression_sets import RegressionSets, Sketches
-from infra.windows import Attempt, SetAside, Windows, attempt_at, windows_set_aside
+from infra.windows import Attempt, SetAside, Windows
 from models.types import Frozen
+
+ROW = tables.rows.c
+FULL = ROW.consent == "full"
+READERS = "readers"
+IS_THERE = select(ROW.id).where(ROW.id.in_(bindparam("ids", expanding=True)))
+COUNT = update(tables.counters).where(tables.counters.c.name == bindparam("counted"))
+COUNT = COUNT.values(value=tables.counters.c.value + bindparam("amount"))
+NUMBER = COUNT.returning(tables.counters.c.value)
+_Made = tuple[dict[str, Any], str, Sequence[str]]  # a row's columns, body and aliases
 
 
 class LogStats(Frozen):
@@ -32,26 +46,68 @@ class LogStats(Frozen):
     set_aside: tuple[SetAside, ...]
 
 
-class QueryLog(LogFile):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.windows, self.erasures = Windows(self), Erasures(self)
-        self.regression_sets, self.sketches = RegressionSets(self), Sketches(self)
+class QueryLog:
+    """The log at one address (`infra.database`). Safe to use from several threads and processes."""
+
+    def __init__(self, address: Path | str) -> None:
+        self.database = Database(address)
+        self.windows, self.erasures = Windows(self.database), Erasures(self.database)
+        self.regression_sets, self.sketches = RegressionSets(self.database), Sketches(self.database)
+
+    def close(self) -> None:
+        self.database.close()
+
+    def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
+        """Write rows in one transaction, and return how many were new; one whose id is there is left out and counted.
+
+        `dropped` rows, which were lost before they came here, are added to the persistent count. ValueError or
+        DatabaseUnavailable leaves all unwritten.
+        """
+        made: dict[str, _Made] = {}
+        for row in rows:
+            require_loggable(row)
+            if row.id not in made:
+                made[row.id] = _made(row)
+        with self.database.writing() as connection:
+            for chunk in in_chunks(list(made)):
+                for known in connection.scalars(IS_THERE, {"ids": chunk}):
+                    del made[known]
+            if made:
+                _write(connection, [*made.values()])
+            for name, amount in (("duplicates", len(rows) - len(made)), ("dropped", dropped)):
+                if amount:
+                    connection.execute(COUNT, {"counted": name, "amount": amount})
+        return len(made)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep erasures from cleaning up files while rows are turned into files; waits while one does."""
+        with self.database.lock(READERS, shared=True):
+            yield
+
+    @contextmanager
+    def unread(self, wait_s: float) -> Iterator[None]:
+        """Wait until nobody turns rows into files, and keep others from it; TimeoutError after `wait_s` seconds."""
+        with self.database.lock(READERS, wait_s=wait_s) as is_held:
+            if not is_held:
+                raise TimeoutError(f"{self.database}: a refresh, an adoption or a post-promotion test is at its rows")
+            yield
 
     def rows(self, first_seq: int, last_seq: int, consent: Consent = "full") -> list[QueryRow]:
         """Return the rows of one consent level from `first_seq` to `last_seq`, both included, by seq."""
-        return self._read("seq BETWEEN ? AND ? AND consent = ?", (first_seq, last_seq, consent))
+        return self._read(ROW.seq.between(first_seq, last_seq) & (ROW.consent == consent))
 
     def ids(self, last_seq: int | None = None) -> list[str]:
         """Return the ids of all rows with full consent, or of those up to `last_seq`."""
-        query = "SELECT id FROM rows WHERE consent = 'full' AND seq <= coalesce(?, seq)"
-        return [row_id for (row_id,) in self.connection().execute(query, (last_seq,))]
+        found = select(ROW.id).where(FULL, ROW.seq <= func.coalesce(last_seq, ROW.seq)).order_by(ROW.seq)
+        with self.database.reading() as connection:
+            return [*connection.scalars(found)]
 
     def rows_of(self, seqs: Iterable[int]) -> list[QueryRow]:
-        return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
+        return [row for chunk in in_chunks(sorted({*seqs})) for row in self._read(ROW.seq.in_(chunk))]
 
     def latest(self, num_rows: int) -> list[QueryRow]:
-        return self._read("seq IN (SELECT seq FROM rows ORDER BY seq DESC LIMIT ?)", (num_rows,))
+        return self._read(ROW.seq.in_(select(ROW.seq).order_by(ROW.seq.desc()).limit(num_rows)))
 
     def replay(self, per_domain: int, before_seq: int, seed: int = 0) -> list[QueryRow]:
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
@@ -61,38 +117,46 @@ class QueryLog(LogFile):
         stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
-        query = """SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?
-            AND seq NOT IN (SELECT seq FROM regression_sets)
-            AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"""
-        for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
-            key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
-            hashed.setdefault(domain, []).append((key, seq))
-        seqs = [seq for keys in hashed.values() for _, seq in heapq.nsmallest(per_domain, keys)]
-        return self.rows_of(seqs)
+        aside = tables.set_aside.c
+        found = select(ROW.domain, ROW.id, ROW.seq).where(
+            FULL,
+            ROW.seq < before_seq,
+            ROW.seq.not_in(select(tables.regression_sets.c.seq)),
+            ~select(aside.first_seq).where(ROW.seq.between(aside.first_seq, aside.last_seq)).exists(),
+        )
+        with self.database.reading() as connection:
+            for domain, row_id, seq in connection.execute(found):
+                key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
+                hashed.setdefault(domain, []).append((key, seq))
+        return self.rows_of(seq for keys in hashed.values() for _, seq in heapq.nsmallest(per_domain, keys))
 
     def waiting(self) -> tuple[dict[str, Counter[Consent]], int | None]:
         """Return domain to the number of rows after the cursor, by consent, and when the first of them was served."""
         counts: dict[str, Counter[Consent]] = {}
         first_ms: int | None = None
-        query = "SELECT domain, consent, count(*), min(time_ms) FROM rows WHERE seq > ? GROUP BY domain, consent"
-        for domain, consent, number, served_ms in self.connection().execute(query, (self.windows.cursor(),)):
-            counts.setdefault(domain, Counter())[consent] = number
-            first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
+        found = select(ROW.domain, ROW.consent, func.count(), func.min(ROW.time_ms)).where(self._waits())
+        with self.database.reading() as connection:
+            for domain, consent, number, served_ms in connection.execute(found.group_by(ROW.domain, ROW.consent)):
+                counts.setdefault(domain, Counter())[consent] = number
+                first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
         return counts, first_ms
 
     def waiting_domains(self, max_rows: int) -> Counter[str]:
         """Return domain to its rows among the first that wait and may be trained on; `max_rows` are looked at."""
-        query = """SELECT domain, count(*) FROM
-            (SELECT domain FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
-        return Counter(dict(self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()))
+        first = select(ROW.domain).where(self._waits(), FULL).order_by(ROW.seq).limit(max_rows).subquery().c
+        with self.database.reading() as connection:
+            return Counter(
+                dict(connection.execute(select(first.domain, func.count()).group_by(first.domain)).tuples().all())
+            )
 
     def served_tau(self, domain: str, num_rows: int = 64) -> float:
         """Return τ over a domain's newest rows after the cursor that a draft drafted alone; 1 without any."""
-        query = """SELECT total(json_array_length(body, '$.accepted')),
-            total((SELECT sum(value) FROM json_each(body, '$.accepted'))) FROM (SELECT body FROM rows
-            WHERE seq > ? AND domain = ? AND json_extract(body, '$.drafting') = 'head' ORDER BY seq DESC LIMIT ?)"""
-        steps, accepted = self.connection().execute(query, (self.windows.cursor(), domain, num_rows)).fetchone()
-        return 1 + accepted / steps if steps else 1.0
+        newest = select(ROW.steps, ROW.accepted).where(self._waits(), ROW.domain == domain, ROW.drafting == "head")
+        of_rows = newest.order_by(ROW.seq.desc()).limit(num_rows).subquery().c
+        with self.database.reading() as connection:
+            totals = select(func.sum(of_rows.steps), func.sum(of_rows.accepted))
+            steps, accepted = connection.execute(totals).one()
+        return 1 + int(accepted) / int(steps) if steps else 1.0
 
     def acceptance_counts(
         self, draft_version: int, after_seq: int, num_rows: int, server: str | None = None
@@ -101,51 +165,88 @@ class QueryLog(LogFile):
 
         Only rows that name their server count, and of one server its own.
         """
-        of_server = "server = ?" if server is not None else "server IS NOT ?"
-        query = f"""SELECT seq, domain, json_array_length(body, '$.drafted'),
-            (SELECT sum(value) FROM json_each(body, '$.drafted')),
-            (SELECT sum(value) FROM json_each(body, '$.accepted')) FROM rows
-            WHERE {of_server} AND seq > ?
-            AND json_extract(body, '$.draft_version') = ? AND json_extract(body, '$.drafting') = 'head'
-            AND NOT json_extract(body, '$.structured') AND json_array_length(body, '$.drafted') > 0
-            ORDER BY seq DESC LIMIT ?"""
-        return self.connection().execute(query, (server, after_seq, draft_version, num_rows)).fetchall()[::-1]
+        of_draft = (ROW.draft_version == draft_version) & (ROW.drafting == "head") & ~ROW.structured & (ROW.steps > 0)
+        of_server = ROW.server.is_not(None) if server is None else ROW.server == server
+        found = select(ROW.seq, ROW.domain, ROW.steps, ROW.drafted, ROW.accepted).where(of_draft, of_server)
+        with self.database.reading() as connection:
+            newest = connection.execute(found.where(ROW.seq > after_seq).order_by(ROW.seq.desc()).limit(num_rows))
+            return [row._tuple() for row in newest][::-1]
 
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""
         counts: dict[str, Counter[str | None]] = {}
-        query = "SELECT domain, group_hash, count(*) FROM rows WHERE seq > ? AND consent = 'full' GROUP BY 1, 2"
-        for domain, group, number in self.connection().execute(query, (self.windows.cursor(),)):
-            counts.setdefault(domain, Counter())[group] = number
+        found = select(ROW.domain, ROW.group_hash, func.count()).where(self._waits(), FULL)
+        with self.database.reading() as connection:
+            for domain, group, number in connection.execute(found.group_by(ROW.domain, ROW.group_hash)):
+                counts.setdefault(domain, Counter())[group] = number
         return counts
 
     def last_seq(self) -> int:
-        return int(self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()[0])
+        with self.database.reading() as connection:
+            return int(connection.execute(select(func.coalesce(func.max(ROW.seq), 0))).scalar_one())
 
     def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
         """Return the hashed API keys of the first rows that wait and may be trained on, and when the first came."""
-        query = """SELECT json_extract(body, '$.key'), count(*), min(time_ms) FROM
-            (SELECT body, time_ms FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
-        found = self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()
+        first = select(ROW.key, ROW.time_ms).where(self._waits(), FULL).order_by(ROW.seq).limit(max_rows).subquery().c
+        with self.database.reading() as connection:
+            by_key = select(first.key, func.count(), func.min(first.time_ms)).group_by(first.key)
+            found = connection.execute(by_key).all()
         served = [served_ms for _, _, served_ms in found]
         return Counter({key: number for key, number, _ in found}), min(served, default=None)
 
     def stats(self) -> LogStats:
-        db = self.connection()
-        counters = {name: counter(db, name) for name in ("cursor", "dropped", "duplicates")}
-        waiting = "SELECT count(*) FROM rows WHERE consent = 'full' AND seq > ?"
-        per_domain = dict(db.execute("SELECT domain, count(*) FROM rows GROUP BY domain ORDER BY domain").fetchall())
-        files = [self.path, self.path.with_name(self.path.name + "-wal")]
-        return LogStats(
-            **counters,
-            depth=db.execute(waiting, (counters["cursor"],)).fetchone()[0],
-            total=sum(per_domain.values()),
-            per_domain=per_domain,
-            bytes=sum(file.stat().st_size for file in files if file.exists()),
-            attempt=attempt_at(db),
-            set_aside=windows_set_aside(db),
-        )
+        per_domain = select(ROW.domain, func.count()).group_by(ROW.domain).order_by(ROW.domain)
+        with self.database.reading() as connection:
+            counters = dict(connection.execute(select(tables.counters.c.name, tables.counters.c.value)).tuples().all())
+            by_domain = dict(connection.execute(per_domain).tuples().all())
+            return LogStats(
+                **{name: counters[name] for name in ("cursor", "dropped", "duplicates")},
+                depth=connection.execute(select(func.count()).where(self._waits(), FULL)).scalar_one(),
+                total=sum(by_domain.values()),
+                per_domain=by_domain,
+                bytes=self.database.num_bytes(connection),
+                attempt=self.windows.attempt(connection),
+                set_aside=self.windows.set_aside(connection),
+            )
 
-    def _read(self, condition: str, values: tuple[object, ...]) -> list[QueryRow]:
-        query = f"SELECT seq, body FROM rows WHERE {condition} ORDER BY seq"
-        return [QueryRow(seq=seq, **json.loads(body)) for seq, body in self.connection().execute(query, values)]
+    def _waits(self) -> ColumnElement[bool]:
+        cursor = select(tables.counters.c.value).where(tables.counters.c.name == "cursor")
+        return ROW.seq > cursor.scalar_subquery()
+
+    def _read(self, condition: ColumnElement[bool]) -> list[QueryRow]:
+        found = select(ROW.seq, tables.bodies.c.body).select_from(tables.WITH_BODY).where(condition).order_by(ROW.seq)
+        with self.database.reading() as connection:
+            return [QueryRow.of_body(seq, body) for seq, body in connection.execute(found)]
+
+
+def _made(row: QueryRow) -> _Made:
+    """Return what is written of a row, all but its `seq`, which comes with the transaction."""
+    columns = {
+        "id": row.id,
+        "time_ms": row.time_ms,
+        "subject": row.subject,
+        "domain": row.domain,
+        "consent": row.consent,
+        "key": row.key,
+        "group_hash": row.group,
+        "server": row.server,
+        "draft_version": row.draft_version,
+        "drafting": row.drafting,
+        "structured": row.structured,
+        "context": None if row.prompt_ids is None else len(row.prompt_ids),
+        "steps": len(row.drafted or ()),
+        "drafted": sum(row.drafted or ()),
+        "accepted": sum(row.accepted or ()),
+    }
+    return columns, row.body(), tuple(dict.fromkeys(row.aliases or ()))
+
+
+def _write(connection: Connection, made: Sequence[_Made]) -> None:
+    last_seq = connection.execute(NUMBER, {"counted": "seq", "amount": len(made)}).scalar_one()
+    numbered = [*enumerate(made, last_seq - len(made) + 1)]
+    make_days(connection, (columns["time_ms"] for columns, *_ in made))
+    connection.execute(insert(tables.rows), [{"seq": seq, **columns} for seq, (columns, *_) in numbered])
+    bodies = [{"seq": seq, "time_ms": columns["time_ms"], "body": body} for seq, (columns, body, _) in numbered]
+    connection.execute(insert(tables.bodies), bodies)
+    if aliases := [{"seq": seq, "alias": one} for seq, (*_, named) in numbered for one in named]:
+        connection.execute(insert(tables.aliases), aliases)

@@ -14,11 +14,14 @@ domain's rows is merely alike to members.
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from infra.logfile import LogFile
+from sqlalchemy import delete, func, insert, select
+
+from infra import tables
+from infra.database import STREAMED, Database, in_chunks
 
 SIZE, SHARE, MAX_CLUSTER_SHARE = 100, 0.25, 0.05
 FEWEST = 20  # conversations: with fewer, a domain is scored inside of OTHER
@@ -27,6 +30,7 @@ RENEWED = 2
 SILENT_MS = 30 * 24 * 3600 * 1000
 MIN_CLUSTER = 5  # rows that a cluster may have however small its domain is
 NUM_LATEST = 100  # rows that say what time it is
+ROW, SKETCH, MEMBER = tables.rows.c, tables.sketches.c, tables.regression_sets.c
 
 
 class SketchedRow(NamedTuple):
@@ -47,28 +51,37 @@ class Sketches:
     They are hashes under the home's secret; those under another one count as missing.
     """
 
-    def __init__(self, file: LogFile) -> None:
-        self._file = file
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    def missing(self, secret: bytes) -> Iterator[tuple[int, list[int]]]:
-        """Yield seq and prompt tokens of each row with full consent and tokens that has no sketch, by seq."""
-        query = """SELECT seq, json_extract(body, '$.prompt_ids') FROM rows WHERE consent = 'full' AND seq NOT IN
-            (SELECT seq FROM sketches WHERE secret = ?) ORDER BY seq"""
-        for seq, prompt_ids in self._file.connection().execute(query, (_name_of(secret),)):
-            if prompt_ids is not None:
-                yield seq, json.loads(prompt_ids)
+    def missing(self, secret: bytes) -> list[tuple[int, list[int]]]:
+        """Return seq and prompt tokens of each row with full consent and tokens that has no sketch, by seq."""
+        made = select(SKETCH.seq).where(SKETCH.secret == _name_of(secret))
+        wanted = (ROW.consent == "full") & ROW.context.is_not(None) & ROW.seq.not_in(made)
+        found = select(ROW.seq, tables.bodies.c.body).select_from(tables.WITH_BODY).where(wanted).order_by(ROW.seq)
+        with self._database.reading() as connection:
+            bodies = connection.execute(found.execution_options(yield_per=STREAMED))
+            return [(seq, json.loads(body)["prompt_ids"]) for seq, body in bodies]
 
     def keep(self, secret: bytes, made: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Keep seq, turn and grams of each; what was erased meanwhile is left out."""
-        query = """INSERT OR REPLACE INTO sketches SELECT ?1, ?2, ?3, ?4
-            WHERE EXISTS (SELECT 1 FROM rows WHERE seq = ?1)"""
-        with self._file.transaction() as db:
-            db.executemany(query, ((seq, _name_of(secret), turn, grams) for seq, turn, grams in made))
+        with self._database.writing() as connection:
+            for chunk in in_chunks(made):
+                seqs = [seq for seq, *_ in chunk]
+                there = {*connection.scalars(select(ROW.seq).where(ROW.seq.in_(seqs)))}
+                connection.execute(delete(tables.sketches).where(SKETCH.seq.in_(seqs)))
+                if kept := [
+                    {"seq": seq, "secret": _name_of(secret), "turn": turn, "grams": grams}
+                    for seq, turn, grams in chunk
+                    if seq in there
+                ]:
+                    connection.execute(insert(tables.sketches), kept)
 
     def read(self, secret: bytes) -> list[SketchedRow]:
-        query = """SELECT seq, domain, group_hash, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
-            JOIN rows USING (seq) WHERE secret = ? ORDER BY seq"""
-        return [SketchedRow(*columns) for columns in self._file.connection().execute(query, (_name_of(secret),))]
+        columns = (ROW.seq, ROW.domain, ROW.group_hash, ROW.key, ROW.time_ms, SKETCH.turn, SKETCH.grams)
+        found = select(*columns).join_from(tables.sketches, tables.rows).where(SKETCH.secret == _name_of(secret))
+        with self._database.reading() as connection:
+            return [SketchedRow(*row) for row in connection.execute(found.order_by(ROW.seq))]
 
 
 class Conversation(NamedTuple):
@@ -95,27 +108,28 @@ class Change(NamedTuple):
 
 
 class RegressionSets:
-    def __init__(self, file: LogFile) -> None:
-        self._file = file
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def members(self) -> list[int]:
-        return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM regression_sets ORDER BY seq")]
+        with self._database.reading() as connection:
+            return [*connection.scalars(select(MEMBER.seq).order_by(MEMBER.seq))]
 
     def by_domain(self) -> dict[str, RegressionSet]:
-        query = """SELECT domain, count(*), max(time_ms) FROM regression_sets JOIN rows USING (seq)
-            GROUP BY domain ORDER BY domain"""
-        return {domain: RegressionSet(*found) for domain, *found in self._file.connection().execute(query)}
+        sizes = select(ROW.domain, func.count(), func.max(ROW.time_ms)).join_from(tables.regression_sets, tables.rows)
+        with self._database.reading() as connection:
+            found = connection.execute(sizes.group_by(ROW.domain).order_by(ROW.domain))
+            return {domain: RegressionSet(*sized) for domain, *sized in found}
 
     def apply(self, change: Change) -> None:
         """Write a change in one transaction; rows that were erased meanwhile are left out."""
-        with self._file.transaction() as db:
-            query = "DELETE FROM regression_sets WHERE seq IN (SELECT value FROM json_each(?))"
-            db.execute(query, (json.dumps(change.released),))
-            db.execute(
-                """INSERT OR IGNORE INTO regression_sets SELECT seq FROM rows
-                WHERE seq IN (SELECT value FROM json_each(?)) AND consent = 'full'""",
-                (json.dumps(change.reserved),),
-            )
+        members = select(MEMBER.seq)
+        with self._database.writing() as connection:
+            for chunk in in_chunks(change.released):
+                connection.execute(delete(tables.regression_sets).where(MEMBER.seq.in_(chunk)))
+            for chunk in in_chunks(change.reserved):
+                new = select(ROW.seq).where(ROW.seq.in_(chunk), ROW.consent == "full", ROW.seq.not_in(members))
+                connection.execute(insert(tables.regression_sets).from_select(["seq"], new))
 
 
 def scored_as(domains: Iterable[str]) -> dict[str, str]:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
 
 from models.types import Frozen
 
@@ -91,6 +91,21 @@ def sqlite_file(address: str) -> Path | None:
     return Path(unquote(path.removeprefix("file:").partition("?")[0]) if path.startswith("file:") else path)
 
 
+def _log_address(value: object, info: ValidationInfo) -> Path | str:
+    """Return a file, or the address of a Postgres with the schema that the log is in: by default one for this home."""
+    if isinstance(value, str) and "://" in value:
+        found = urlsplit(value)
+        if found.scheme not in ("postgres", "postgresql", "postgresql+psycopg"):
+            raise ValueError(f"got an address of {found.scheme}, wanted a file or postgresql://user@host/database")
+        if "schema" in parse_qs(found.query):
+            return value
+        own = hashlib.sha256(os.fsencode(info.data["home"])).hexdigest()[:12]
+        return f"{value}{'&' if found.query else '?'}schema=redraft_{own}"
+    if not isinstance(value, str | Path):
+        raise ValueError(f"got a {type(value).__name__}, wanted a file or postgresql://user@host/database")
+    return Path(value).expanduser().absolute()
+
+
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
@@ -101,7 +116,7 @@ class Settings(Frozen):
         home: everything that redraft writes lies below it, unless a field below says otherwise.
         device: what the engine and the training run on.
         mlflow_uri: address of MLflow's tracking and registry store.
-        querylog: the query log's SQLite file.
+        querylog: the query log's SQLite file, or the address of a Postgres, where `?schema=` names what homes share.
         cache: where replicas keep the versions they downloaded.
         artifacts: where tasks and MLflow keep checkpoints and snapshots.
         api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
@@ -113,7 +128,9 @@ class Settings(Frozen):
     home: AbsolutePath = Path(".redraft")
     device: Literal["cpu", "cuda"] = "cpu"
     mlflow_uri: str = Field(default_factory=lambda data: sqlite_address(data["home"] / "mlflow.db"), min_length=1)
-    querylog: AbsolutePath = Field(default_factory=lambda data: data["home"] / "queries.db")
+    querylog: Annotated[Path | str, PlainValidator(_log_address)] = Field(
+        default_factory=lambda data: data["home"] / "queries.db", repr=False
+    )
     cache: AbsolutePath = Field(default_factory=lambda data: data["home"] / "cache")
     artifacts: AbsolutePath = Field(default_factory=lambda data: data["home"] / "artifacts")
     api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_keys)] = Field(
@@ -126,6 +143,11 @@ class Settings(Frozen):
     def api_key(self) -> str | None:
         """The key for a service of another home; one of this home is asked with its operator's key."""
         return self.api_keys[0] if self.api_keys else None
+
+    @property
+    def beside_log(self) -> Path:
+        """What this machine's files that go with the query log lie beside: its file, or where that would be."""
+        return self.querylog if isinstance(self.querylog, Path) else self.home / "queries.db"
 
     @property
     def costs(self) -> Path:

@@ -78,6 +78,7 @@ bodies = Table(
     Column("body", Text, nullable=False),
     postgresql_partition_by="RANGE (time_ms)",
 )
+WITH_BODY = rows.join(bodies, (rows.c.seq == bodies.c.seq) & (rows.c.time_ms == bodies.c.time_ms))
 aliases = Table("aliases", METADATA, _of_row(), Column("alias", Text, primary_key=True, index=True))
 sketches = Table(
     "sketches",

@@ -23,7 +23,6 @@ import hmac
 import logging
 import os
 import secrets
-import sqlite3
 import sys
 import time
 from collections import Counter
@@ -350,7 +349,7 @@ async def detect_drift(config: AttachConfig, windows: MetricWindows | None = Non
                     drift.follow(champion, promised_of_all(tau))
                     counts = windows.of(number, drift.last)
                 await drift.hear(counts)
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             log.warning("registry and query log don't tell how the champion does: %s", error)
 
 
@@ -362,7 +361,7 @@ def counts_of(
     try:
         return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, after_seq, num_rows, server)]
     finally:
-        journal.close()  # each look may come from another thread
+        journal.close()
 
 
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:

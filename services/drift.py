@@ -12,7 +12,6 @@ who asks can know which. Where such a request costs the others tokens, fewer are
 import asyncio
 import logging
 import random
-import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +59,7 @@ class DriftWatch:
     More requests should be tested of the domains that are `doubted`; `last` is the number of the last one heard of.
     """
 
-    def __init__(self, params: Params, querylog: Path, events: Emitter) -> None:
+    def __init__(self, params: Params, querylog: Path | str, events: Emitter) -> None:
         self.doubted, self.last = frozenset[str](), -1
         self._params, self._trigger, self._events = params, TriggerStore(querylog), events
         self._detector, self._followed, self._draft = DriftDetector({}, params), "", 0
@@ -87,7 +86,7 @@ class DriftWatch:
         events = {domain: _event(self._draft, standing) for domain, standing in self._detector.standings().items()}
         try:
             changed = await asyncio.to_thread(self._trigger.tell, events)
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             log.warning("the trigger's state can't be written: %s", error)
             return
         for domain, now in changed.items():

@@ -33,8 +33,8 @@ from uvicorn.loops.auto import auto_loop_factory
 from yarl import URL
 
 from infra.keys import keys_path
-from infra.logfile import LogFile
 from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
 from infra.secret import home_secret
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
 from models.engines.vllm.redraft_vllm.served import proof
@@ -164,7 +164,7 @@ class Recording:
         self.markers = markers = thread.submit(Markers.read, target.target_dir)  # ValueError if they can't be read
         thread.shutdown(wait=False)
         self._recorder = Recorder(
-            BackgroundWriter(LogFile(target.settings.querylog)),
+            BackgroundWriter(QueryLog(target.settings.querylog)),
             lambda ids, change: markers.result().rewrite(ids, change),
             target.target_version,
         )

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import Counter
 from dataclasses import replace
@@ -14,9 +13,9 @@ from typing import Any
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
-from infra.logfile import LogFile
 from infra.logwriter import BackgroundWriter
 from infra.priority import Busy, cores, gpus
+from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME
@@ -98,12 +97,12 @@ class Service:
             follow = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
         try:
             if follow is not None:
-                files = CapturedFiles(config.settings.querylog)
+                files = CapturedFiles(config.settings.beside_log)
                 capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
             reasoning = await _reasoning(config, engine, built)
             settle = None if capture is None else capture.settle
-            writer = BackgroundWriter(LogFile(config.settings.querylog))
+            writer = BackgroundWriter(QueryLog(config.settings.querylog))
             rewrite, own = ChatEncoder.of(built.tokenizer).rewrite, f"{gethostname()}:{config.serve.port}"
             recorder = Recorder(writer, rewrite, config.target_version, settle=settle, server=own)
             service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
@@ -222,20 +221,13 @@ class Service:
 
     async def _follow_erasures(self) -> None:
         """Forget recent answers when rows were erased: which of them were the person's, nobody knows any more."""
-        journal = LogFile(self.config.settings.querylog)
-
-        def last_erasure() -> int:
-            try:
-                return journal.last_erasure()
-            finally:
-                journal.close()  # each look may come from another thread
-
+        erasures = QueryLog(self.config.settings.querylog).erasures
         seen: int | None = None
         could = True
         while True:
             try:
-                last = await asyncio.to_thread(last_erasure)
-            except (sqlite3.Error, OSError, ValueError) as error:
+                last = await asyncio.to_thread(erasures.last)
+            except (OSError, ValueError) as error:
                 if could:  # said once, not at every look
                     log.warning("the query log can't be asked whether rows were erased: %s", error)
                 could = False

@@ -1,7 +1,6 @@
 """Take a window of served requests, lay aside what is never trained on, and say when it is done with."""
 
 import os
-import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from pydantic import Field
 from infra.artifacts import Artifact
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.database import DatabaseUnavailable
 from infra.erasures import Role
 from infra.identity import process_identity
 from infra.querylog import QueryLog
@@ -78,7 +78,7 @@ def hold_window(window: Window) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
+            with suppress(DatabaseUnavailable):  # the log may be what failed; the attempt was counted when it began
                 what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
                 if is_out_of_memory(error):
                     log.windows.withdraw(window)
@@ -88,7 +88,7 @@ def hold_window(window: Window) -> Iterator[None]:
                     run_logger().warning(told, window.first_seq, window.last_seq)
             raise
         except BaseException:
-            with suppress(sqlite3.Error):
+            with suppress(DatabaseUnavailable):
                 log.windows.withdraw(window)
             raise
 
@@ -114,7 +114,7 @@ def advance_cursor(window: Window) -> None:
     """
     log = QueryLog(load_settings().querylog)
     log.windows.commit(window)
-    CapturedFiles(log.path).forget(log.ids(window.last_seq))
+    CapturedFiles(load_settings().beside_log).forget(log.ids(window.last_seq))
     run_logger().info("the cursor is at %d", window.last_seq)
 
 

@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 DEBIAN = Path("/usr/lib/postgresql")
-# A commit is as durable as the kernel; the tests end processes, not machines.
-OPTIONS = "-c fsync=off -c listen_addresses='' -c max_connections=60"
+OPTIONS = "-c listen_addresses='' -c max_connections=60"
 
 
 def find_binaries() -> Path | None:
@@ -22,9 +21,13 @@ def find_binaries() -> Path | None:
 
 
 class PostgresServer:
-    """Started when entered; it runs as another user where the tests run as root, which Postgres refuses."""
+    """Started when entered; it runs as another user where the tests run as root, which Postgres refuses.
 
-    def __init__(self) -> None:
+    It need not be `durable` for tests, which end processes and not machines.
+    """
+
+    def __init__(self, durable: bool = False) -> None:
+        self._options = OPTIONS if durable else f"{OPTIONS} -c fsync=off"
         found = find_binaries()
         assert found is not None
         self._binaries, self._folder = found, Path(tempfile.mkdtemp(prefix="redraft-postgres-"))
@@ -46,7 +49,7 @@ class PostgresServer:
         shutil.rmtree(self._folder)
 
     def start(self) -> None:
-        options = f"{OPTIONS} -k {self._folder}"
+        options = f"{self._options} -k {self._folder}"
         self._call("pg_ctl", "-w", "-o", options, "-l", str(self._folder / "server.log"), "start")
 
     def stop(self) -> None:

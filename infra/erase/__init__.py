@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra.consent import subject_of
+from infra.database import DatabaseUnavailable
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_captured, remove_scores, remove_work, sweep_post_promotion
 from infra.erase.residue import forget_text, redact_residue
@@ -62,12 +63,13 @@ def erase_older_than(settings: Settings, days: float, wait_s: float = WAIT_S) ->
 def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate]:
     """Complete the erasures that were killed or had to wait; TimeoutError while rows are read, or StoreUnavailable."""
     log = QueryLog(settings.querylog)
-    if not settings.querylog.is_file() or not log.erasures.unfinished():
+    is_made = not isinstance(settings.querylog, Path) or settings.querylog.is_file()
+    if not is_made or not log.erasures.unfinished():
         return []
     with log.unread(wait_s):
         try:
             return [_finish(settings, log, step, certificate) for step, certificate in log.erasures.unfinished()]
-        except sqlite3.OperationalError as error:
+        except (DatabaseUnavailable, sqlite3.OperationalError) as error:
             raise TimeoutError(f"an erasure is not complete: {error}") from error
 
 

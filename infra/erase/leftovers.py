@@ -30,7 +30,7 @@ def remove_work(job: Job) -> None:
 
 def remove_captured(job: Job) -> None:
     """Remove hidden states that were captured of the rows, and of rows that did not come to the log."""
-    files = CapturedFiles(job.log.path)
+    files = CapturedFiles(job.settings.beside_log)
     if files.forget(job.ids) + files.forget_others(job.log.ids(), UNLOGGED_S):
         job.keep(removed=tuple(dict.fromkeys((*job.certificate.removed, files.folder.name))))
 

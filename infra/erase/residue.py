@@ -12,46 +12,50 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from infra.artifacts import LEFTOVER, MANIFEST_NAME
 from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
 
+ERRORS = "errors of attempts at windows"  # the name in a certificate of what is in the log itself
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
 SQLITE = b"SQLite format 3\x00"
 PACKED: dict[str, ModuleType] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
 NO_TEXT = {".safetensors", ".bin", SUFFIX, ".gguf", ".grid", ".so", ".pyc", ".png"}
 BATCH_ROWS = 4000  # a row is some 5,000 different stretches
 BUSY_S, POLL_S = 30.0, 0.2
+Content = TypeVar("Content", str, bytes)
 
 
 def redact_residue(job: Job) -> None:
     home = job.settings.home
+
+    def keep(name: str, num_places: int) -> None:
+        if num_places:
+            total = job.certificate.redacted.get(name, 0) + num_places
+            job.keep(redacted={**job.certificate.redacted, name: total})
+
     for start in range(0, len(job.rows), BATCH_ROWS):
         search = _search(job, start)
-        for file in sorted({*_files(job), job.log.path}):
-            num_places = 0
+        keep(ERRORS, job.log.erasures.redact_errors(partial(_clean, search)))
+        for file in sorted(_files(job)):
             with suppress(FileNotFoundError):  # others work in the home too
-                num_places = _redact(file, search, job)
-            if num_places:
                 name = file.relative_to(home).as_posix() if file.is_relative_to(home) else str(file)
-                total = job.certificate.redacted.get(name, 0) + num_places
-                job.keep(redacted={**job.certificate.redacted, name: total})
+                keep(name, _redact(file, search, job))
 
 
 def forget_text(job: Job) -> None:
     """Delete the rows' text from the log, its free pages and its write-ahead log; TimeoutError if somebody reads it."""
-    search = None
-    if job.rows:  # else the text is gone, and nobody can look for it
-        search = _search(job, 0)
-        job.log.erasures.forget(job.certificate.number)
+    search = _search(job, 0) if job.rows else None  # without, the text is gone, and nobody can look for it
+    job.log.erasures.forget(job.certificate.number)
     _empty_wal(job)
-    if search is None or search.stands_in(job.log.path):
-        job.log.connection().execute("VACUUM")
+    if (file := job.log.database.file) is not None and (search is None or search.stands_in(file)):
+        job.log.database.vacuum()
         _empty_wal(job)
 
 
@@ -61,9 +65,9 @@ def _search(job: Job, start: int) -> Search:
 
 def _empty_wal(job: Job) -> None:
     until_s = time.monotonic() + BUSY_S
-    while not job.log.empty_wal():
+    while not job.log.database.empty_wal():
         if time.monotonic() > until_s:
-            raise TimeoutError(f"{job.log.path}: somebody reads it, so that its write-ahead log can't be emptied")
+            raise TimeoutError(f"{job.log.database}: somebody reads it, so that its write-ahead log can't be emptied")
         time.sleep(POLL_S)
 
 
@@ -82,8 +86,8 @@ def _files(job: Job) -> Iterator[Path]:
 
 
 def _redact(file: Path, search: Search, job: Job) -> int:
-    if file == job.log.path:
-        return _redact_database(file, search, ("attempts",))
+    if file == job.log.database.file:
+        return 0  # its rows are deleted, and its free pages emptied, at the end
     if file.name.endswith(("-wal", "-shm")):
         return 0  # its database is searched, and its write-ahead log emptied
     with file.open("rb") as opened:
@@ -140,18 +144,16 @@ def _holds(file: Path, search: Search) -> bool:
     return any(search.stands_in(one) for one in files if one.is_file())
 
 
-def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -> int:
-    """Overwrite the text in all columns of a database, or of some tables; TimeoutError if others keep using it."""
+def _redact_database(file: Path, search: Search) -> int:
+    """Overwrite the text in all columns of a database; TimeoutError if others keep using it."""
     num_places = 0
     until_s = time.monotonic() + BUSY_S
 
     def clean(value: Any) -> Any:
         nonlocal num_places
-        content = value.encode() if isinstance(value, str) else value
-        spans = search.spans(content)
-        num_places += len(spans)
-        changed = redacted(content, spans)
-        return changed.decode(errors="replace") if isinstance(value, str) else changed
+        changed, number = _clean(search, value)
+        num_places += number
+        return changed
 
     def holds(value: Any) -> bool:
         return bool(search.spans(value.encode() if isinstance(value, str) else value))
@@ -161,17 +163,24 @@ def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -
         db.create_function("clean", 1, clean, deterministic=True)
         db.create_function("holds", 1, holds, deterministic=True)
         for table, column in _columns(db):
-            if not tables or table in tables:
-                where = f'typeof("{column}") IN (\'text\', \'blob\') AND length("{column}") >= 24 AND holds("{column}")'
-                _execute(db, f'UPDATE "{table}" SET "{column}" = clean("{column}") WHERE {where}', until_s)
+            where = f'typeof("{column}") IN (\'text\', \'blob\') AND length("{column}") >= 24 AND holds("{column}")'
+            _execute(db, f'UPDATE "{table}" SET "{column}" = clean("{column}") WHERE {where}', until_s)
         _execute(db, "PRAGMA wal_checkpoint(TRUNCATE)", until_s)
-        while not tables and _holds(file, search):
+        while _holds(file, search):
             num_places = max(1, num_places)
             if time.monotonic() > until_s:
                 raise TimeoutError(f"{file}: others use it, so that a text can't be removed from its free pages")
             _execute(db, "VACUUM", until_s)
             _execute(db, "PRAGMA wal_checkpoint(TRUNCATE)", until_s)
     return num_places
+
+
+def _clean(search: Search, value: Content) -> tuple[Content, int]:
+    """Return a text or bytes with what stands in it overwritten, and how many places that were."""
+    content = value.encode() if isinstance(value, str) else value
+    spans = search.spans(content)
+    changed = redacted(content, spans)
+    return (changed.decode(errors="replace") if isinstance(value, str) else changed), len(spans)
 
 
 def _execute(db: sqlite3.Connection, statement: str, until_s: float) -> None:

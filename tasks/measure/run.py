@@ -4,10 +4,9 @@ That home holds copies of the target, of the served draft's line, and of the log
 """
 
 import shutil
-import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress, TaskID, TimeRemainingColumn
 
 from infra.artifacts import Artifact, publish
+from infra.database import copy_database
 from infra.environment import environment_of
 from infra.lines import ancestors
 from infra.machine import describe_machine, git_commit
@@ -197,15 +197,13 @@ def first_pair(home: Settings) -> Pair:
 
 def copy_log(source: Settings, home: Settings) -> None:
     """Copy the log once, with cursor, regression sets and the secret of splits; ValueError if nothing was logged."""
-    if home.querylog.is_file():
+    if not isinstance(source.querylog, Path):
+        raise ValueError("the query log is on Postgres; what measures on served requests takes a copy of a file")
+    if home.beside_log.is_file():
         return
     if not source.querylog.is_file():
         raise ValueError(f"there is no query log {source.querylog}; serve some requests first, or run: redraft demo")
-    home.querylog.parent.mkdir(parents=True, exist_ok=True)
+    home.beside_log.parent.mkdir(parents=True, exist_ok=True)
     home_secret(source.home)  # one that was never drawn is drawn there, so that both split alike
     shutil.copy(source.home / NAME, home.home / NAME)
-    temporary = home.querylog.with_suffix(".copying")
-    temporary.unlink(missing_ok=True)
-    with closing(sqlite3.connect(source.querylog)) as rows, closing(sqlite3.connect(temporary)) as copy:
-        rows.backup(copy)
-    temporary.replace(home.querylog)
+    copy_database(source.querylog, home.beside_log)

@@ -146,7 +146,7 @@ def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> li
 
 def captures_of(target_dir: Path) -> Captures:
     """Return the hidden states that the service captured of a target's answers."""
-    return Captures(CapturedFiles(load_settings().querylog).path_of, describe(target_dir).sha256)
+    return Captures(CapturedFiles(load_settings().beside_log).path_of, describe(target_dir).sha256)
 
 
 def tell_captured(captures: Captures, what: str) -> None:

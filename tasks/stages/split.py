@@ -33,14 +33,16 @@ class Clustered(NamedTuple):
     first: dict[str, str]
 
 
-def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int) -> Clustered:
+def cluster_log(
+    address: Path | str, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int
+) -> Clustered:
     """Cluster the rows of a log together with the samples that the served line of drafts began with.
 
     Rows without a sketch get one in the file, and those after `last_seq` don't count. What a sample was said to belong
     to is its cluster so far.
     """
-    log, sketched = QueryLog(database).sketches, _sketcher(target_dir, secret)
-    missing = list(log.missing(secret))
+    log, sketched = QueryLog(address).sketches, _sketcher(target_dir, secret)
+    missing = log.missing(secret)
     for start in range(0, len(missing), BATCH_ROWS):
         made = ((seq, sketched(prompt_ids)) for seq, prompt_ids in missing[start : start + BATCH_ROWS])
         log.keep(secret, [(seq, one.turn, one.grams.tobytes()) for seq, one in made])

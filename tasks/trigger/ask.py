@@ -7,7 +7,6 @@ for another.
 
 import logging
 import math
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -79,7 +78,7 @@ class RefreshTrigger:
         while not stop.wait(LOOK_S):
             try:
                 self.look()
-            except (sqlite3.Error, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 log.warning("nobody could look whether a refresh is due: %s", error)
         self._log.close()
 

@@ -5,6 +5,7 @@ import pytest
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from models.targets.random import byte_tokenizer
+from tests.benchmarks import log_rate
 from tests.benchmarks.query_log import measure_rate
 
 pytestmark = pytest.mark.slow
@@ -56,3 +57,10 @@ def test_rows_without_text_are_no_material(tmp_path):
     bare = row(0, consent="metadata", prompt_ids=None, completion_ids=None, drafted_ids=None)
     with pytest.raises(ValueError, match="none of 1 rows holds token ids"):
         measure_rate([bare], TOKENIZER, tmp_path / "new.db", 10)
+
+
+def test_of_rows_that_two_processes_write_none_is_lost(tmp_path):
+    assert log_rate.measure(tmp_path / "new.db", num_writers=2, num_rows=30) > 0
+    log = QueryLog(tmp_path / "new.db")
+    assert {row.id for row in log.latest(99)} == {f"{writer}-{number}" for writer in "ab" for number in range(30)}
+    log.close()

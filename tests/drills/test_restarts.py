@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.logfile import SCHEMA_VERSION
+from infra.tables import SCHEMA_VERSION
 from tests.drills.strangers import Strangers, answer_in, caller, require_error
 from tests.world import KEY, OTHER_KEY, PROMPTS, ask
 

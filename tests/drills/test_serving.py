@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from infra.artifacts import write_manifest
-from infra.logfile import BUSY_TIMEOUT_S
+from infra.database import BUSY_TIMEOUT_S
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION
@@ -66,7 +66,7 @@ def clock(scene: Scene) -> Iterator[Clock]:
     scene.clock.jump_to(0)
 
 
-def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_lost_rows_are_counted(
+def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_rows_wait_for_room(
     scene: Scene, world: World
 ) -> None:
     if not scene.has_small_disk:
@@ -74,9 +74,11 @@ def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_lost_rows_
     assert world.status()["log"]["dropped"] == 0
     with scene.load() as load:
         with filled(world.querylog.parent):
-            lost = world.wait_for("lost rows", lambda status: status["log"]["dropped"] > 0)["log"]
-            assert "full" in lost["last_error"]
-        world.wait_for("rows again", lambda status: status["log"]["written"] > lost["written"])
+            held = world.wait_for("a refused batch", lambda status: "full" in (status["log"]["last_error"] or ""))[
+                "log"
+            ]
+        world.wait_for("rows again", lambda status: status["log"]["written"] > held["written"])
+        assert world.status()["log"]["dropped"] == 0
     assert load.ended_well(), load.outcomes
     told = b"the query log takes no rows"
     wait_until(lambda: told in (world.home / "service.log").read_bytes(), 60, None, "a warning in the log")
@@ -113,7 +115,7 @@ def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_and_not
     assert load.ended_well(), load.outcomes
 
 
-def test_f18_with_the_query_log_locked_no_answer_waits_and_lost_rows_are_counted(scene: Scene, world: World) -> None:
+def test_f18_with_the_query_log_locked_no_answer_waits_and_the_rows_do(scene: Scene, world: World) -> None:
     with scene.load() as load:
         wait_until(lambda: load.outcomes["ok"] > 4, 60, None, "answers")
         per_s = answered_per_s(load)
@@ -121,10 +123,12 @@ def test_f18_with_the_query_log_locked_no_answer_waits_and_lost_rows_are_counted
         with closing(sqlite3.connect(world.querylog, isolation_level=None)) as lock:
             lock.execute("BEGIN IMMEDIATE")
             locked_per_s = answered_per_s(load)
-            lost = world.wait_for("lost rows", lambda status: status["log"]["dropped"] > before["dropped"])["log"]
+            held = world.wait_for("a refused batch", lambda status: "locked" in (status["log"]["last_error"] or ""))[
+                "log"
+            ]
             lock.execute("ROLLBACK")
-        assert "locked" in lost["last_error"]
-        world.wait_for("rows again", lambda status: status["log"]["written"] > lost["written"])
+        world.wait_for("rows again", lambda status: status["log"]["written"] > held["written"])
+        assert world.status()["log"]["dropped"] == before["dropped"]
     assert load.ended_well(), load.outcomes
     assert locked_per_s > per_s / 2, (locked_per_s, per_s)  # an answer that waited would take seconds
     wait_until(lambda: losses_are_in_the_log(world), 60, None, "the count of lost rows in the log")

@@ -34,7 +34,7 @@ class Home:
         folder.mkdir()
         shutil.copy(store, folder / "mlflow.db")
         self.folder, self.log, self.registry = folder, QueryLog(folder / "queries.db"), registry_of(folder)
-        self.trigger = TriggerStore(self.log.path)
+        self.trigger = TriggerStore(self.log.database.file)
         self.recipe = folder / "drill.toml"
         text = 'name = "tiny"\n' + RECIPE.read_text() + "\n[schedule]\nrefresh_interval_s = 86400\nretry_s = 1.0\n"
         self.recipe.write_text(text)

@@ -206,7 +206,7 @@ class Returning:
     def __init__(self, home: Path, recipe: Recipe) -> None:
         self.recipe, self.settings = recipe, Settings(home=home)
         self.log, self.registry = QueryLog(home / "queries.db"), registry_of(home)
-        self.trigger = TriggerStore(self.log.path)
+        self.trigger = TriggerStore(self.log.database.file)
         self.refresh: Refresh = partial(run_refresh, recipe)
         self.fall()
 

@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from tests.conftest import TEST_POSTGRES
 from tests.postgres import PostgresServer, find_binaries
 
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The address of a database of a server, the session's own unless REDRAFT_TEST_POSTGRES names another."""
-    from tests.conftest import TEST_POSTGRES
-
-    if TEST_POSTGRES:
-        yield TEST_POSTGRES
-        return
+def postgres_server() -> Iterator[PostgresServer]:
+    """A server of the session's own."""
     if find_binaries() is None:
-        pytest.skip(
-            "there is no Postgres here; install Debian's postgresql, or set REDRAFT_TEST_POSTGRES to an address"
-        )
+        pytest.skip("there is no Postgres here: install Debian's postgresql")
     with PostgresServer() as server:
-        yield server.address
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest) -> str:
+    """The address of a database: of the session's server, unless REDRAFT_TEST_POSTGRES names another."""
+    return TEST_POSTGRES or str(request.getfixturevalue("postgres_server").address)
 
 
 @pytest.fixture(params=STORES)
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
     """Where a log can be made: a file in a folder that is not there yet, or the address of a new schema."""
     if request.param == "sqlite":
         yield tmp_path / "below" / "queries.db"

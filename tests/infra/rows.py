@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sqlalchemy import text
+
 from infra.consent import Consent, QueryRow
 from infra.erasures import DONE, Certificate
 from infra.querylog import QueryLog
@@ -29,6 +31,24 @@ def row(name: str, domain: str = "chat", consent: Consent = "full", subject: str
         speculating=False,
         **content,
     )
+
+
+def address(argument: str) -> Path | str:
+    """Return where a log is, from the command line of a script."""
+    return argument if "://" in argument else Path(argument)
+
+
+def content_of(log: QueryLog) -> bytes:
+    """Return all bytes of a log's files, free pages and write-ahead log included; on Postgres of its tables' files."""
+    if log.database.file is not None:
+        return b"".join(path.read_bytes() for path in log.database.file.parent.iterdir())
+    with log.database.autocommitting() as connection:
+        connection.execute(text("CHECKPOINT"))
+        inside = "relnamespace = to_regnamespace(current_schema())"
+        mine = f"SELECT oid FROM pg_class WHERE {inside} UNION SELECT reltoastrelid FROM pg_class WHERE {inside}"
+        files = f"SELECT pg_relation_filepath(oid) AS file FROM ({mine}) AS mine"
+        contents = connection.scalars(text(f"SELECT pg_read_binary_file(file) FROM ({files}) AS f WHERE file <> ''"))
+        return b"".join(contents)
 
 
 def environment() -> dict[str, str]:

@@ -19,7 +19,7 @@ from tests.infra.collector import collecting
 from tests.infra.rows import running_python
 from tests.tags import draft_tags
 
-Address = Path | str
+Place = Path | str
 Drafts = Callable[..., None]
 RACERS = """
 import os, sys
@@ -49,10 +49,10 @@ for _ in numbers:
 
 
 @pytest.fixture
-def registry(store: Path, address: Address, tmp_path: Path) -> Registry:
+def registry(store: Path, place: Place, tmp_path: Path) -> Registry:
     """A registry whose champion target is number 1."""
     (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
-    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts", Database(address))
+    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts", Database(place))
     registry.promote("target", register(registry, tmp_path, "target", "target").number)
     return registry
 
@@ -76,8 +76,8 @@ def register(registry: Registry, folder: Path, kind: str, content: str, **tags: 
     return registry.register(kind, folder / "made" / content, draft_tags(**tags))
 
 
-def of_another_process(registry: Registry, address: Address) -> Registry:
-    return Registry(registry.store.uri, registry.store.artifact_root, Database(address))
+def of_another_process(registry: Registry, place: Place) -> Registry:
+    return Registry(registry.store.uri, registry.store.artifact_root, Database(place))
 
 
 def champion_number(registry: Registry) -> int | None:
@@ -93,10 +93,10 @@ def alias_of(registry: Registry) -> int | None:
 class Elsewhere(Registry):
     """The same registry as another process has it; `at_write` is called before and after each write to MLflow."""
 
-    def __init__(self, registry: Registry, address: Address, at_write: Callable[[], None]) -> None:
+    def __init__(self, registry: Registry, place: Place, at_write: Callable[[], None]) -> None:
         from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
 
-        super().__init__(registry.store.uri, registry.store.artifact_root, Database(address))
+        super().__init__(registry.store.uri, registry.store.artifact_root, Database(place))
 
         class Watched(MlflowClient):
             def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
@@ -140,11 +140,11 @@ def together(pause: Pause, first: Callable[[], object], second: Callable[[], obj
     "take_back", [lambda slow: slow.revert("draft", 2, "bad"), lambda slow: slow.roll_back("draft", "bad")]
 )
 def test_what_somebody_promotes_while_another_is_reverted_or_rolled_back_stays(
-    registry: Registry, drafts: Drafts, address: Address, take_back: Callable[[Registry], object]
+    registry: Registry, drafts: Drafts, place: Place, take_back: Callable[[Registry], object]
 ) -> None:
     drafts(3, 1, 2)
     pause = Pause()
-    slow = Elsewhere(registry, address, pause)
+    slow = Elsewhere(registry, place, pause)
     raised = together(pause, lambda: take_back(slow), lambda: registry.promote("draft", 3))
     assert (raised, champion_number(registry)) == (None, 3)
     assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
@@ -153,11 +153,11 @@ def test_what_somebody_promotes_while_another_is_reverted_or_rolled_back_stays(
 
 @pytest.mark.slow
 def test_of_two_that_were_gated_against_one_champion_the_first_is_promoted(
-    registry: Registry, drafts: Drafts, address: Address
+    registry: Registry, drafts: Drafts, place: Place
 ) -> None:
     drafts(3, 1)
     pause = Pause()
-    slow = Elsewhere(registry, address, pause)
+    slow = Elsewhere(registry, place, pause)
     raised = together(
         pause,
         lambda: slow.promote("draft", 2, expected_champion=1),
@@ -171,12 +171,12 @@ def test_of_two_that_were_gated_against_one_champion_the_first_is_promoted(
 
 @pytest.mark.slow
 def test_of_fifty_processes_of_two_homes_one_promotes(
-    registry: Registry, drafts: Drafts, address: Address, tmp_path: Path
+    registry: Registry, drafts: Drafts, place: Place, tmp_path: Path
 ) -> None:
     drafts(51, 1)
     with ExitStack() as stack:
         homes = [
-            stack.enter_context(running_python(RACERS, registry.store.uri, tmp_path / name, address, *numbers))
+            stack.enter_context(running_python(RACERS, registry.store.uri, tmp_path / name, place, *numbers))
             for name, *numbers in (("one", 2, 26), ("two", 27, 51))
         ]
         assert [told for _, told in homes] == ["ready", "ready"]
@@ -190,11 +190,11 @@ def test_of_fifty_processes_of_two_homes_one_promotes(
 
 
 def test_a_process_that_lost_the_lock_replaces_no_other_champion_than_it_saw(
-    registry: Registry, drafts: Drafts, address: Address
+    registry: Registry, drafts: Drafts, place: Place
 ) -> None:
     drafts(3, 1)
-    rows = Champions(Database(address))
-    slow = Elsewhere(registry, address, lambda: rows.swap("draft", 1, 3, 1))
+    rows = Champions(Database(place))
+    slow = Elsewhere(registry, place, lambda: rows.swap("draft", 1, 3, 1))
     with pytest.raises(Outdated, match="draft 1 is no longer the champion: another process replaced it just now"):
         slow.promote("draft", 2, forced="I want it")
     assert champion_number(registry) == alias_of(registry) == 3
@@ -220,21 +220,21 @@ class Death:
 @pytest.mark.slow
 @pytest.mark.parametrize("goes_back", [False, True])
 def test_whenever_a_process_is_killed_the_next_one_finds_one_champion_and_mlflow_names_it(
-    registry: Registry, drafts: Drafts, address: Address, goes_back: bool
+    registry: Registry, drafts: Drafts, place: Place, goes_back: bool
 ) -> None:
     drafts(2, 1)
     for step in range(20):
         if goes_back and champion_number(registry) == 1:
             registry.promote("draft", 2)
         old = champion_number(registry)
-        new, dying = 3 - (old or 0), Elsewhere(registry, address, Death(step))
+        new, dying = 3 - (old or 0), Elsewhere(registry, place, Death(step))
         try:
             dying.roll_back("draft") if goes_back else dying.promote("draft", new)
         except Killed:
             died = True
         else:
             died = False
-        again = of_another_process(registry, address)
+        again = of_another_process(registry, place)
         assert champion_number(again) == alias_of(again) == new  # the row had changed before the first write to MLflow
         assert again.get("draft", 2).previous == 1
         if not goes_back:
@@ -245,11 +245,11 @@ def test_whenever_a_process_is_killed_the_next_one_finds_one_champion_and_mlflow
 
 
 def test_a_version_that_somebody_makes_the_champion_in_mlflow_becomes_it_and_can_be_rolled_back(
-    registry: Registry, drafts: Drafts, address: Address
+    registry: Registry, drafts: Drafts, place: Place
 ) -> None:
     drafts(2, 1)
     registry.store.client.set_registered_model_alias("draft", CHAMPION, "2")
-    assert champion_number(of_another_process(registry, address)) == alias_of(registry) == 2
+    assert champion_number(of_another_process(registry, place)) == alias_of(registry) == 2
     assert registry.get("draft", 2).previous == 1
     assert registry.roll_back("draft").number == champion_number(registry) == alias_of(registry) == 1
 
@@ -327,10 +327,10 @@ def test_where_somebody_deleted_the_champion_there_is_none_until_the_next_promot
 
 
 def test_where_there_is_no_row_yet_it_begins_with_what_mlflow_names(
-    registry: Registry, drafts: Drafts, address: Address
+    registry: Registry, drafts: Drafts, place: Place
 ) -> None:
     drafts(3)
-    rows = Champions(Database(address))
+    rows = Champions(Database(place))
     assert (champion_number(registry), rows.row("draft")) == (None, None)
     registry.store.client.set_registered_model_alias("draft", CHAMPION, "2")
     registry.quarantine("draft", 2, "bad")  # what it names is taken as it is
@@ -342,10 +342,10 @@ def test_where_there_is_no_row_yet_it_begins_with_what_mlflow_names(
 
 
 def test_who_reads_a_row_learns_when_and_by_whom_it_was_changed(
-    registry: Registry, drafts: Drafts, address: Address
+    registry: Registry, drafts: Drafts, place: Place
 ) -> None:
     drafts(2, 1, 2)
-    database = Database(address)
+    database = Database(place)
     with database.reading() as connection:
         now_ms = database.now_ms(connection)
     assert (row := Champions(database).row("draft")) is not None

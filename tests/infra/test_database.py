@@ -14,8 +14,8 @@ from infra.tables import METADATA, SCHEMA_VERSION, counters, erasures
 
 
 @pytest.fixture
-def database(address: Path | str) -> Iterator[Database]:
-    database = Database(address)
+def database(place: Path | str) -> Iterator[Database]:
+    database = Database(place)
     yield database
     database.close()
 

@@ -26,6 +26,7 @@ from infra.querylog import QueryLog
 from infra.windows import Window
 from services.access import Caller
 from services.questions import describe_origin
+from tests.infra.conftest import STORES, new_schema
 from tests.infra.rows import erase, row
 
 MARK = "PLANTED"
@@ -115,11 +116,14 @@ def test_what_is_written_of_a_row_is_what_the_strictest_allows_and_no_text_hides
     assert redact(kept, second) == redact(row, min(first, second, key=CONSENT_LEVELS.index))
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueryLog]:
-    log = QueryLog(tmp_path_factory.mktemp("log") / "queries.db")
+@pytest.fixture(scope="module", params=STORES)
+def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueryLog]:
+    file = tmp_path_factory.mktemp("log") / "queries.db"
+    schema = new_schema(request.getfixturevalue("postgres")) if request.param == "postgres" else iter([file])
+    log = QueryLog(next(schema))
     yield log
     log.close()
+    next(schema, None)
 
 
 @given(row=rows())

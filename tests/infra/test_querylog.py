@@ -2,6 +2,7 @@ import os
 import re
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,18 +11,23 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from sqlalchemy import update
 
+from infra import querylog, tables
 from infra.erasures import ERASED
-from infra.logfile import ENDED, SCHEMA_VERSION
+from infra.identity import process_place
 from infra.querylog import QueryLog
 from infra.regression_sets import Change
+from infra.tables import ENDED, SCHEMA_VERSION
 from infra.windows import Window, WindowBusy
-from tests.infra.rows import erase, row, run_python
+from tests.infra.rows import content_of, erase, row, run_python
+
+BOOT = process_place().split(" ")[0]
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[QueryLog]:
-    log = QueryLog(tmp_path / "below" / "queries.db")
+def log(place: Path | str) -> Iterator[QueryLog]:
+    log = QueryLog(place)
     yield log
     log.close()
 
@@ -32,12 +38,12 @@ def claimed(log: QueryLog, owner: str = "run-1", max_rows: int = 2, **lease: flo
     return window
 
 
-def claim_and_die(log: QueryLog) -> None:
+def claim_and_die(place: Path | str) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
-        "QueryLog(Path(sys.argv[1])).windows.claim('run-1', 2); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from infra.querylog import QueryLog; from tests.infra.rows import address\n"
+        "QueryLog(address(sys.argv[1])).windows.claim('run-1', 2); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert run_python(script, log.path).returncode == -signal.SIGKILL
+    assert run_python(script, place).returncode == -signal.SIGKILL
 
 
 def attempt(log: QueryLog) -> tuple[int, bool, str]:
@@ -47,14 +53,10 @@ def attempt(log: QueryLog) -> tuple[int, bool, str]:
     return found.number, found.running, found.error
 
 
-def together(*scripts: tuple[str, Path, str]) -> list[CompletedProcess[str]]:
+def together(*scripts: tuple[str, Path | str, str]) -> list[CompletedProcess[str]]:
     """Run scripts at the same time."""
     with ThreadPoolExecutor(len(scripts)) as pool:
         return list(pool.map(lambda one: run_python(*one), scripts))
-
-
-def files_of(log: QueryLog) -> bytes:
-    return b"".join(path.read_bytes() for path in log.path.parent.iterdir())
 
 
 def test_rows_come_back_as_they_went_in_with_rising_seq(log: QueryLog) -> None:
@@ -69,7 +71,7 @@ def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: Query
         with pytest.raises(ValueError, match="row b has consent"):
             log.append([row("a1"), refused])
     assert log.stats().total == 0
-    assert b"prompt of" not in log.path.read_bytes()
+    assert b"prompt of" not in content_of(log)
 
 
 def test_a_window_holds_the_next_full_rows_and_committing_it_moves_the_cursor(log: QueryLog) -> None:
@@ -95,7 +97,7 @@ def test_no_window_opens_before_enough_rows_wait(log: QueryLog) -> None:
 
 
 def test_the_digest_is_over_content_and_not_over_the_file(log: QueryLog, tmp_path: Path) -> None:
-    other = QueryLog(tmp_path / "other.db")
+    other = QueryLog(tmp_path / "other.db")  # a file, whatever the log is
     for each in (log, other):
         each.append([row("a1"), row("a2")])
     assert claimed(log, "x").sha256 == claimed(other, "y").sha256
@@ -127,9 +129,11 @@ def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: Q
 
 
 @pytest.mark.parametrize("owner", ["run-1", "run-2"])
-def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(log: QueryLog, owner: str) -> None:
+def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(
+    log: QueryLog, place: Path | str, owner: str
+) -> None:
     log.append([row("a1"), row("a2")])
-    claim_and_die(log)
+    claim_and_die(place)
     log.append([row("a3")])
     window = claimed(log, owner, max_rows=10)
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 2, 2, owner)
@@ -158,11 +162,11 @@ def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "first_seq"), [(4, 3), (2, None)])
 def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the_window(
-    log: QueryLog, num_rows: int, first_seq: int | None
+    log: QueryLog, place: Path | str, num_rows: int, first_seq: int | None
 ) -> None:
     log.append([row(f"a{number}") for number in range(num_rows)])
     for _ in range(3):
-        claim_and_die(log)
+        claim_and_die(place)
     assert attempt(log) == (3, False, ENDED)
     window = log.windows.claim("run-1", 2)
     assert (window and window.first_seq, log.windows.cursor()) == (first_seq, 2)
@@ -201,7 +205,7 @@ def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
     assert log.stats().set_aside[0].error == "ValueError: prompt of a1"
     assert [(window.first_seq, window.last_seq) for window in erase(log, "s1").windows] == [(1, 2)]
     assert log.stats().set_aside[0].error == ERASED
-    assert b"prompt of a1" not in files_of(log)
+    assert b"prompt of a1" not in content_of(log)
 
 
 @pytest.mark.slow
@@ -226,31 +230,31 @@ def test_a_lease_that_was_lost_is_not_renewed(log: QueryLog) -> None:
 
 
 @pytest.mark.slow
-def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
+def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog, place: Path | str) -> None:
     log.append([row(f"a{number}") for number in range(60)])
     script = (
-        "import sys, time; from pathlib import Path; from infra.querylog import QueryLog\n"
+        "import sys, time; from infra.querylog import QueryLog; from tests.infra.rows import address\n"
         "from infra.windows import WindowBusy\n"
-        "log = QueryLog(Path(sys.argv[1]))\n"
+        "log = QueryLog(address(sys.argv[1]))\n"
         "while True:\n"
         "    try: window = log.windows.claim(sys.argv[2], 7)\n"
         "    except WindowBusy: time.sleep(0.002); continue\n"
         "    if window is None: break\n"
         "    print(window.first_seq, window.last_seq); log.windows.commit(window)"
     )
-    done = together(*((script, log.path, name) for name in ("one", "two", "three")))
+    done = together(*((script, place, name) for name in ("one", "two", "three")))
     ranges = sorted(tuple(map(int, line.split())) for one in done for line in one.stdout.splitlines())
     assert [seq for first, last in ranges for seq in range(first, last + 1)] == list(range(1, 61))
 
 
 @pytest.mark.slow
-def test_processes_may_open_a_new_log_at_the_same_time(tmp_path: Path) -> None:
+def test_processes_may_open_a_new_log_at_the_same_time(place: Path | str) -> None:
     script = (
-        "import sys; from pathlib import Path; from infra.querylog import QueryLog; from tests.infra.rows import row\n"
-        "for n in range(5): QueryLog(Path(sys.argv[1])).append([row(f'{sys.argv[2]}{n}')])"
+        "import sys; from infra.querylog import QueryLog; from tests.infra.rows import address, row\n"
+        "for n in range(5): QueryLog(address(sys.argv[1])).append([row(f'{sys.argv[2]}{n}')])"
     )
-    assert [done.stderr for done in together(*((script, tmp_path / "new.db", name) for name in "abcd"))] == [""] * 4
-    log = QueryLog(tmp_path / "new.db")
+    assert [done.stderr for done in together(*((script, place, name) for name in "abcd"))] == [""] * 4
+    log = QueryLog(place)
     assert log.stats().total == 20
     log.close()
 
@@ -273,7 +277,7 @@ def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows
     log.windows.commit(window)
     report = erase(log, "s1")
     assert (report.rows, report.windows) == (2, (window,))
-    remains = files_of(log)
+    remains = content_of(log)
     assert [f"prompt of a{number}".encode() in remains for number in (1, 2, 3)] == [False, True, False]
     log.append([row("a4")])
     assert [found.seq for found in log.rows(1, 9)] == [2, 4]
@@ -307,15 +311,18 @@ def test_stats_count_what_is_there(log: QueryLog) -> None:
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_log_of_another_schema_is_refused_and_left_as_it_is(log: QueryLog, version: int) -> None:
+def test_a_log_of_another_schema_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
+    file = tmp_path / "queries.db"
+    log = QueryLog(file)
     log.append([row("a1")])
     log.close()
-    with closing(sqlite3.connect(log.path)) as db:
+    with closing(sqlite3.connect(file)) as db:
         db.execute(f"PRAGMA user_version = {version}")
-    before = log.path.read_bytes()
-    with pytest.raises(ValueError, match=rf"{re.escape(str(log.path))} has schema version {version}.*redraft build$"):
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=rf"{re.escape(str(file))} has schema version {version}.*redraft build$"):
         log.windows.cursor()
-    assert log.path.read_bytes() == before
+    log.close()
+    assert file.read_bytes() == before
 
 
 def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) -> None:
@@ -359,3 +366,53 @@ def test_counts_of_acceptance_are_of_one_draft_what_it_drafted_alone_and_where_t
     assert [log.acceptance_counts(7, 0, 9, f"host:{number}") for number in (1, 2, 3)] == [[first], [last], []]
     assert log.acceptance_counts(7, 0, 9) == [first, last]
     assert log.acceptance_counts(7, 1, 9) == log.acceptance_counts(7, 0, 1) == [last]
+
+
+def test_rows_of_a_writer_in_flight_come_before_those_that_were_written_later(log: QueryLog, place: Path | str) -> None:
+    """Else a claim would move the cursor past a row that nobody can see yet, and it would never be trained on."""
+    log.append([row("a1")])
+    other, began, later = QueryLog(place), threading.Event(), threading.Event()
+
+    def append(name: str) -> None:
+        began.set()
+        other.append([row(name)])
+        later.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with log.database.writing() as connection:
+            querylog._write(connection, [querylog._made(row("a2"))])
+            done = pool.submit(append, "a3")
+            assert began.wait(60)
+            assert not later.wait(0.3)
+            assert [found.id for found in QueryLog(place).rows(1, 9)] == ["a1"]
+        done.result()
+    window = claimed(log, max_rows=9)
+    other.close()
+    assert (window.last_seq, [found.id for found in log.rows(1, 9)]) == (3, ["a1", "a2", "a3"])
+
+
+def test_of_rows_whose_writer_was_undone_no_number_is_left_out(log: QueryLog) -> None:
+    with pytest.raises(RuntimeError), log.database.writing() as connection:
+        querylog._write(connection, [querylog._made(row("a1"))])
+        raise RuntimeError
+    log.append([row("a2"), row("a2"), row("a3")])
+    assert [(found.seq, found.id) for found in log.latest(9)] == [(1, "a2"), (2, "a3")]
+    assert log.stats().duplicates == 1
+
+
+@pytest.mark.parametrize(("where", "free_here"), [("other-boot pid:[1]", True), (f"{BOOT} pid:[1]", False)])
+def test_the_claim_of_another_boot_or_container_is_free_at_once_only_where_no_other_host_can_be(
+    log: QueryLog, where: str, free_here: bool
+) -> None:
+    log.append([row("a1")])
+    claimed(log)
+    with log.database.writing() as connection:
+        connection.execute(update(tables.claim).values(process=f"{where} 1", pid=1))
+    if free_here and not log.database.is_shared:
+        assert log.windows.claim("run-2", max_rows=10) is not None
+        return
+    with pytest.raises(WindowBusy, match="belongs to run-1"):
+        log.windows.claim("run-2", max_rows=10)
+    with log.database.writing() as connection:
+        connection.execute(update(tables.claim).values(lease_until_ms=log.database.now_ms(connection) - 1))
+    assert log.windows.claim("run-2", max_rows=10) is not None

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -189,10 +189,11 @@ def test_copies_under_another_domain_take_nothing_from_a_set() -> None:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> QueryLog:
-    log = QueryLog(tmp_path / "queries.db")
+def log(place: Path | str) -> Iterator[QueryLog]:
+    log = QueryLog(place)
     log.append([row(f"a{number}", subject=f"s{number}") for number in range(4)])
-    return log
+    yield log
+    log.close()
 
 
 def test_members_are_rows_that_are_never_replayed_and_are_erased_and_the_report_says_so(log: QueryLog) -> None:

@@ -1,4 +1,5 @@
 import os
+import re
 import tempfile
 import threading
 import urllib.request
@@ -58,6 +59,24 @@ def test_a_value_that_the_setting_does_not_take_fails_with_its_name() -> None:
         load_settings({"REDRAFT_DEVICE": "gpu"})
     with pytest.raises(ValueError, match=r"^REDRAFT_HUB: .*boolean[^\n]*$"):
         load_settings({"REDRAFT_HUB": "perhaps"})
+
+
+def test_a_log_is_a_file_or_a_schema_of_a_postgres_that_is_the_homes_own_unless_it_is_named(tmp_path: Path) -> None:
+    def of(log: str, home: str = "one") -> Settings:
+        return load_settings({"REDRAFT_HOME": str(tmp_path / home), "REDRAFT_QUERYLOG": log})
+
+    assert of("~/a.db").querylog == of("~/a.db").beside_log == Path("~/a.db").expanduser()
+    one, other = of("postgresql://host/name"), of("postgresql://host/name", "other")
+    assert re.fullmatch(r"postgresql://host/name\?schema=redraft_[0-9a-f]{12}", str(one.querylog))
+    assert one.querylog != other.querylog
+    assert one.beside_log == tmp_path / "one" / "queries.db"
+    named = of("postgresql://user:secret@host/name?sslmode=require&schema=team")
+    assert named.querylog == "postgresql://user:secret@host/name?sslmode=require&schema=team"
+    for settings in (named, of("a.db")):
+        assert Settings.model_validate_json(settings.model_dump_json()).querylog == settings.querylog
+    assert "secret" not in repr(named)
+    with pytest.raises(ValueError, match=r"^REDRAFT_QUERYLOG: got an address of mysql, wanted a file or postgresql://"):
+        of("mysql://user:secret@host/name")
 
 
 def test_the_environment_is_prepared_and_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

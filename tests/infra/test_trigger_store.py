@@ -30,22 +30,22 @@ with TriggerStore(address if address.startswith("postgresql") else Path(address)
 
 
 @pytest.fixture
-def trigger(address: Path | str) -> TriggerStore:
-    return TriggerStore(address)
+def trigger(place: Path | str) -> TriggerStore:
+    return TriggerStore(place)
 
 
 @pytest.fixture
-def database(address: Path | str) -> Iterator[Database]:
-    yield (database := Database(address))
+def database(place: Path | str) -> Iterator[Database]:
+    yield (database := Database(place))
     database.close()
 
 
 def test_what_fell_is_told_once_to_who_asks_and_stays_for_the_next_process(
-    trigger: TriggerStore, address: Path | str
+    trigger: TriggerStore, place: Path | str
 ) -> None:
     assert isinstance(trigger.tell({"code": FELL})["code"], Fallen)
     assert trigger.tell({"code": FELL, "chat": Recovered()}) == {}
-    again = TriggerStore(address)
+    again = TriggerStore(place)
     assert again.state().domains.keys() == {"code"}
     assert again.tell({"code": Recovered()}) == {"code": Ok()}
     assert again.state().domains == {}
@@ -76,9 +76,9 @@ def test_a_second_run_at_the_same_time_acknowledges_nothing(trigger: TriggerStor
         assert trigger.state().running
 
 
-def test_a_killed_run_is_due_again(trigger: TriggerStore, address: Path | str) -> None:
+def test_a_killed_run_is_due_again(trigger: TriggerStore, place: Path | str) -> None:
     trigger.tell({"code": FELL})
-    with running_python(HOLD, address) as (_, told):
+    with running_python(HOLD, place) as (_, told):
         assert told == "runs"
         trigger.find_lost()
         assert isinstance(trigger.state().domains["code"], Running)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import ssl
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 
 from infra import scrub
 from infra.consent import QueryRow
+from infra.database import DatabaseTorn
 from infra.keys import add_key, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
@@ -312,8 +312,8 @@ async def test_a_server_with_tls_is_known_by_the_certificates_that_are_named(tmp
 
 
 async def test_with_a_log_that_takes_no_rows_requests_pass_and_rows_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "queries.db").mkdir()
-    with pytest.raises(sqlite3.Error):
+    (tmp_path / "queries.db").write_bytes(b"torn" * 4096)
+    with pytest.raises(DatabaseTorn):
         QueryLog(tmp_path / "queries.db").last_seq()
     async with recording(answering(STEPS), tmp_path) as made, asyncio.timeout(WAIT_S):
         for _ in range(3):

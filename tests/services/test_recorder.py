@@ -253,10 +253,10 @@ def test_states_that_can_not_be_settled_do_not_end_the_recorder(querylog: QueryL
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     querylog = QueryLog(tmp_path / "queries.db")
     querylog.stats()
-    monkeypatch.setattr("infra.logfile.BUSY_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 600.0)
     recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=0, capacity=1)
     recorder.expect(origin())
-    with closing(sqlite3.connect(querylog.path, isolation_level=None)) as locker:
+    with closing(sqlite3.connect(querylog.database.file, isolation_level=None)) as locker:
         locker.execute("BEGIN IMMEDIATE")
         for _ in range(200):
             recorder.finished(completion(prompt="word " * 50), Settings())

@@ -12,7 +12,7 @@ from itertools import chain
 
 import httpx
 
-from infra.logfile import BUSY_TIMEOUT_S
+from infra.database import BUSY_TIMEOUT_S
 from infra.versions import is_quarantined
 from tests.drills.scene import filled
 from tests.drills.spoiled import NAN, noisy

@@ -209,7 +209,7 @@ class Stack(Served):
     def logged(self) -> tuple[dict[str, str], int]:
         """Return consent by id of request, and how many rows the log counts as lost."""
         with closing(QueryLog(self.home / "queries.db")) as log:
-            found = log.connection().execute("SELECT id, consent FROM rows").fetchall()
+            found = [(row.id, row.consent) for row in log.latest(10**9)]
             return {seen[0]: consent for name, consent in found if (seen := ROW_ID.search(name))}, log.stats().dropped
 
     def planted(self, golden: list[Golden]) -> tuple[str, ...]:

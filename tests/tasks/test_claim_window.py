@@ -88,7 +88,7 @@ def test_too_few_rows_open_no_window_and_the_same_process_gets_its_window_again(
 
 def test_hidden_states_captured_of_rows_go_once_their_window_was_trained_on(log):
     log.append([row(n) for n in range(REFRESH.max_rows + 1)])
-    files, ids = CapturedFiles(log.path), log.ids()
+    files, ids = CapturedFiles(log.database.file), log.ids()
     files.make()
     for row_id in ids:
         files.path_of(row_id).write_bytes(b"states")
@@ -144,9 +144,9 @@ def test_what_a_run_raised_is_raised_again_where_the_log_can_not_be_written(log)
     log.append([row(n) for n in range(40)])
     window = claim_window.fn(REFRESH)
     with pytest.raises(ZeroDivisionError), hold_window(window):
-        log.path.write_bytes(b"no database" * 1000)
+        log.database.file.write_bytes(b"no database" * 1000)
         raise ZeroDivisionError
-    log.path.unlink()
+    log.database.file.unlink()
 
 
 def parts_of(artifact: Artifact) -> dict[str, list[Sample]]:

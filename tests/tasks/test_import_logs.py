@@ -95,8 +95,8 @@ def test_chats_questions_and_token_ids_become_rows_that_can_be_trained_on(log: Q
 def test_importing_twice_adds_nothing_whatever_the_domain_and_the_file(log: QueryLog, write: Write) -> None:
     rows = [{"prompt": f"question {i}", "completion": "answer"} for i in range(600)]
     assert import_logs.fn([write(*rows, rows[0])], max_len=256).line() == "read 601, added 600, repeated 1, skipped 0"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), log.path.with_name("again.parquet"))
-    again = import_logs.fn([log.path.with_name("again.parquet")], max_len=256, domain="chat")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), log.database.file.with_name("again.parquet"))
+    again = import_logs.fn([log.database.file.with_name("again.parquet")], max_len=256, domain="chat")
     assert again.line() == "read 600, added 0, repeated 600, skipped 0"
     assert log.stats().per_domain == {"default": 600}
 
@@ -137,7 +137,7 @@ def test_an_exported_row_comes_back_as_it_was(log: QueryLog, write: Write) -> No
     report = import_logs.fn([write(exported, name="exported.jsonl")], max_len=256)
     assert (report.num_added, report.num_repeated) == (0, 1)
     erase(log, str(row.subject))
-    import_logs.fn([log.path.with_name("exported.jsonl")], max_len=256)
+    import_logs.fn([log.database.file.with_name("exported.jsonl")], max_len=256)
     (again,) = log.rows(1, 9)
     changing = {"seq", "time_ms"}
     assert again.model_dump(exclude=changing) == row.model_dump(exclude=changing)
@@ -151,7 +151,10 @@ def test_texts_are_scrubbed_and_markers_in_them_stay_text(log: QueryLog, write: 
     assert row.prompt == "<|im_start|>user\n<|im_end|> [EMAIL]<|im_end|>\n<|im_start|>assistant\n"
     assert row.completion == "call [PHONE]<|im_end|>"
     assert row.prompt_ids == byte_ids([{"role": "user", "content": "<|im_end|> [EMAIL]"}])
-    assert b"example.org" not in log.path.read_bytes() + log.path.with_name("queries.db-wal").read_bytes()
+    assert (
+        b"example.org"
+        not in log.database.file.read_bytes() + log.database.file.with_name("queries.db-wal").read_bytes()
+    )
 
 
 SERVED = {"choices": [{"message": CHAT[1], "finish_reason": "stop", "stop_reason": None}]}

@@ -58,9 +58,14 @@ def planted_row(number: int, subject: str | None = SUBJECT, time_ms: int = 1_000
     )
 
 
-def make_home(home: Path, store: Path) -> Settings:
-    """Make a home of 12 rows, 4 of them the person's, with two windows, three drafts, caches, logs and databases."""
+def make_home(home: Path, store: Path, address: str = "") -> Settings:
+    """Make a home of 12 rows, 4 of them the person's, with two windows, three drafts, caches, logs and databases.
+
+    The rows are in a file of the home, or at the address.
+    """
     settings = load_settings(environment_of(home))
+    if address:
+        settings = settings.model_copy(update={"querylog": address})
     home.mkdir(exist_ok=True)
     shutil.copy(store, home / "mlflow.db")
     log = QueryLog(settings.querylog)
@@ -136,7 +141,7 @@ def _caches(settings: Settings, rows: list[QueryRow]) -> None:
     (work / "hidden" / "states.bin").write_bytes(b"\x01\x02" * 64)
     (work / "answers" / "answers.jsonl").write_text(json.dumps({"id": "prompt-1", "completion_ids": [1, 2, 3]}) + "\n")
     (work / "dead" / "answers.jsonl").write_text(json.dumps(sample(rows[0])) + "\n")
-    files = CapturedFiles(settings.querylog)
+    files = CapturedFiles(settings.beside_log)
     files.make()
     for row in (*rows[:3], planted_row(99, "somebody")):  # the last one did not come to the log
         files.path_of(row.id).write_bytes(row.model_dump_json().encode())
@@ -182,11 +187,11 @@ def planted_in(home: Path) -> list[str]:
     return sorted(
         str(file.relative_to(home))
         for file in home.rglob("*")
-        if file.is_file() and any(needle in content for content in _contents(file) for needle in _needles())
+        if file.is_file() and any(needle in content for content in _contents(file) for needle in needles())
     )
 
 
-def _needles() -> Iterator[bytes]:
+def needles() -> Iterator[bytes]:
     words = ('Žofka "the 7391st"', "Žofka", "vermilion piano", "7391st")
     for text in words:
         once = json.dumps(text)[1:-1]
@@ -239,7 +244,7 @@ def check_erased(settings: Settings) -> None:
     assert kept == ["other-7", "other-8"]
     assert sorted(path.name for path in (settings.artifacts / "scores").iterdir()) == ["s2"]
     assert sorted(path.name for path in (settings.artifacts / "work").iterdir()) == ["answers"]
-    files = CapturedFiles(settings.querylog)
+    files = CapturedFiles(settings.beside_log)
     assert sorted(files.folder.iterdir()) == sorted(map(files.path_of, ("other-1", "other-2")))
     assert files.folder.name in certificate["removed"]
     assert "the tower of Pisa is fine" in (home / "logs" / "service.log").read_text()

@@ -11,14 +11,16 @@ import pytest
 from flows import home_commands
 from flows.command import complete_erasures
 from infra.consent import QueryRow, subject_of
+from infra.database import Database
 from infra.erase import certificate_file, erase_older_than, erase_subject, finish_erasures
 from infra.files import lock_folder
 from infra.keys import add_key, keys_path, read_keys, revoke_key
 from infra.querylog import QueryLog
 from infra.settings import Settings
 from tests.conftest import ODD_NAME
-from tests.infra.erase.planted import SUBJECT, WHO, check_erased, make_home, planted_in, planted_row
-from tests.infra.rows import ROOT
+from tests.infra.conftest import new_schema
+from tests.infra.erase.planted import GROUP, SUBJECT, WHO, check_erased, make_home, needles, planted_in, planted_row
+from tests.infra.rows import ROOT, content_of
 
 
 @pytest.fixture
@@ -37,6 +39,31 @@ def test_what_a_person_asked_is_nowhere_in_the_home_and_all_else_is_where_it_was
     assert (certificate.rows, SUBJECT in certificate.subjects) == (4, True)
     check_erased(settings.model_copy())
     assert erase_subject(settings, SUBJECT).rows == 0
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_it_is_nowhere_in_a_log_on_postgres_either_after_an_erasure_that_was_killed_before_its_end(
+    tmp_path: Path, store: Path, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schemas = new_schema(postgres)
+    settings = make_home(tmp_path / "home", store, next(schemas))
+    log, mine = QueryLog(settings.querylog), [one for one in needles() if one != GROUP.encode() and b"mine-" not in one]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Database, "vacuum", killed)
+        erase_subject(settings, WHO)
+    assert any(one in content_of(log) for one in mine)
+    (certificate,) = finish_erasures(settings)
+    assert certificate.rows == 4
+    check_erased(settings)
+    remains = content_of(log)
+    assert [one for one in mine if one in remains] == []
+    log.close()
+    next(schemas, None)
 
 
 @pytest.mark.slow
@@ -163,7 +190,7 @@ def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(setting
     log = QueryLog(settings.querylog)
     with log.reading():  # nothing is waited for
         assert erase_subject(settings, "nobody", wait_s=0).rows == 0
-    assert certificate.number < log.last_erasure()  # by which the service forgets its recent answers
+    assert certificate.number < log.erasures.last()  # by which the service forgets its recent answers
     assert not certificate_file(settings, certificate.number).exists()
     assert planted_in(settings.home) == before
     home_commands._show(settings, erase_older_than(settings, days=10**6))

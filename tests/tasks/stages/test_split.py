@@ -63,7 +63,7 @@ def asked(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         log = QueryLog(folder / f"{'grouped' if grouped else 'alone'}.db")
         log.append([logged(number, prompt) for number, prompt in enumerate(chosen)])
         log.close()
-        return Asked(log.path, {seq: one.group for seq, one in enumerate(chosen, start=1)}, tiny_target)
+        return Asked(log.database.file, {seq: one.group for seq, one in enumerate(chosen, start=1)}, tiny_target)
 
     return make
 

@@ -39,7 +39,7 @@ class Home:
 
     def __post_init__(self) -> None:
         self.log = QueryLog(self.folder / "queries.db")
-        self.trigger = TriggerStore(self.log.path, lambda: self.now_ms)
+        self.trigger = TriggerStore(self.log.database.file, lambda: self.now_ms)
         self.recipe: Recipe = load_recipe("smollm2-cpu")
         schedule = self.recipe.schedule.model_copy(update={"refresh_interval_s": None})
         self.recipe = self.recipe.model_copy(update={"schedule": schedule})
