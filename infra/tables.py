@@ -160,3 +160,5 @@ trigger_run = Table(
     Column("process", Text, nullable=False),
     Column("lease_until_ms", Number, nullable=False),
 )
+# What is said of a home, and not of rows.
+OF_HOME = (champions, trigger_domains, trigger_facts, trigger_run)
