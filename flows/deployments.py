@@ -23,7 +23,7 @@ from infra.memory import go_first
 from infra.priority import lower_session
 from infra.querylog import QueryLog
 from infra.settings import load_settings
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import RefreshTrigger, champion_of_registry, of_registry, prefect_server
 
@@ -69,7 +69,7 @@ def main() -> None:
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")
     known, champion = of_registry(recipe), champion_of_registry
     asker = RefreshTrigger(
-        recipe, QueryLog(settings.querylog), TriggerFile(settings.beside_log), orchestrator, known, champion
+        recipe, QueryLog(settings.querylog), TriggerStore(settings.querylog), orchestrator, known, champion
     )
     if options.only_ask:
         asker.run(stop)

@@ -34,7 +34,7 @@ from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings, sqlite_file
 from infra.tables import SCHEMA_VERSION
-from infra.triggerfile import TriggerFile, trigger_path
+from infra.trigger_store import TriggerStore
 from infra.versions import SNAPSHOT_TAGS
 from models.types import Frozen
 
@@ -71,7 +71,7 @@ def databases(settings: Settings) -> dict[str, Path]:
     """Return name to file of the home's databases; a registry that is a server's is not among them."""
     if not isinstance(settings.querylog, Path):
         raise ValueError("the query log is on Postgres, whose own tools back it up and bring it back: use pg_dump")
-    found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
+    found = {"queries.db": settings.querylog}
     if (registry := sqlite_file(settings.mlflow_uri)) is not None:
         found[REGISTRY] = registry
     return found
@@ -144,7 +144,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             copy_databases(settings, copies, torn)
         log = QueryLog(settings.querylog)
         with log.unread(wait_s), open_registry(settings).alone():
-            if "queries-trigger.db" not in torn and TriggerFile(settings.beside_log).state().running:
+            if "queries.db" not in torn and TriggerStore(settings.querylog).state().running:
                 raise TimeoutError("a refresh runs; wait for its end, or stop it")
             erased = _certificates(settings) + ([] if "queries.db" in torn else log.erasures.certificates())
             log.close()

@@ -26,7 +26,7 @@ from infra.registry import Registry, open_registry
 from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable
 from infra.windows import Window
 
@@ -73,7 +73,7 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
     """
     log, registry = QueryLog(settings.querylog), open_registry(settings)
     with log.unread(wait_s=0), registry.alone():
-        if TriggerFile(settings.beside_log).state().running:
+        if TriggerStore(settings.querylog).state().running:
             raise TimeoutError("a refresh runs; clean after it")
         going = list(_going(settings, registry, limits, pool))
         for item, _ in going if not dry_run else ():

@@ -19,11 +19,11 @@ from pydantic import Field
 from models.types import Frozen
 
 ACCEPTANCE_FELL, DRAFT_ROLLED_BACK = "redraft.acceptance.fell", "redraft.draft.rolled_back"
-APPROVAL_WANTED = "redraft.approval.wanted"
+APPROVAL_WANTED, ALIAS_PUT_BACK = "redraft.approval.wanted", "redraft.alias.put_back"
 PAIR_BROKE, TARGET_DIFFERS = "redraft.pair.broke", "redraft.target.differs"
 # What an event is about that is not one domain's.
 EVERY_DOMAIN = "all"
-RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
+RESOURCE, DRAFT_RESOURCE, REGISTRY_RESOURCE = "redraft.domain", "redraft.draft", "redraft.registry"
 TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)

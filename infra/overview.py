@@ -15,7 +15,7 @@ from infra.serving import served_since_ms
 from infra.settings import Settings
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import STATE, ProcessRecord, UpState, read_state
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.versions import Version
 from infra.views.gate import DATA
 from infra.waiting import Queue, Runner, Waiting, waiting_for
@@ -96,7 +96,7 @@ def overview(settings: Settings) -> Overview:
     rows, first_ms = log.waiting()
     file = settings.home / FORMAT_FILE
     made = (file if file.is_file() else settings.home).stat()
-    trigger = TriggerFile(settings.beside_log).state()
+    trigger = TriggerStore(settings.querylog).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     attached = attached_servers(settings.home)
     return Overview(

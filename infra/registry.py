@@ -1,17 +1,24 @@
-"""The registry of targets and drafts, in MLflow: numbered versions, their lineage, and the alias that is served.
+"""The registry of targets and drafts, in MLflow: numbered versions, their lineage, and which of them is served.
 
-Alias `champion` is the truth. It moves last and in one call, after the tag `previous` of the new champion names the
-former one, so a crash leaves either champion in place. MLflow can't compare and swap, so whoever moves the alias holds
-a lock of the home meanwhile. Nothing here imports a model library, pickles, or sets MLflow's process-wide address.
+A row decides (infra/champions.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
+tag `previous` are its copies; what a crash left uncopied is copied by whoever looks next. An alias that a person moved
+is a request: it becomes the row if the version may serve, else it is put back. Nothing here imports a model library,
+pickles, or sets MLflow's process-wide address.
 """
 
+import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.artifacts import check_manifest, renamed_when_complete
+from infra.champions import Champion, Champions
+from infra.database import Database
+from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.files import lock_file
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
@@ -27,7 +34,12 @@ from infra.versions import (
     is_usable,
 )
 
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
 CHAMPION = "champion"
+
+log = logging.getLogger(__name__)
 
 
 class Outdated(ValueError):
@@ -35,24 +47,23 @@ class Outdated(ValueError):
 
 
 class Registry:
-    def __init__(self, uri: str, artifact_root: Path) -> None:
+    def __init__(self, uri: str, artifact_root: Path, database: Database) -> None:
+        """Take MLflow's store, and the query log's database."""
         self.store = Store(uri, artifact_root)
+        self._champions = Champions(database)
         self._threads = threading.RLock()
         self._depth = 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until nobody else of this home moves an alias or quarantines, and keep them from it in the block.
+        """Wait until nobody else with this database promotes or quarantines, and keep them from it in the block.
 
-        Hold it around a decision and the move that follows from it; it may be taken again inside. It is a lock on a
-        file beside the artifact root, so it can't cover homes on several machines that share an MLflow server, a file
-        system without flock, or whoever moves the alias in MLflow by hand: between these the last one wins.
+        Hold it around a decision and what follows from it; it may be taken again inside. Whoever loses it meanwhile, as
+        with a connection, still can't replace another champion than the one that it saw.
         """
-        root = self.store.artifact_root
         with self._threads, ExitStack() as held:
             if not self._depth:
-                root.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock_file(root.with_name(f".{root.name}.lock")))
+                held.enter_context(self._champions.alone())
             self._depth += 1
             try:
                 yield
@@ -104,12 +115,14 @@ class Registry:
         return as_version(version)
 
     def champion(self, kind: Kind) -> Version | None:
-        """Return the version that is to be served, None before the first; ForeignVersion if it was made by hand."""
-        try:
-            with translated(f"looking up the champion of {kind}"):
-                return as_version(self.store.client.get_model_version_by_alias(kind, CHAMPION))
-        except NotFound:
+        """Return the version that is to be served, None before the first; ForeignVersion if it was damaged by hand."""
+        row, alias = self._champions.row(kind), self._alias(kind)
+        if row is None and alias is None:
             return None
+        if row is None or not row.copied or row.version != (None if alias is None else int(alias.version)):
+            number = self._settle(kind).version
+            return None if number is None else self.get(kind, number)
+        return None if alias is None else as_version(alias)
 
     def get(self, kind: Kind, number: int) -> Version:
         """Return one version; NotFound if there is no such number."""
@@ -153,24 +166,26 @@ class Registry:
             Outdated: another version than `expected_champion` is the champion, or that one was quarantined.
         """
         with self.alone():
-            version = self.get(kind, number)
-            if is_quarantined(version):
-                raise ValueError(f"{kind} {number} is quarantined: {version.quarantined}")
-            if version.cleaned:
-                raise ValueError(f"the files of {kind} {number} were cleaned away on {version.cleaned}")
-            champion: Version | None = None
-            with suppress(ForeignVersion):  # promoting is how the alias is put right
-                champion = self.champion(kind)
-            if champion is not None and champion.number == number:
+            _require_usable(self.get(kind, number))
+            row = self._settle(kind)
+            if row.version == number:
                 return
             if expected_champion is not None:
                 self.require_champion(kind, expected_champion)
-            with translated(f"promoting {kind} {number}"):
-                if forced:
+            if forced:
+                with translated(f"promoting {kind} {number}"):
                     self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
-                previous = "" if champion is None else str(champion.number)
-                self.store.client.set_model_version_tag(kind, str(number), "previous", previous)
-                self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
+            self._move(kind, row, number, row.version)
+
+    def require_promotable(self, version: Version) -> None:
+        """Raise ValueError unless a version may be served: a draft, only with the target that is the champion."""
+        _require_usable(version)
+        if version.kind == "draft":
+            target = self.champion("target")
+            if target is None or version.target.sha256 != target.target.sha256:
+                served = "there is none" if target is None else f"that is {target.number}"
+                made_for = f"was made for target {version.lineage.target_version}, not for the champion: {served}"
+                raise ValueError(f"draft {version.number} {made_for}")
 
     def require_champion(self, kind: Kind, number: int) -> None:
         """Raise Outdated unless a version that something was gated against is the champion still, and good."""
@@ -187,16 +202,12 @@ class Registry:
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version, go back to the last good one before it if it serves, and return the champion then."""
         with self.alone():
+            row = self._settle(kind)
             self.quarantine(kind, number, reason)
-            champion = self.champion(kind)
-            if champion is None or champion.number != number:
-                return champion
-            target = self.previous_good(champion)
-            with translated(f"reverting {kind} {number}"):
-                if target is None:
-                    self.store.client.delete_registered_model_alias(kind, CHAMPION)
-                else:
-                    self.store.client.set_registered_model_alias(kind, CHAMPION, str(target.number))
+            if row.version != number:
+                return self.champion(kind)
+            target = self.previous_good(self.get(kind, number))
+            self._move(kind, row, *((None, None) if target is None else (target.number, target.previous)))
             return target
 
     def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
@@ -205,15 +216,14 @@ class Registry:
         With a reason for its quarantine, the version left may never be promoted again.
         """
         with self.alone():
-            champion = self.champion(kind)
+            row, champion = self._settle(kind), self.champion(kind)
             previous = None if champion is None else self.previous_good(champion)
             if champion is None or previous is None:
                 was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
                 raise NotFound(f"there is no good {kind} to go back to: {was}")
-            if quarantine:  # first, so that whoever sees the alias move can tell why
+            if quarantine:  # first, so that whoever sees another champion can tell why
                 self.quarantine(kind, champion.number, quarantine)
-            with translated(f"rolling {kind} back"):
-                self.store.client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
+            self._move(kind, row, previous.number, previous.previous)
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:
@@ -263,17 +273,94 @@ class Registry:
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""
         seen = {version.number}  # going back and forth between two can make it a circle
-        while (previous := _replaced_by(version)) is not None and previous not in seen:
-            version = self.get(version.kind, previous)
+        while (previous := version.previous) is not None and previous not in seen:
+            try:
+                version = self.get(version.kind, previous)
+            except ForeignVersion:
+                return None
             if is_usable(version):
                 return version
             seen.add(version.number)
         return None
 
+    def _settle(self, kind: Kind) -> Champion:
+        """Bring row and alias together, and return the row; where there is none it begins with what the alias names."""
+        with self.alone():
+            row, alias = self._champions.row(kind), self._alias(kind)
+            number = None if alias is None else int(alias.version)
+            if row is None:
+                return self._champions.adopt(kind, number)
+            if not row.copied:
+                return self._copy(kind, row)
+            if row.version == number:
+                return row
+            if why := self._refusal(alias):
+                _tell_put_back(kind, row, why)
+                return self._copy(kind, row)
+            log.info("%s %s is the champion, because alias %s was moved to it in MLflow", kind, number, CHAMPION)
+            return self._move(kind, row, number, row.version)
+
+    def _move(self, kind: Kind, row: Champion, number: int | None, previous: int | None) -> Champion:
+        """Replace the champion of a row; Outdated where somebody else did it meanwhile."""
+        if (moved := self._champions.swap(kind, row.version, number, previous)) is None:
+            raise Outdated(f"{kind} {row.version} is no longer the champion: another process replaced it just now")
+        return self._copy(kind, moved)
+
+    def _copy(self, kind: Kind, row: Champion) -> Champion:
+        """Write in MLflow what a row says, and return it; where somebody deleted the version there is none any more."""
+        number, client = row.version, self.store.client
+        try:
+            with translated(f"making {kind} {number} the champion in MLflow"):
+                if number is None:
+                    client.delete_registered_model_alias(kind, CHAMPION)
+                else:
+                    if not row.copied:
+                        client.set_model_version_tag(kind, str(number), "previous", str(row.previous or ""))
+                    client.set_registered_model_alias(kind, CHAMPION, str(number))
+        except NotFound:
+            if number is not None:
+                log.warning("%s %s, the champion, is gone from MLflow: there is none now", kind, number)
+                return self._move(kind, row, None, None)
+        self._champions.note_copied(kind, number)
+        return row
+
+    def _alias(self, kind: Kind) -> "ModelVersion | None":
+        try:
+            with translated(f"looking up the champion of {kind}"):
+                return self.store.client.get_model_version_by_alias(kind, CHAMPION)
+        except NotFound:
+            return None
+
+    def _refusal(self, alias: "ModelVersion | None") -> str:
+        """Return why the version that an alias was moved to by hand can't be served, "" if it can."""
+        if alias is None:
+            return "the alias was removed"
+        try:
+            self.require_promotable(as_version(alias))
+        except ValueError as error:
+            return str(error)
+        return ""
+
 
 def open_registry(settings: Settings | None = None) -> Registry:
     settings = settings or load_settings()
-    return Registry(settings.mlflow_uri, settings.mlflow_files)
+    return Registry(settings.mlflow_uri, settings.mlflow_files, Database(settings.querylog))
+
+
+def _require_usable(version: Version) -> None:
+    if is_quarantined(version):
+        raise ValueError(f"{version.kind} {version.number} is quarantined: {version.quarantined}")
+    if version.cleaned:
+        raise ValueError(f"the files of {version.kind} {version.number} were cleaned away on {version.cleaned}")
+
+
+def _tell_put_back(kind: Kind, row: Champion, why: str) -> None:
+    told = f"alias {CHAMPION} of {kind}, moved in MLflow, is put back to {row.version or 'none'}: {why}"
+    log.warning("%s", told)
+    if orchestrator := os.environ.get("PREFECT_API_URL"):
+        events = Emitter(orchestrator)
+        events.emit(ALIAS_PUT_BACK, kind, {"text": told}, REGISTRY_RESOURCE)
+        events.close()
 
 
 def _create_registered_model(store: Store, kind: Kind) -> None:
@@ -284,18 +371,6 @@ def _create_registered_model(store: Store, kind: Kind) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def _replaced_by(version: Version) -> int | None:
-    """Return the champion that a version replaced.
-
-    Where somebody moved the alias in MLflow no tag says so: then it is the one that the version was gated against.
-    """
-    if version.was_champion or version.kind != "draft":
-        return version.previous
-    with suppress(ForeignVersion):  # whose tags somebody damaged
-        return version.lineage.gate_champion
-    return None
 
 
 def _require_digest(directory: Path, version: Version) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infra.database import DatabaseUnavailable
 from infra.settings import QUIET_MLFLOW, sqlite_file
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ class Store:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Turn MLflow's one exception class, and its database's, into NotFound or StoreUnavailable."""
+    """Turn MLflow's one exception class, and those of its database and ours, into NotFound or StoreUnavailable."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except (SQLAlchemyError, sqlite3.Error) as error:  # torn, or locked for long: MLflow passes it on
+    except (SQLAlchemyError, sqlite3.Error, DatabaseUnavailable) as error:  # torn, or locked for long
         raise StoreUnavailable(f"{doing}: {str(error).splitlines()[0]}") from error
     except MlflowException as error:
         # An alias that does not exist is an invalid value to MLflow.

@@ -134,3 +134,31 @@ erasing = Table(
     Column("time_ms", Number, nullable=False),
     Column("consent", Text, nullable=False),
 )
+
+champions = Table(
+    "champions",
+    METADATA,
+    Column("kind", Text, primary_key=True),
+    Column("version", Number),
+    Column("previous", Number),
+    Column("copied", Boolean, nullable=False),
+    Column("changed_ms", Number, nullable=False),
+    Column("changed_by", Text, nullable=False),
+)
+
+trigger_domains = Table(
+    "trigger_domains", METADATA, Column("domain", Text, primary_key=True), Column("state", Text, nullable=False)
+)
+trigger_facts = Table(
+    "trigger_facts", METADATA, Column("name", Text, primary_key=True), Column("body", Text, nullable=False)
+)
+trigger_run = Table(
+    "trigger_run",
+    METADATA,
+    Column("one", Integer, CheckConstraint("one = 1"), primary_key=True, default=1),
+    Column("pid", Number, nullable=False),
+    Column("process", Text, nullable=False),
+    Column("lease_until_ms", Number, nullable=False),
+)
+# What is said of a home, and not of rows.
+OF_HOME = (champions, trigger_domains, trigger_facts, trigger_run)

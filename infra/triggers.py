@@ -5,8 +5,8 @@
 Acceptance that fell is a state and no message: it stays until a draft was promoted or acceptance is back, whoever is
 down meanwhile. So is acceptance that was never there to lose, of a domain that is "low": no draft has learnt it, or
 none well. It stays until a draft promises enough of it; one that was promoted and does not counts as a failed run.
-`infra.triggerfile` keeps both. Times are of the wall clock, since they must outlive processes; a clock that is set back
-makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
+`infra.trigger_store` keeps both. Times are of the wall clock, since they must outlive processes; a clock that is set
+back makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
 """
 
 from typing import Annotated, Literal

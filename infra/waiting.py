@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
-from infra.triggerfile import LastLook, TriggerState, duration, now_ms, since
+from infra.trigger_store import LastLook, TriggerState, duration, now_ms, since
 from infra.triggers import Due, Fall, Fallen, Running
 from infra.versions import Version, is_usable
 from models.types import Frozen

@@ -6,26 +6,21 @@ to an owner: name it after one run, since the same name gets the same window bac
 Each claim counts as an attempt when it is made, so that kill -9 counts too; when the third has failed the window is set
 aside with its error. Its rows stay in the log and are used no more, since any of them may be what stopped it.
 
-A claim ends with its process, which is seen at once where process ids can tell. They can't for another host or
-container, nor for a process that stands still: there the lease decides. It runs on the database's clock, and a thread
-of the owner renews it (`hold`).
+A claim is a lease (infra/leases.py): it ends with its process, and the owner renews it (`hold`).
 """
 
 import hashlib
-import os
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from infra import tables
-from infra.database import STREAMED, Database, DatabaseUnavailable
-from infra.identity import process_identity, process_place
+from infra.database import STREAMED, Database
+from infra.leases import LEASE_S, is_held, lease, renewing
 from models.types import Frozen
 
-LEASE_S, RENEWALS_PER_LEASE = 600.0, 10
 MAX_ATTEMPTS, MAX_ERROR_CHARS = 3, 500
 ROW, CLAIM, ATTEMPT = tables.rows.c, tables.claim.c, tables.attempts.c
 OPEN = select(CLAIM.first_seq, CLAIM.last_seq, CLAIM.num_rows, CLAIM.sha256, CLAIM.owner)
@@ -105,10 +100,8 @@ class Windows:
                 if len(seqs) < min_rows:
                     return None
                 window = _window(connection, seqs[0], seqs[-1], owner)
-            pid, until_ms = os.getpid(), self._lease_until_ms(connection, lease_s)
-            holder = {"pid": pid, "process": process_identity(pid), "lease_until_ms": until_ms}
             connection.execute(delete(tables.claim))
-            connection.execute(insert(tables.claim), window.model_dump() | holder)
+            connection.execute(insert(tables.claim), window.model_dump() | lease(self._database, connection, lease_s))
             place = {"first_seq": window.first_seq, "last_seq": window.last_seq}
             number = 1 + _num_attempts(connection, window)
             connection.execute(insert(tables.attempts), place | {"number": number})
@@ -117,27 +110,17 @@ class Windows:
     @contextmanager
     def hold(self, window: Window, lease_s: float = LEASE_S) -> Iterator[None]:
         """Renew the lease of a claimed window from a thread for as long as the context lasts, or the claim does."""
-        done = threading.Event()
         first_seq, last_seq, owner = window.claimed
         mine = (CLAIM.first_seq == first_seq) & (CLAIM.last_seq == last_seq) & (CLAIM.owner == owner)
 
-        def renew() -> None:
-            while not done.wait(lease_s / RENEWALS_PER_LEASE):
-                # Busy, full or restarting: the next one comes before the lease ends.
-                with suppress(DatabaseUnavailable), self._database.writing() as connection:
-                    until_ms = self._lease_until_ms(connection, lease_s)
-                    if not connection.execute(
-                        update(tables.claim).where(mine).values(lease_until_ms=until_ms)
-                    ).rowcount:
-                        return
+        def renew() -> bool:
+            with self._database.writing() as connection:
+                until_ms = lease(self._database, connection, lease_s)["lease_until_ms"]
+                renewed = update(tables.claim).where(mine).values(lease_until_ms=until_ms)
+                return bool(connection.execute(renewed).rowcount)
 
-        thread = threading.Thread(target=renew, name="lease", daemon=True)
-        thread.start()
-        try:
+        with renewing(renew, lease_s):
             yield
-        finally:
-            done.set()
-            thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
         """Record why it failed and release the window if it is this owner's; return whether it was set aside."""
@@ -230,19 +213,8 @@ class Windows:
         connection.execute(delete(members).where(members.c.seq.between(window.first_seq, window.last_seq)))
         _close_claim(connection, cursor=window.last_seq)
 
-    def _lease_until_ms(self, connection: Connection, lease_s: float) -> int:
-        return self._database.now_ms(connection) + int(lease_s * 1000)
-
     def _is_held(self, connection: Connection) -> bool:
-        """Return whether the claiming process may still run; of another host or container only the lease can tell."""
-        pid, process, lease_until_ms = connection.execute(HOLDER).one()
-        if self._database.now_ms(connection) >= lease_until_ms:
-            return False
-        boot, namespace, _ = process.split(" ")
-        own_boot, own_namespace = process_place().split(" ")
-        if (boot, namespace) != (own_boot, own_namespace):
-            return boot == own_boot or self._database.is_shared  # else this machine was started again since
-        return bool(process_identity(pid) == process)
+        return is_held(self._database, connection, connection.execute(HOLDER).one())
 
 
 def shrink_claim(connection: Connection) -> None:

@@ -23,7 +23,6 @@ import hmac
 import logging
 import os
 import secrets
-import sqlite3
 import sys
 import time
 from collections import Counter
@@ -336,7 +335,7 @@ async def _keep(
 async def detect_drift(config: AttachConfig, windows: MetricWindows | None = None) -> None:
     """Tell the trigger by the log's rows, or by windows, which domains the champion's drafting fell short in."""
     registry, params = open_registry(config.settings), config.serve.drift_detector
-    drift = DriftWatch(params, config.settings.beside_log, Emitter(config.orchestrator))
+    drift = DriftWatch(params, config.settings.querylog, Emitter(config.orchestrator))
 
     while True:
         await asyncio.sleep(params.period_s)
@@ -350,7 +349,7 @@ async def detect_drift(config: AttachConfig, windows: MetricWindows | None = Non
                     drift.follow(champion, promised_of_all(tau))
                     counts = windows.of(number, drift.last)
                 await drift.hear(counts)
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             log.warning("registry and query log don't tell how the champion does: %s", error)
 
 

@@ -12,7 +12,6 @@ who asks can know which. Where such a request costs the others tokens, fewer are
 import asyncio
 import logging
 import random
-import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.events import ACCEPTANCE_FELL, Emitter
-from infra.triggerfile import TriggerFile, now_ms
+from infra.trigger_store import TriggerStore, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from infra.versions import Version
 from models.core.evaluation.acceptance import AcceptanceCount
@@ -60,9 +59,9 @@ class DriftWatch:
     More requests should be tested of the domains that are `doubted`; `last` is the number of the last one heard of.
     """
 
-    def __init__(self, params: Params, querylog: Path, events: Emitter) -> None:
+    def __init__(self, params: Params, querylog: Path | str, events: Emitter) -> None:
         self.doubted, self.last = frozenset[str](), -1
-        self._params, self._trigger, self._events = params, TriggerFile(querylog), events
+        self._params, self._trigger, self._events = params, TriggerStore(querylog), events
         self._detector, self._followed, self._draft = DriftDetector({}, params), "", 0
 
     def follow(self, version: Version, promised: Mapping[str, float] | None = None) -> bool:
@@ -87,7 +86,7 @@ class DriftWatch:
         events = {domain: _event(self._draft, standing) for domain, standing in self._detector.standings().items()}
         try:
             changed = await asyncio.to_thread(self._trigger.tell, events)
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             log.warning("the trigger's state can't be written: %s", error)
             return
         for domain, now in changed.items():

@@ -1,4 +1,4 @@
-"""The loop that makes the served draft follow alias `champion`, and takes a bad draft back by itself.
+"""The loop that makes the served draft follow the champion, and takes a bad draft back by itself.
 
 What follows from what is decided in services/swap.py; here it is done. The loop runs as a task beside the requests:
 what blocks (registry, disk) goes to a thread, what touches the engine is one call between two steps. Requests never

@@ -75,7 +75,7 @@ class Service:
         engine.llm.merge_streams = config.serve.merge_streams
         engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of
         self._alone = AcceptanceSampler()
-        self._drift = DriftWatch(config.serve.drift_detector, config.settings.beside_log, events)
+        self._drift = DriftWatch(config.serve.drift_detector, config.settings.querylog, events)
         self._num_seeded, self._started_s = 0, time.monotonic()
 
     @classmethod

@@ -19,7 +19,7 @@ from infra.querylog import QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.secret import home_secret
 from infra.settings import load_settings
-from infra.triggerfile import now_ms, since
+from infra.trigger_store import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
 from models.core.learning.hidden import Sample

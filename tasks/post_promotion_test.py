@@ -46,8 +46,8 @@ def check_promoted_draft(recipe: Recipe, imported: bool = False) -> PostPromotio
     """Look once at what the champion has served, and act on what all looks together say.
 
     Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
-    cluster only one request ever counts. A loss moves the alias back and quarantines the draft, unless somebody moved
-    it meanwhile. What is found is kept before anything is done about it, so that the next look goes on from there.
+    cluster only one request ever counts. A loss goes back to the draft before it and quarantines this one, unless it is
+    no longer the champion. What is found is kept before anything is done about it; the next look goes on from there.
 
     Where servers are followed by their metrics no row names a draft. Both drafts are scored on the target's answers,
     whoever drafted them; so rows that were `imported` since the draft was registered do as well, if they are of the

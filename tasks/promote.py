@@ -1,4 +1,4 @@
-"""Find out what is served, and move the alias that says what is to be served."""
+"""Find out what is served, and change what is to be served."""
 
 import json
 from typing import Literal
@@ -116,7 +116,7 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
 
     One that the gate left undecided stays registered, for the next window to go on from. It is "outdated" if that
     champion was replaced, rolled back or quarantined since: then the verdict, a refusal too, says nothing of what is
-    served now. The candidate stays registered, and the alias where somebody put it.
+    served now. The candidate stays registered, and the champion is whatever somebody chose.
     """
     registry = open_registry()
     if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
@@ -151,12 +151,8 @@ def promote_version(number: int, forced: str = "") -> Version:
             target.
     """
     registry = open_registry()
-    version, target = registry.get("draft", number), registry.champion("target")
-    if target is None or version.target.sha256 != target.target.sha256:
-        served = "there is none" if target is None else f"that is {target.number}"
-        raise ValueError(
-            f"draft {number} was made for target {version.lineage.target_version}, not for the champion: {served}"
-        )
+    version = registry.get("draft", number)
+    registry.require_promotable(version)
     lineage, force = version.lineage, "to promote it anyway, give a reason: --force REASON"
     if lineage.gate != "passed" and not forced:
         verdict = f"{lineage.gate}: {lineage.gate_reasons}" if lineage.gate else "none"

@@ -209,10 +209,11 @@ def judge(
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty registry's database. Its tables take seconds to make; a copy of it is a fresh registry."""
+    from infra.database import Database
     from infra.registry import Registry
 
     home = tmp_path_factory.mktemp("store")
-    Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
+    Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts", Database(home / "queries.db")).versions("draft")
     return home / "mlflow.db"
 
 

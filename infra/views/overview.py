@@ -12,7 +12,7 @@ from infra.querylog import LogStats
 from infra.regression_sets import SIZE
 from infra.service_process import ATTACH, SERVICE, START_TIMEOUT_S
 from infra.status import RunningService
-from infra.triggerfile import duration, now_ms, since
+from infra.trigger_store import duration, now_ms, since
 from infra.views.dashboard import verdicts
 from infra.views.gate import headline
 from infra.windows import MAX_ATTEMPTS

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress, TaskID, TimeRemainingColumn
+from sqlalchemy import delete
 
 from infra.artifacts import Artifact, publish
-from infra.database import copy_database
+from infra.database import Database, copy_database
 from infra.environment import environment_of
 from infra.lines import ancestors
 from infra.machine import describe_machine, git_commit
@@ -23,6 +24,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME, home_secret
 from infra.settings import Settings, load_settings
+from infra.tables import OF_HOME
 from infra.versions import Kind, Pair
 from infra.views.results import counting
 from models.precision import engine_dtype, gpu_name
@@ -196,14 +198,23 @@ def first_pair(home: Settings) -> Pair:
 
 
 def copy_log(source: Settings, home: Settings) -> None:
-    """Copy the log once, with cursor, regression sets and the secret of splits; ValueError if nothing was logged."""
+    """Copy the log once, with cursor, regression sets and the secret of splits, but not what its home serves or wants.
+
+    ValueError if nothing was logged.
+    """
     if not isinstance(source.querylog, Path):
         raise ValueError("the query log is on Postgres; what measures on served requests takes a copy of a file")
-    if home.beside_log.is_file():
+    if (log := QueryLog(home.querylog)).last_seq():
         return
-    if not source.querylog.is_file():
-        raise ValueError(f"there is no query log {source.querylog}; serve some requests first, or run: redraft demo")
-    home.beside_log.parent.mkdir(parents=True, exist_ok=True)
+    log.close()
+    if not source.querylog.is_file() or not QueryLog(source.querylog).last_seq():
+        nothing = f"there is nothing in query log {source.querylog}"
+        raise ValueError(f"{nothing}; serve some requests first, or run: redraft demo")
     home_secret(source.home)  # one that was never drawn is drawn there, so that both split alike
     shutil.copy(source.home / NAME, home.home / NAME)
+    for path in home.beside_log.parent.glob(f"{home.beside_log.name}*"):
+        path.unlink()
     copy_database(source.querylog, home.beside_log)
+    with Database(home.beside_log).writing() as connection:
+        for table in OF_HOME:
+            connection.execute(delete(table))

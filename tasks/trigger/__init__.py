@@ -1,1 +1,1 @@
-"""How what asks for a refresh and the refresh itself find each other: by the state beside the query log."""
+"""How what asks for a refresh and the refresh itself find each other: by the states in the query log's database."""

@@ -4,7 +4,6 @@ Whether there is memory is told by what the last one took or, before the first, 
 looks at the memory of its GPU. Who only asks for it does not: to look takes some.
 """
 
-import sqlite3
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import wraps
@@ -16,7 +15,7 @@ from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
 from infra.serving import is_served
 from infra.settings import load_settings
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, TriggerState
+from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
 from models.precision import is_out_of_memory, require_device
@@ -58,12 +57,12 @@ def acknowledged(refresh: Refresh) -> Refresh:
     def told(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
         retry = Retry(first_s=recipe.schedule.retry_s, most_s=recipe.schedule.max_retry_s)
         settings = load_settings()
-        trigger = TriggerFile(settings.beside_log)
+        trigger = TriggerStore(settings.querylog)
         with ExitStack() as held:
             try:
                 end = held.enter_context(trigger.run(retry))
                 seen = trigger.state()
-            except (sqlite3.Error, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 run_logger().warning("the trigger's state can't be written: %s", error)
                 return gives_way(refresh)(recipe)
             dog = Watchdog(lambda: is_served(settings.home), lambda why: _tell(end, "deferred", WAITS_FOR_MEMORY))
@@ -83,7 +82,7 @@ def acknowledged(refresh: Refresh) -> Refresh:
                 raise
             _tell(end, RESULTS[outcome], outcome)
             if version is not None and outcome != "already trained":
-                with suppress(sqlite3.Error, OSError):
+                with suppress(OSError):
                     before = seen.need.gib if seen.need else 0.0
                     trigger.note(Need(gib=max(dog.peak_gib, FADES * before)))  # what is cached takes little
             return outcome, version
@@ -120,13 +119,13 @@ def _of_files() -> float:
 def fallen_domains() -> tuple[str, ...]:
     """Return the domains whose acceptance fell and is not back, which the refresh at hand is wanted for, if any."""
     try:
-        domains = TriggerFile(load_settings().beside_log).state().domains.items()
+        domains = TriggerStore(load_settings().querylog).state().domains.items()
         return tuple(name for name, state in domains if not isinstance(state, Ok) and state.fall.why == "fell")
-    except (sqlite3.Error, OSError) as error:
+    except OSError as error:
         run_logger().warning("the trigger's state can't be read: %s", error)
         return ()
 
 
 def _tell(end: Callable[[Result, str], None], result: Result, outcome: str) -> None:
-    with suppress(sqlite3.Error, OSError):  # then the run is found gone, and the wish stays
+    with suppress(OSError):  # then the run is found gone, and the wish stays
         end(result, outcome)

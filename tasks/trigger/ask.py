@@ -1,13 +1,12 @@
 """Ask the orchestrator for a refresh when one is due, until a run acknowledges it.
 
-The wish is a state beside the query log, which each look reads anew: whatever is down or busy meanwhile, it stays.
-Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks for
-another.
+The wish is a state in the query log's database, which each look reads anew: whatever is down or busy meanwhile, it
+stays. Asking again with the same key makes no second run; where a run ended without acknowledging it, the next key asks
+for another.
 """
 
 import logging
 import math
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.triggerfile import LastLook, RunRequest, TriggerFile, TriggerState
+from infra.trigger_store import LastLook, RunRequest, TriggerState, TriggerStore
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
@@ -51,7 +50,7 @@ class RefreshTrigger:
         self,
         recipe: Recipe,
         log: QueryLog,
-        trigger: TriggerFile,
+        trigger: TriggerStore,
         orchestrator: Orchestrator,
         known: Known,
         champion: Champion,
@@ -79,7 +78,7 @@ class RefreshTrigger:
         while not stop.wait(LOOK_S):
             try:
                 self.look()
-            except (sqlite3.Error, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 log.warning("nobody could look whether a refresh is due: %s", error)
         self._log.close()
 

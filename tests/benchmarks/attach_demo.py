@@ -37,7 +37,7 @@ from infra.registry import open_registry
 from infra.serving import SERVED_NAME
 from infra.settings import ATTACH_TOKEN, load_settings
 from infra.supervisor import read_state
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from models.core.drafting.draft_families import family_of
 from models.engines.vllm import child_environment
 from models.precision import engine_dtype
@@ -160,7 +160,7 @@ class Demonstration:
     def __init__(self, run: Run, servers: tuple[Server, Server], recorder: str) -> None:
         self.run, self.first, self.second, self.recorder = run, *servers, recorder
         settings = load_settings()
-        self.settings, self.registry, self.trigger = settings, open_registry(settings), TriggerFile(settings.querylog)
+        self.settings, self.registry, self.trigger = settings, open_registry(settings), TriggerStore(settings.querylog)
         self.target = open_champions.fn().target_files.path
         self.champion = self._champion()
         if run.recipe.demo is None:

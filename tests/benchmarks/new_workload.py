@@ -29,7 +29,7 @@ from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.status import ServiceStatus
 from infra.supervisor import read_state
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.triggers import Due, Fallen, Running
 from models.core.evaluation.latency import Decoded, compare_blocks
 
@@ -69,7 +69,7 @@ class Stream:
 
     def __init__(self, settings: Settings, client: Client, kept: dict[str, Any], given: argparse.Namespace) -> None:
         self.client, self.kept, self.given = client, kept, given
-        self.registry, self.trigger = open_registry(settings), TriggerFile(settings.querylog)
+        self.registry, self.trigger = open_registry(settings), TriggerStore(settings.querylog)
         self.looked_s = 0.0
         self.bar = tqdm(total=given.most, desc="requests", initial=kept["requests"], mininterval=5)
 

@@ -11,7 +11,8 @@ import pytest
 
 from infra.installed import suffix_version
 from infra.querylog import QueryLog
-from infra.registry import Registry
+from infra.registry import open_registry
+from infra.settings import Settings
 from infra.versions import OWN_TAGS
 from tasks.measure.drift import FROZEN, ONLINE, OURS, POOL, SCRATCH
 from tasks.measure.stock import BY_BATCH_SIZE
@@ -57,7 +58,7 @@ def _last_object(output: str) -> dict[str, Any]:
 
 def with_a_second_draft(home: Path) -> None:
     """Make the champion's files a second version, as if a refresh had learnt nothing."""
-    registry = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+    registry = open_registry(Settings(home=home))
     first = registry.champion("draft")
     assert first is not None
     tags = {name: value for name, value in first.tags.items() if name not in OWN_TAGS}

@@ -14,7 +14,7 @@ from infra.artifacts import staged
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.settings import load_settings
-from infra.triggerfile import TriggerFile, now_ms
+from infra.trigger_store import TriggerStore, now_ms
 from infra.triggers import Due, Fell, Retry
 from models.recipe import load_recipe
 from tasks.promote import MADE_BY
@@ -34,7 +34,7 @@ class Home:
         folder.mkdir()
         shutil.copy(store, folder / "mlflow.db")
         self.folder, self.log, self.registry = folder, QueryLog(folder / "queries.db"), registry_of(folder)
-        self.trigger = TriggerFile(self.log.database.file)
+        self.trigger = TriggerStore(self.log.database.file)
         self.recipe = folder / "drill.toml"
         text = 'name = "tiny"\n' + RECIPE.read_text() + "\n[schedule]\nrefresh_interval_s = 86400\nretry_s = 1.0\n"
         self.recipe.write_text(text)

@@ -30,7 +30,7 @@ from infra.processes import wait_until
 from infra.secret import home_secret
 from infra.service_process import MLFLOW, PREFECT
 from infra.supervisor import read_state
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from tests.drills.machine import Memory, seen_with
 from tests.flows.conftest import Cli
 
@@ -121,7 +121,7 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
 
 
 def _run_short_of_memory_while_it_trains(home: Path, memory: Memory, status: Callable[[], dict]) -> None:
-    trigger, queries = TriggerFile(home / "queries.db"), home / "queries.db"
+    trigger, queries = TriggerStore(home / "queries.db"), home / "queries.db"
 
     def trains() -> bool:
         with closing(sqlite3.connect(queries)) as db:

@@ -22,7 +22,7 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import Settings
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.triggers import Fell, Recovered
 from infra.versions import Version
 from models.drafts import eagle3
@@ -211,7 +211,7 @@ class Returning:
     def __init__(self, home: Path, recipe: Recipe) -> None:
         self.recipe, self.settings = recipe, Settings(home=home)
         self.log, self.registry = QueryLog(home / "queries.db"), registry_of(home)
-        self.trigger = TriggerFile(self.log.database.file)
+        self.trigger = TriggerStore(self.log.database.file)
         self.refresh: Refresh = partial(run_refresh, recipe)
         self.fall()
 

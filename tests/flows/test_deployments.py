@@ -22,7 +22,7 @@ from infra.artifacts import Artifact, staged
 from infra.events import APPROVAL_WANTED
 from infra.processes import free_port, hold_port, wait_until
 from infra.registry import open_registry
-from infra.triggerfile import RunRequest
+from infra.trigger_store import RunRequest
 from infra.versions import Pair
 from models.recipe import load_recipe
 from tasks.promote import promote_candidate

@@ -20,7 +20,7 @@ from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.serving import ray_folder
 from infra.settings import Settings
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
 from models.recipe import Keep
 from tests.infra.test_history import add_run, empty, fill
@@ -213,7 +213,7 @@ def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_ne
 
 
 def test_while_a_refresh_runs_or_rows_are_read_it_is_put_off(home: Home) -> None:
-    trigger = TriggerFile(home.log.database.file)
+    trigger = TriggerStore(home.log.database.file)
     with trigger.run(Retry(first_s=1, most_s=1)), pytest.raises(TimeoutError, match="a refresh runs"):
         clean_up(home.settings, LIMITS, pool=3)
     with home.log.reading(), pytest.raises(TimeoutError, match="is at its rows"):

@@ -15,7 +15,7 @@ from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_r
 from infra.serving import serving
 from infra.settings import Settings
 from infra.supervisor import STATE, UpState
-from infra.triggerfile import LastLook, TriggerFile, now_ms
+from infra.trigger_store import LastLook, TriggerStore, now_ms
 from infra.versions import Target
 from infra.views.gate import write_files
 from infra.windows import Window
@@ -129,7 +129,7 @@ def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Setting
 def test_what_the_loop_waits_for_is_told(settings: Settings) -> None:
     assert overview(settings).waiting.what == "orchestrator"
     QueryLog(settings.querylog).append([row(f"a{number}", consent="metadata") for number in range(70)])
-    TriggerFile(settings.querylog).note(
+    TriggerStore(settings.querylog).note(
         LastLook(at_ms=now_ms(), min_rows=60, wanted={}, interval_s=60.0, interval_from_ms=now_ms())
     )
     waiting = overview(settings).waiting

@@ -1,17 +1,14 @@
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from infra.artifacts import check_manifest, staged
+from infra.database import Database
 from infra.processes import free_port, hold_port
-from infra.registry import CHAMPION, Outdated, Registry
+from infra.registry import Outdated, Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
-from tests.infra.rows import running_python
 from tests.tags import draft_tags
 
 LINEAGE = draft_tags()
@@ -19,11 +16,15 @@ Make = Callable[[str], Path]
 Drafts = Callable[..., list[Version]]
 
 
+def registry_at(uri: str, home: Path) -> Registry:
+    return Registry(uri, home / "artifacts", Database(home / "queries.db"))
+
+
 @pytest.fixture
 def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
-    return Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts")
+    return registry_at(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_registered_version_is_listed_with_its_lineage_and_digest(
     assert registry.versions("target") == []
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
-    assert sorted(path.name for path in tmp_path.iterdir() if "mlflow.db" not in path.name) == [
+    assert sorted(path.name for path in tmp_path.iterdir() if ".db" not in path.name) == [
         "artifacts",
         "checkpoints",
     ]
@@ -111,96 +112,6 @@ def test_promoting_remembers_the_former_champion_and_repeating_it_changes_nothin
         registry.promote("draft", 9)
 
 
-class Elsewhere(Registry):
-    """The same registry as another process has it, which stops just before it moves an alias until it may go on."""
-
-    def __init__(self, registry: Registry) -> None:
-        from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
-
-        super().__init__(registry.store.uri, registry.store.artifact_root)
-        arrived, may_go = threading.Event(), threading.Event()
-        self.arrived, self.may_go = arrived, may_go
-
-        class Slow(MlflowClient):
-            def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
-                arrived.set()
-                assert may_go.wait(60)
-                super().set_registered_model_alias(name, alias, version)
-
-        self.store.client = Slow(registry.store.uri, registry.store.uri)
-
-
-def together(slow: Elsewhere, first: Callable[[], object], second: Callable[[], object]) -> BaseException | None:
-    """Start `second` while `first` stands just before moving the alias of `slow`; return what `second` raised."""
-    with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(first)
-        assert slow.arrived.wait(60)
-        two = pool.submit(second)
-        wait([two], timeout=0.5)  # who does not wait for `first` is done by now
-        slow.may_go.set()
-        one.result(30)
-        return two.exception(30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "take_back", [lambda slow: slow.revert("draft", 2, "bad"), lambda slow: slow.roll_back("draft", "bad")]
-)
-def test_what_somebody_promotes_while_another_is_reverted_or_rolled_back_stays(
-    registry: Registry, drafts: Drafts, take_back: Callable[[Registry], object]
-) -> None:
-    drafts(3, 1, 2)
-    slow = Elsewhere(registry)
-    raised = together(slow, lambda: take_back(slow), lambda: registry.promote("draft", 3))
-    assert (raised, champion_number(registry)) == (None, 3)
-    assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
-    assert registry.get("draft", 3).previous == 1
-
-
-@pytest.mark.slow
-def test_of_two_that_were_gated_against_one_champion_the_first_is_promoted(registry: Registry, drafts: Drafts) -> None:
-    drafts(3, 1)
-    slow = Elsewhere(registry)
-    raised = together(
-        slow,
-        lambda: slow.promote("draft", 2, expected_champion=1),
-        lambda: registry.promote("draft", 3, expected_champion=1),
-    )
-    assert isinstance(raised, Outdated)
-    assert "gated against draft 1, which is no longer the champion: that is 2" in str(raised)
-    assert champion_number(registry) == 2
-    assert not registry.get("draft", 3).was_champion
-
-
-@pytest.mark.slow
-def test_of_many_processes_that_race_one_wins(registry: Registry, drafts: Drafts) -> None:
-    drafts(4, 1)
-    code = """
-import sys
-from pathlib import Path
-from infra.registry import Outdated, Registry
-registry = Registry(sys.argv[1], Path(sys.argv[2]))
-registry.champion("draft")
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    registry.promote("draft", int(sys.argv[3]), expected_champion=1)
-except Outdated:
-    print("outdated")
-else:
-    print("promoted", sys.argv[3])
-"""
-    store = registry.store
-    with ExitStack() as stack:
-        racers = [stack.enter_context(running_python(code, store.uri, store.artifact_root, n)) for n in (2, 3, 4)]
-        assert {told for _, told in racers} == {"ready"}
-        for racer, _ in racers:
-            racer.stdin.write("go\n")
-            racer.stdin.flush()
-        ends = sorted(racer.communicate(timeout=60)[0].strip() for racer, _ in racers)
-    assert ends == ["outdated", "outdated", f"promoted {champion_number(registry)}"]
-
-
 def test_what_was_gated_against_a_draft_that_is_gone_or_quarantined_is_outdated(
     registry: Registry, drafts: Drafts
 ) -> None:
@@ -234,18 +145,6 @@ def test_reverting_goes_back_past_quarantined_versions(registry: Registry, draft
         registry.revert("draft", 1, "")
 
 
-def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_rolled_back_to_the_one_that_it_was_gated_against(
-    registry: Registry, drafts: Drafts, checkpoint: Make
-) -> None:
-    drafts(1, 1)
-    for number in (2, 3):
-        registry.register("draft", checkpoint(f"draft {number}"), draft_tags(parent="1", gate="passed"))
-    registry.store.client.set_registered_model_alias("draft", CHAMPION, "2")
-    assert registry.roll_back("draft").number == champion_number(registry) == 1
-    registry.store.client.set_registered_model_alias("draft", CHAMPION, "3")
-    assert registry.revert("draft", 3, "bad") == registry.champion("draft") == registry.get("draft", 1)
-
-
 def test_reverting_the_only_version_leaves_no_champion(registry: Registry, drafts: Drafts) -> None:
     drafts(1, 1)
     assert registry.revert("draft", 1, "bad") is None
@@ -268,7 +167,7 @@ def test_a_download_is_the_registered_bytes_and_later_comes_from_the_cache(
     assert check_manifest(path) == version.sha256
     assert (path / "nested" / "config.json").read_text() == "{}"
     with hold_port("127.0.0.1", free_port()) as unheard:
-        offline = Registry(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path / "artifacts")
+        offline = registry_at(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path)
         assert offline.download(version, tmp_path / "cache") == path
     (path / "model.safetensors").write_text("DRAFT 1")
     assert registry.download(version, tmp_path / "cache") == path
@@ -302,23 +201,9 @@ def test_a_store_that_is_down_is_reported_as_such_within_seconds(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with hold_port("127.0.0.1", free_port()) as unheard:
-        registry = Registry(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path / "artifacts")
+        registry = registry_at(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path)
         with pytest.raises(StoreUnavailable, match="looking up the champion of draft"):
             registry.champion("draft")
-
-
-def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_promoting(
-    registry: Registry, drafts: Drafts, tmp_path: Path
-) -> None:
-    drafts(1, 1)
-    by_hand = registry.store.client
-    by_hand.create_model_version("draft", source=tmp_path.as_uri())
-    by_hand.set_registered_model_alias("draft", CHAMPION, "2")
-    with pytest.raises(ForeignVersion, match="draft 2 was not registered by redraft"):
-        registry.champion("draft")
-    assert [version.number for version in registry.versions("draft")] == [1]
-    registry.promote("draft", 1)
-    assert champion_number(registry) == 1
 
 
 @pytest.mark.slow
@@ -340,8 +225,18 @@ def test_a_torn_database_is_a_store_that_is_unavailable(registry: Registry) -> N
     for file in database.parent.glob(f"{database.name}*"):
         file.unlink()
     database.write_bytes(b"torn" * 4096)
-    again = Registry(registry.store.uri, registry.store.artifact_root)
+    again = registry_at(registry.store.uri, registry.store.artifact_root.parent)
     with pytest.raises(StoreUnavailable, match=r"looking up the champion of draft: .*file is not a database$"):
+        again.champion("draft")
+
+
+def test_a_torn_query_log_is_a_store_that_is_unavailable(registry: Registry, drafts: Drafts, tmp_path: Path) -> None:
+    drafts(1, 1)
+    for file in tmp_path.glob("queries.db*"):
+        file.unlink()
+    (tmp_path / "queries.db").write_bytes(b"torn" * 4096)
+    again = registry_at(registry.store.uri, tmp_path)
+    with pytest.raises(StoreUnavailable, match=r"looking up the champion of draft: .*queries.db is torn"):
         again.champion("draft")
 
 

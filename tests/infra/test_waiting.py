@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, TriggerState, duration
+from infra.trigger_store import WAITS_FOR_MEMORY, LastLook, LastRun, TriggerState, duration
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
 from infra.versions import Version
 from infra.waiting import Queue, Runner, waiting_for

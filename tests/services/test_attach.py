@@ -17,7 +17,7 @@ from infra.registry import open_registry
 from infra.rollouts import attached_servers
 from infra.service_process import attach_program
 from infra.settings import ATTACH_TOKEN, Settings
-from infra.triggerfile import TriggerFile
+from infra.trigger_store import TriggerStore
 from infra.triggers import Fallen
 from models.core.evaluation.golden import Golden, save_golden
 from models.engines.vllm.redraft_vllm import file_digest
@@ -93,13 +93,13 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
 
     async def until_told() -> None:
         detecting, until = asyncio.create_task(detect_drift(attached)), time.monotonic() + WAIT_S
-        while "code" not in TriggerFile(querylog).state().domains:
+        while "code" not in TriggerStore(querylog).state().domains:
             assert time.monotonic() < until and not detecting.done()
             await asyncio.sleep(0.05)
         detecting.cancel()
 
     asyncio.run(until_told())
-    told = TriggerFile(querylog).state().domains
+    told = TriggerStore(querylog).state().domains
     assert isinstance(fallen := told["code"], Fallen)
     assert (fallen.fall.draft, fallen.fall.promised, fallen.fall.served) == (champion.number, 2.5, 1.0)
     assert not isinstance(told.get("chat"), Fallen)
@@ -233,12 +233,12 @@ def test_with_metrics_alone_a_fall_of_all_traffic_is_told_and_counts_stand_in_th
         async with PlayedServer(with_plugin(tiny_draft, 600, 1800, 60, 60)) as server:
             told = config(home, servers=[server.url], serve=serve, read_metrics=True)
             following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token"))
-            await until(lambda: "other" in TriggerFile(settings.querylog).state().domains, following)
+            await until(lambda: "other" in TriggerStore(settings.querylog).state().domains, following)
             following.cancel()
             await asyncio.wait([following])
 
     asyncio.run(run())
-    assert isinstance(fallen := TriggerFile(settings.querylog).state().domains["other"], Fallen)
+    assert isinstance(fallen := TriggerStore(settings.querylog).state().domains["other"], Fallen)
     assert (fallen.fall.promised, fallen.fall.served) == (1.8, pytest.approx(1.1))
     [row] = attached_servers(home)
     assert (row.name, row.counts is not None and row.counts.per_position[0] * 10) == ("host:8000", row.counts.steps)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.artifacts import write_manifest
+from infra.database import Database
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.registry import CHAMPION, Registry
 from infra.settings import Settings
@@ -136,7 +137,7 @@ class World:
 
     def __init__(self, home: Path, target: Path, goldens: list[Golden]) -> None:
         self.home, self.target, self.goldens = home, target, goldens
-        self.registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts")
+        self.registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts", Database(home / "queries.db"))
         self.config = ServiceConfig(
             target_dir=target,
             settings=Settings(home=home),
@@ -808,21 +809,35 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
 
 def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: World) -> None:
     (running.home / "mlflow.db").write_bytes(b"not a database")
-    running.registry = Registry(f"sqlite:///{running.home}/mlflow.db", running.home / "artifacts")
+    database = Database(running.home / "queries.db")
+    running.registry = Registry(f"sqlite:///{running.home}/mlflow.db", running.home / "artifacts", database)
     running.source = DraftSource(
         running.registry, running.config.settings.cache, running.card, Params().num_draft_tokens
     )
     assert (running.boot(), running.counts["registry_unavailable"]) == (1, 1)
 
 
-def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from_starting(running: World) -> None:
+def test_an_alias_that_was_moved_to_something_foreign_is_put_back(running: World) -> None:
     by_hand = running.registry.store.client
     by_hand.create_model_version("draft", source=running.home.as_uri())
     by_hand.set_registered_model_alias("draft", CHAMPION, "2")
-    with pytest.raises(ForeignVersion):
-        running.tick()
-    assert running.serving() == 1
-    assert (running.boot(), running.counts["errors"]) == (1, 1)
+    running.tick()
+    assert (running.serving(), running.champion(), running.loop.state.refused) == (1, 1, {})
+    assert int(by_hand.get_model_version_by_alias("draft", CHAMPION).version) == 1
+
+
+@pytest.mark.slow
+def test_while_the_database_that_names_the_champion_is_out_of_reach_the_last_good_draft_serves(running: World) -> None:
+    running.push()
+    with sqlite3.connect(running.home / "queries.db") as db:
+        db.execute("ALTER TABLE champions RENAME TO gone")
+    running.runner.run(running.loop.look())
+    assert (running.serving(), running.counts["registry_unavailable"]) == (1, 1)
+    assert (running.boot(), running.counts["registry_unavailable"]) == (1, 1)
+    with sqlite3.connect(running.home / "queries.db") as db:
+        db.execute("ALTER TABLE gone RENAME TO champions")
+    running.tick()
+    assert (running.serving(), running.counts["swaps"]) == (2, 1)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 
 from infra.artifacts import staged
 from infra.querylog import QueryLog
-from infra.registry import Registry
-from infra.settings import load_settings
+from infra.registry import open_registry
+from infra.settings import Settings, load_settings
 from models.targets import describe
 from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
@@ -143,7 +143,7 @@ def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
     served = dict(zip(asked, shown.wait_for_rows("trip", len(rows)), strict=True))
 
     shutil.copy(store, tmp_path)
-    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts" / "mlflow")
+    registry = open_registry(Settings(home=tmp_path))
     with staged(tmp_path / "target") as directory:
         shutil.copytree(shown.target, directory, dirs_exist_ok=True)
     version = registry.register("target", tmp_path / "target", identity(describe(shown.target)).to_tags())

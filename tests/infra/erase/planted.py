@@ -19,7 +19,7 @@ from infra.consent import QueryRow, subject_of
 from infra.environment import environment_of
 from infra.post_promotion import POST_PROMOTION, WORK
 from infra.querylog import QueryLog
-from infra.registry import Registry
+from infra.registry import open_registry
 from infra.regression_sets import Change
 from infra.settings import Settings, load_settings
 from tests.tags import draft_tags
@@ -118,7 +118,7 @@ def sample(row: QueryRow) -> dict[str, object]:
 
 def _register(settings: Settings) -> None:
     """Register a first draft, one trained on window aaaa, one that goes on with bbbb, and one from elsewhere."""
-    registry = Registry(settings.mlflow_uri, settings.mlflow_files)
+    registry = open_registry(settings)
     uri = {name: (settings.artifacts / "window" / name).resolve().as_uri() for name in ("aaaa", "bbbb")}
     window = {"window_first_seq": "1", "window_last_seq": "6", "window_sha256": "w", "window_uri": uri["aaaa"]}
     later = {"window_first_seq": "7", "window_last_seq": "12", "window_sha256": "x", "window_uri": uri["bbbb"]}
@@ -233,7 +233,7 @@ def check_erased(settings: Settings) -> None:
     assert (certificate["regression_rows"], certificate["sketches"]) == ({"chat": 1}, 4)
     folder = settings.artifacts / "window"
     assert sorted(path.name for path in folder.iterdir()) == ["aaaa.1", "bbbb.1", "cccc"]
-    registry = Registry(settings.mlflow_uri, settings.mlflow_files)
+    registry = open_registry(settings)
     for one in certificate["snapshots"]:
         left = publish(path_of(one["became"]), "samples")
         assert (left.sha256, left.sha256 != one["sha256"]) == (one["became_sha256"], True)

@@ -12,7 +12,7 @@ from infra.regression_sets import RegressionSet
 from infra.rollouts import AttachedServer, DraftCounts
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import ProcessRecord
-from infra.triggerfile import now_ms
+from infra.trigger_store import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
 from infra.windows import Attempt, SetAside, Window

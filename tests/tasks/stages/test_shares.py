@@ -9,7 +9,7 @@ import pytest
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.settings import load_settings
-from infra.triggerfile import now_ms
+from infra.trigger_store import now_ms
 from models.recipe import Refresh
 from tasks.claim_window import advance_cursor, claim_window
 from tasks.stages.samples import usable

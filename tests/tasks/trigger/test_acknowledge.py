@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infra.memory import PERIOD_S
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
+from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerStore
 from infra.triggers import Fallen, Fell, Running
 from infra.versions import Version
 from models.recipe import Recipe, load_recipe
@@ -18,9 +18,9 @@ from tests.tags import draft_tags
 
 
 @pytest.fixture
-def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TriggerFile:
+def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TriggerStore:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
-    trigger = TriggerFile(tmp_path / "queries.db")
+    trigger = TriggerStore(tmp_path / "queries.db")
     trigger.tell({"code": Fell(draft=1, promised=1.7, served=1.1, now_ms=1)})
     trigger.note(Need(gib=0.01))
     return trigger
@@ -33,7 +33,7 @@ def test_every_outcome_of_a_refresh_means_something_to_the_trigger() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("outcome", RESULTS)
-def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile, outcome: RefreshOutcome) -> None:
+def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerStore, outcome: RefreshOutcome) -> None:
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
         seen = trigger.state()
@@ -55,7 +55,7 @@ def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile,
     ],
 )
 def test_an_error_is_told_and_raised_and_who_stops_a_run_or_lacks_memory_costs_no_attempt(
-    trigger: TriggerFile, error: BaseException, outcome: str, attempts: int
+    trigger: TriggerStore, error: BaseException, outcome: str, attempts: int
 ) -> None:
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
@@ -70,7 +70,7 @@ def test_an_error_is_told_and_raised_and_who_stops_a_run_or_lacks_memory_costs_n
 
 
 def test_the_memory_of_the_gpu_that_a_refresh_runs_on_is_looked_at(
-    trigger: TriggerFile, monkeypatch: pytest.MonkeyPatch
+    trigger: TriggerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"cuda:0": 1 << 28, "cuda:1": 1 << 40}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -87,7 +87,7 @@ def test_the_memory_of_the_gpu_that_a_refresh_runs_on_is_looked_at(
         short_of("cuda:2")
 
 
-def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: TriggerFile) -> None:
+def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: TriggerStore) -> None:
     trigger.note(Need(gib=1e6))
 
     @acknowledged
@@ -100,7 +100,7 @@ def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: Tr
 
 
 @pytest.mark.slow
-def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerFile) -> None:
+def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerStore) -> None:
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
         held = bytearray(1 << 28)
@@ -113,8 +113,10 @@ def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerFile) ->
     assert 0.25 < need.gib < 8
 
 
-def test_a_trigger_that_can_not_be_written_stops_no_refresh(trigger: TriggerFile) -> None:
-    trigger.path.write_bytes(b"x" * 4096)
+def test_a_trigger_that_can_not_be_written_stops_no_refresh(trigger: TriggerStore, tmp_path: Path) -> None:
+    for file in tmp_path.glob("queries.db*"):
+        file.unlink()
+    (tmp_path / "queries.db").write_bytes(b"x" * 4096)
 
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:

@@ -12,7 +12,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.querylog import QueryLog
-from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, TriggerFile
+from infra.trigger_store import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, TriggerStore
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.versions import Version
 from infra.waiting import Queue
@@ -39,7 +39,7 @@ class Home:
 
     def __post_init__(self) -> None:
         self.log = QueryLog(self.folder / "queries.db")
-        self.trigger = TriggerFile(self.log.database.file, lambda: self.now_ms)
+        self.trigger = TriggerStore(self.log.database.file, lambda: self.now_ms)
         self.recipe: Recipe = load_recipe("smollm2-cpu")
         schedule = self.recipe.schedule.model_copy(update={"refresh_interval_s": None})
         self.recipe = self.recipe.model_copy(update={"schedule": schedule})
