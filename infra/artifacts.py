@@ -8,6 +8,9 @@ A directory's manifest lists the sha256 and size of every file in it, and stands
 digest of a directory is that of this list, so it does not depend on where the directory lies. Symbolic links are
 refused: their bytes live elsewhere.
 
+What is opened again and again is hashed once: the cache remembers the digest of a large file with its inode, size and
+time of change, and a file that has others is read again. Who must not trust that asks for the bytes to be read.
+
 Who makes a directory holds a lock on it, so a sweep knows what is alive without process ids. The parent's lock covers
 the moments in which a directory is not locked yet or has no final name.
 """
@@ -17,6 +20,7 @@ import json
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,10 +30,15 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, ValidationError
 
 from infra.files import flush, lock_folder, write_atomic
+from infra.settings import load_settings
 from models.types import Frozen
 
 LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 MANIFEST_NAME = "manifest.json"
+# Below it reading what was remembered takes as long as reading the file.
+REMEMBERED_BYTES = 1 << 16
+# A file may change once more within a tick of its file system's clock, under the same time.
+TICK_NS = 20_000_000
 
 
 class Artifact(Frozen):
@@ -109,12 +118,12 @@ def sweep_staging(parent: Path) -> list[Path]:
 
 def publish(directory: Path, kind: str) -> Artifact:
     """Check the directory's manifest and make a reference to it; ValueError where `check_manifest` raises it."""
-    return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory), kind=kind)
+    return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory, remembered=True), kind=kind)
 
 
 def open_artifact(artifact: Artifact) -> Path:
     """Return the artifact's directory; ValueError if its files or its manifest are not those of the reference."""
-    sha256 = check_manifest(artifact.path)
+    sha256 = check_manifest(artifact.path, remembered=True)
     if sha256 != artifact.sha256:
         raise ValueError(f"{artifact.path} has digest {sha256}, the reference says {artifact.sha256}")
     return artifact.path
@@ -161,7 +170,26 @@ def canonical_json(value: object) -> bytes:
     return text.encode()
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path, remembered: bool = False) -> str:
+    """Return the sha256 of a file; with `remembered`, a large one is read only if it is not as it was when it was."""
+    before = path.stat()
+    if not remembered or before.st_size < REMEMBERED_BYTES:
+        return _read_sha256(path)
+    stamp = f"{before.st_size} {before.st_mtime_ns}"
+    memory = load_settings().digests / f"{before.st_dev:x}-{before.st_ino:x}"
+    with suppress(FileNotFoundError):
+        known, _, sha256 = memory.read_text().rpartition(" ")
+        if known == stamp:
+            return sha256
+    sha256, after = _read_sha256(path), path.stat()
+    if f"{after.st_size} {after.st_mtime_ns}" == stamp and time.time_ns() - after.st_mtime_ns > TICK_NS:
+        with suppress(OSError):  # on a full disk it is read again next time
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(memory, f"{stamp} {sha256}")
+    return sha256
+
+
+def _read_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -169,7 +197,8 @@ def file_sha256(path: Path) -> str:
 def write_manifest(directory: Path) -> str:
     """Write `manifest.json` over every file below `directory`, in one rename, flushed; return its digest."""
     entries = {
-        name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
+        name: FileEntry(sha256=file_sha256(path, remembered=True), bytes=path.stat().st_size)
+        for name, path in _files(directory).items()
     }
     manifest = Manifest(files=entries)
     write_atomic(directory / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
@@ -177,10 +206,11 @@ def write_manifest(directory: Path) -> str:
     return manifest.digest()
 
 
-def check_manifest(directory: Path) -> str:
+def check_manifest(directory: Path, remembered: bool = False) -> str:
     """Compare every file below `directory` with the manifest, and return the directory's digest.
 
-    Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
+    Sizes are compared before contents, so that a truncated file is named as such and costs no reading. With
+    `remembered`, contents are compared as `file_sha256` does.
 
     Raises:
         ValueError: names the directory or file and its fault.
@@ -205,7 +235,7 @@ def check_manifest(directory: Path) -> str:
         if size != wanted.bytes:
             raise ValueError(f"{path} has {size} bytes, the manifest says {wanted.bytes}")
     for name, path in found.items():
-        sha256, wanted = file_sha256(path), manifest.files[name]
+        sha256, wanted = file_sha256(path, remembered), manifest.files[name]
         if sha256 != wanted.sha256:
             raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
     return manifest.digest()

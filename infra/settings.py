@@ -132,6 +132,11 @@ class Settings(Frozen):
         return self.cache / "costs"
 
     @property
+    def digests(self) -> Path:
+        """Where the sha256 of large files is remembered."""
+        return self.cache / "digests"
+
+    @property
     def mlflow_files(self) -> Path:
         return self.artifacts / "mlflow"
 

@@ -127,7 +127,7 @@ def local_content(path: str) -> dict[str, str]:
     if not path or not root.exists():
         return {}
     files = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file()]
-    return {"sha256": json_sha256({file.relative_to(root).as_posix(): file_sha256(file) for file in files})}
+    return {"sha256": json_sha256({file.relative_to(root).as_posix(): file_sha256(file, remembered=True) for file in files})}
 
 
 def content_of(table: BaseModel) -> dict[str, object]:
