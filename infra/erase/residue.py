@@ -16,10 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from infra.artifacts import LEFTOVER, MANIFEST_NAME
+from infra.artifacts import MANIFEST_NAME
 from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
+from infra.files import LEFTOVER
 
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
 SQLITE = b"SQLite format 3\x00"
@@ -68,7 +69,7 @@ def _empty_wal(job: Job) -> None:
 
 
 def _files(job: Job) -> Iterator[Path]:
-    roots = {job.settings.home, job.settings.artifacts, job.settings.cache}
+    roots = {job.settings.home, job.settings.local_artifacts, job.settings.cache}
     outer = [root for root in sorted(roots) if not any(root != one and root.is_relative_to(one) for one in roots)]
     for root in outer:
         for folder, folders, names in os.walk(root):

@@ -57,7 +57,7 @@ def test_a_target_of_140_gb_that_was_hashed_once_is_opened_and_described_without
     target = tmp_path / "target"
     target.mkdir()
     for file in tiny_target.iterdir():
-        if file.suffix not in (".safetensors",) and file.is_file():
+        if file.suffix != ".safetensors" and file.is_file():
             (target / file.name).write_bytes(file.read_bytes())
     weights = target / "model.safetensors"
     with weights.open("wb") as file:
