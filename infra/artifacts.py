@@ -1,73 +1,60 @@
-"""Directories that appear whole or not at all, and the references to them that tasks pass on.
-
-A directory is made under a staging name beside its final one and renamed when it is complete. Renaming cannot replace
-a directory that has files in it, so an older one is first renamed aside; `sweep_staging` puts it back if the process
-died between the two renames.
+"""Directories with a manifest, and the references to them that tasks pass on.
 
 A directory's manifest lists the sha256 and size of every file in it, and stands beside them in `manifest.json`. The
 digest of a directory is that of this list, so it does not depend on where the directory lies. Symbolic links are
-refused: their bytes live elsewhere.
+refused, because their bytes live elsewhere, but for weights that stay where their owner has them.
 
-Who makes a directory holds a lock on it, so a sweep knows what is alive without process ids. The parent's lock covers
-the moments in which a directory is not locked yet or has no final name.
+What is opened again and again is hashed once: the cache remembers the digest of a large file with its inode, size and
+time of change, and a file that has others is read again. Who must not trust that asks for the bytes to be read.
+
+Where machines share no disk, a directory lies in an object store under its digest. Its manifest is written last: before
+it is there, nobody takes the directory for whole.
 """
 
 import hashlib
 import json
-import re
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Literal
+import os
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from infra.files import flush, lock_folder, write_atomic
+from infra.cache import fetched
+from infra.files import flush, renamed_when_complete, write_atomic
+from infra.object_store import SCHEME, ObjectStore
+from infra.settings import load_settings
 from models.types import Frozen
 
-LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 MANIFEST_NAME = "manifest.json"
+WEIGHTS = ".safetensors"
+# Below it reading what was remembered takes as long as reading the file.
+REMEMBERED_BYTES = 1 << 16
+# A file may change once more within a tick of its file system's clock, under the same time.
+TICK_NS = 20_000_000
 
 
 class Artifact(Frozen):
     """A reference to a directory with a manifest: where it lies, its digest, and what it is ("target", "rows", ...)."""
 
-    uri: str = Field(pattern=r"^file:///")
+    uri: str = Field(pattern=r"^(file:///|s3://[^/]+/.)")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     kind: str = Field(min_length=1)
 
     @property
     def path(self) -> Path:
+        """Where it lies on this machine; what lies in an object store has to be opened."""
+        if self.uri.startswith(SCHEME):
+            raise ValueError(f"{self.uri} is no folder of this machine")
         return path_of(self.uri)
 
 
 def path_of(uri: str) -> Path:
     """Return the path of a file's address."""
     return Path(unquote(urlsplit(uri).path))
-
-
-@contextmanager
-def renamed_when_complete(final: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `final`, flushed, when the block ends, which answers for the manifest."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    sweep_staging(final.parent)
-    staging = _sibling(final, "staging")
-    with ExitStack() as alive:
-        with lock_folder(final.parent):
-            staging.mkdir()
-            alive.enter_context(lock_folder(staging))
-        try:
-            yield staging
-            for path in [staging, *staging.rglob("*")]:
-                flush(path)
-            with lock_folder(final.parent):
-                _rename_over(staging, final)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
 
 
 @contextmanager
@@ -78,66 +65,87 @@ def staged(final: Path) -> Iterator[Path]:
         write_manifest(staging)
 
 
-def discard(directory: Path) -> None:
-    """Remove a directory; if the process dies meanwhile, nothing stands under its name any more."""
-    staging = _sibling(directory, "staging")
-    with lock_folder(directory, wait_s=0):  # the caller may hold it; either way no sweep takes it
-        directory.rename(staging)
-        shutil.rmtree(staging)
-
-
-def sweep_staging(parent: Path) -> list[Path]:
-    """Remove what dead processes left half-made in `parent`, put back what they had renamed aside, and return both."""
-    swept = []
-    with lock_folder(parent):
-        for path in sorted(parent.iterdir()):
-            match = LEFTOVER.fullmatch(path.name)
-            if match is None:
-                continue
-            # `discard` may remove it meanwhile.
-            with suppress(FileNotFoundError), lock_folder(path, wait_s=0) as is_free:
-                if not is_free:
-                    continue
-                final = parent / match["name"]
-                if match["role"] == "aside" and not final.exists():
-                    path.rename(final)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
-                swept.append(path)
-    return swept
-
-
 def publish(directory: Path, kind: str) -> Artifact:
     """Check the directory's manifest and make a reference to it; ValueError where `check_manifest` raises it."""
-    return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory), kind=kind)
+    return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory, remembered=True), kind=kind)
 
 
 def open_artifact(artifact: Artifact) -> Path:
-    """Return the artifact's directory; ValueError if its files or its manifest are not those of the reference."""
-    sha256 = check_manifest(artifact.path)
-    if sha256 != artifact.sha256:
-        raise ValueError(f"{artifact.path} has digest {sha256}, the reference says {artifact.sha256}")
-    return artifact.path
+    """Return the artifact's directory, fetched into the cache if it lies in an object store.
+
+    Raises:
+        ValueError: its files or its manifest are not those of the reference.
+        ObjectsUnavailable: it is not in the cache, and can't be fetched.
+    """
+
+    def check(directory: Path) -> None:
+        if (sha256 := check_manifest(directory, remembered=True)) != artifact.sha256:
+            raise ValueError(f"{directory} has digest {sha256}, the reference says {artifact.sha256}")
+
+    if not artifact.uri.startswith(SCHEME):
+        check(artifact.path)
+        return artifact.path
+    settings = load_settings()
+    final = settings.cache / "artifact" / artifact.sha256[:16]
+    return fetched(final, lambda staging: get(artifact.uri, artifact.sha256, staging), check, settings.cache_gib)
 
 
-def _sibling(final: Path, role: str) -> Path:
-    return final.with_name(f".{role}-{final.name}-{secrets.token_hex(8)}")
+def stored(artifact: Artifact) -> Artifact:
+    """Return a reference that every machine can follow: into the object store, if artifacts lie in one."""
+    root = load_settings().object_store
+    if not root or artifact.uri.startswith(SCHEME):
+        return artifact
+    return artifact.model_copy(update={"uri": put(open_artifact(artifact), artifact.kind, root)})
 
 
-def _rename_over(staging: Path, final: Path) -> None:
-    aside = None
-    if final.exists():
-        aside = _sibling(final, "aside")
-        final.rename(aside)
-    try:
-        staging.rename(final)
-    except BaseException:
-        if aside is not None:
-            aside.rename(final)
-        raise
-    flush(final.parent)
-    if aside is not None:
-        shutil.rmtree(aside)
+def put(directory: Path, kind: str, root: str) -> str:
+    """Write a checked directory into an object store, unless it is there, and return its address."""
+    manifest, store = read_manifest(directory), ObjectStore()
+    address = f"{root}/{kind}/{manifest.digest()}"
+    if not store.holds(f"{address}/{MANIFEST_NAME}"):
+        store.upload([(directory / name, name) for name in (*manifest.files, MANIFEST_NAME)], address)
+    return address
+
+
+def get(address: str, sha256: str, directory: Path) -> None:
+    """Fetch a directory from an object store into an empty one, and hash its files as they come.
+
+    Raises:
+        ValueError: its digest is not `sha256`, or a file is not as its manifest says; names it.
+        ObjectsUnavailable: it is not there as a whole, or the store can't be reached.
+    """
+    store = ObjectStore()
+    content = b"".join(store.chunks(f"{address}/{MANIFEST_NAME}"))
+    manifest = parse_manifest(content, f"{address}/{MANIFEST_NAME}")
+    if manifest.digest() != sha256:
+        raise ValueError(f"{address} has digest {manifest.digest()}, the reference says {sha256}")
+    for name, entry in manifest.files.items():
+        path, digest = directory / name, hashlib.sha256()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            for chunk in store.chunks(f"{address}/{name}"):
+                digest.update(chunk)
+                if file.write(chunk) and file.tell() > entry.bytes:
+                    raise ValueError(f"{address}/{name} has more than the {entry.bytes} bytes of the manifest")
+        if digest.hexdigest() != entry.sha256:
+            raise ValueError(f"{address}/{name} has sha256 {digest.hexdigest()}, the manifest says {entry.sha256}")
+    time.sleep(TICK_NS / 1e9)  # so that the file that came last is remembered too
+    for name, entry in manifest.files.items():
+        _remember(directory / name, (directory / name).stat(), entry.sha256)
+    (directory / MANIFEST_NAME).write_bytes(content)
+
+
+def forget(address: str) -> None:
+    """Remove a directory from an object store, its manifest first: what is half gone is never taken for whole."""
+    ObjectStore().remove(address, MANIFEST_NAME)
+
+
+def forget_others(kind: str, kept: Collection[str]) -> None:
+    """Remove all of a kind from the object store but what lies at some addresses; nothing without a store."""
+    if root := load_settings().object_store:
+        for address in ObjectStore().folders(f"{root}/{kind}"):
+            if address not in kept:
+                forget(address)
 
 
 class FileEntry(Frozen):
@@ -145,11 +153,18 @@ class FileEntry(Frozen):
     bytes: int = Field(ge=0)
 
 
+def _inside(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if name != "/".join(parts) or name.startswith("/") or {"..", "."} & {*parts} or name in ("", MANIFEST_NAME):
+        raise ValueError(f"{name!r} is not the path of a file in the directory")
+    return name
+
+
 class Manifest(Frozen):
     """The content of `manifest.json`; the keys of `files` are paths relative to the directory, with forward slashes."""
 
     format_version: Literal[1] = 1
-    files: dict[str, FileEntry]
+    files: dict[Annotated[str, AfterValidator(_inside)], FileEntry]
 
     def digest(self) -> str:
         return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
@@ -161,15 +176,45 @@ def canonical_json(value: object) -> bytes:
     return text.encode()
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path, remembered: bool = False) -> str:
+    """Return the sha256 of a file; with `remembered`, a large one is read only if it is not as it was when it was."""
+    before = path.stat()
+    if remembered and before.st_size >= REMEMBERED_BYTES:
+        with suppress(FileNotFoundError):
+            known, _, sha256 = _memory(before).read_text().rpartition(" ")
+            if known == _stamp(before):
+                return sha256
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if remembered:
+        _remember(path, before, sha256)
+    return sha256
+
+
+def _remember(path: Path, before: os.stat_result, sha256: str) -> None:
+    """Keep the digest of a large file, if it is still as it was before it was read and can't change unseen."""
+    after = path.stat()
+    unseen = time.time_ns() - after.st_mtime_ns <= TICK_NS
+    if after.st_size < REMEMBERED_BYTES or _stamp(after) != _stamp(before) or unseen:
+        return
+    with suppress(OSError):  # on a full disk it is read again next time
+        _memory(after).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_memory(after), f"{_stamp(after)} {sha256}")
+
+
+def _memory(stat: os.stat_result) -> Path:
+    return load_settings().digests / f"{stat.st_dev:x}-{stat.st_ino:x}"
+
+
+def _stamp(stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def write_manifest(directory: Path) -> str:
     """Write `manifest.json` over every file below `directory`, in one rename, flushed; return its digest."""
     entries = {
-        name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
+        name: FileEntry(sha256=file_sha256(path, remembered=True), bytes=path.stat().st_size)
+        for name, path in _files(directory).items()
     }
     manifest = Manifest(files=entries)
     write_atomic(directory / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
@@ -177,24 +222,33 @@ def write_manifest(directory: Path) -> str:
     return manifest.digest()
 
 
-def check_manifest(directory: Path) -> str:
+def read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
+    return parse_manifest(path.read_bytes(), str(path))
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Read a manifest; ValueError if it is none, or names what is no file in its directory."""
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        part = ".".join(str(one) for one in fault["loc"]) or "content"
+        raise ValueError(f"{where} is not a manifest of format version 1: {part}: {fault['msg']}") from error
+
+
+def check_manifest(directory: Path, remembered: bool = False) -> str:
     """Compare every file below `directory` with the manifest, and return the directory's digest.
 
-    Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
+    Sizes are compared before contents, so that a truncated file is named as such and costs no reading. With
+    `remembered`, contents are compared as `file_sha256` does.
 
     Raises:
         ValueError: names the directory or file and its fault.
     """
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"]) or "content"
-        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
-    found = _files(directory)
+    manifest, found = read_manifest(directory), _files(directory)
     for name in manifest.files:
         if name not in found:
             raise ValueError(f"{directory / name} is missing; the manifest lists it")
@@ -205,7 +259,7 @@ def check_manifest(directory: Path) -> str:
         if size != wanted.bytes:
             raise ValueError(f"{path} has {size} bytes, the manifest says {wanted.bytes}")
     for name, path in found.items():
-        sha256, wanted = file_sha256(path), manifest.files[name]
+        sha256, wanted = file_sha256(path, remembered), manifest.files[name]
         if sha256 != wanted.sha256:
             raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
     return manifest.digest()
@@ -216,7 +270,10 @@ def _files(directory: Path) -> dict[str, Path]:
         raise ValueError(f"{directory} is not a directory")
     files = {}
     for path in sorted(directory.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        if path.is_symlink() and path.suffix == WEIGHTS and path.readlink().is_absolute():
+            if not path.is_file():
+                raise ValueError(f"{path} leads to {path.readlink()}, which is not there")
+        elif path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is neither a regular file nor a directory")
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name != MANIFEST_NAME:

@@ -84,7 +84,8 @@ def mlflow_page() -> Any:
     from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
 
     settings = load_settings()
-    os.environ |= {BACKEND_STORE_URI_ENV_VAR: settings.mlflow_uri, ARTIFACT_ROOT_ENV_VAR: str(settings.mlflow_files)}
+    root = f"{settings.object_store}/mlflow" if settings.object_store else str(settings.mlflow_files)
+    os.environ |= {BACKEND_STORE_URI_ENV_VAR: settings.mlflow_uri, ARTIFACT_ROOT_ENV_VAR: root}
     from mlflow.server.fastapi_app import app
 
     return app

@@ -21,11 +21,11 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from infra.artifacts import LEFTOVER, file_sha256
+from infra.artifacts import WEIGHTS, file_sha256
 from infra.database import TORN, copy_database
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
-from infra.files import replacing
+from infra.files import LEFTOVER, replacing
 from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.post_promotion import POST_PROMOTION
@@ -105,7 +105,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
             log_schema=SCHEMA_VERSION,
             made_ms=int(time.time() * 1000),
             home=str(settings.home),
-            artifacts=str(settings.artifacts),
+            artifacts=str(settings.local_artifacts),
             files={name: file_sha256(work / name) for name in small},
         )
         (work / CONTENTS).write_text(contents.model_dump_json(indent=1))
@@ -171,7 +171,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
 def _unpack(file: Path, work: Path) -> Contents:
     try:
         with tarfile.open(file) as archive:
-            archive.extractall(work, filter="data")
+            archive.extractall(work, filter=_taken_out)  # noqa: S202 - which checks each file
         contents = Contents.model_validate_json((work / CONTENTS).read_bytes())
     except (tarfile.TarError, EOFError, FileNotFoundError, ValidationError) as error:
         raise ValueError(f"{file} is no backup of redraft's, or it is torn: {str(error).splitlines()[0]}") from error
@@ -181,6 +181,12 @@ def _unpack(file: Path, work: Path) -> Contents:
         if not (work / name).is_file() or file_sha256(work / name) != sha256:
             raise ValueError(f"{file} is damaged: {name} is not what was backed up")
     return contents
+
+
+def _taken_out(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """Check a file of an archive; a link may lead to weights that stay where their owner has them."""
+    links = member.issym() and member.name.endswith(WEIGHTS)
+    return (tarfile.tar_filter if links else tarfile.data_filter)(member, folder)
 
 
 def _copy_torn(settings: Settings, copies: Path) -> set[str]:
@@ -207,7 +213,12 @@ def _bring_files(settings: Settings, work: Path) -> None:
     for name, root in _roots(settings).items():
         for path in _kept(work / name):
             target = root / path.relative_to(work / name)
-            if path.is_file() and not target.exists():
+            if os.path.lexists(target):
+                continue
+            if path.is_symlink():
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                target.symlink_to(path.readlink())
+            elif path.is_file():
                 _place(path, target)
 
 
@@ -222,7 +233,7 @@ def _move(database: Path, contents: Contents, settings: Settings) -> None:
 
     Only addresses that begin with such a folder change: a path in a user's text is the user's.
     """
-    folders = [(contents.artifacts, str(settings.artifacts)), (contents.home, str(settings.home))]
+    folders = [(contents.artifacts, str(settings.local_artifacts)), (contents.home, str(settings.home))]
     prefixes = [(f"file://{quote(old)}/", f"file://{quote(new)}/") for old, new in folders]
     prefixes += [(f"{old}/", f"{new}/") for old, new in folders]
 
@@ -255,7 +266,7 @@ def _certificates(settings: Settings) -> list[Certificate]:
 
 
 def _roots(settings: Settings) -> dict[str, Path]:
-    return {ARTIFACTS: settings.artifacts, **{name: settings.home / name for name in (POST_PROMOTION, FOLDER)}}
+    return {ARTIFACTS: settings.local_artifacts, **{name: settings.home / name for name in (POST_PROMOTION, FOLDER)}}
 
 
 def _kept(root: Path) -> Iterator[Path]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from infra import history
-from infra.artifacts import LEFTOVER, MANIFEST_NAME, Manifest, discard, path_of
-from infra.files import files_under, lock_folder
+from infra.artifacts import MANIFEST_NAME, Manifest, forget, path_of
+from infra.cache import remove_unheld
+from infra.files import LEFTOVER, discard, files_under, lock_folder
 from infra.home import COPIES
 from infra.identity import process_identity
 from infra.lines import best_versions, past_champions, predecessors
@@ -27,7 +28,7 @@ from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.trigger_store import TriggerStore
-from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable
+from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable, same_files
 from infra.windows import Window
 
 DAY_S, YOUNG_DAYS = 24 * 3600.0, 1.0
@@ -120,12 +121,13 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
             yield item, f"beyond the newest {limits.num_drafts}"
         else:
             candidates.append(item)
-    candidates += _of_stages(settings, staying)
+    candidates += _of_stages(settings, [*staying, *registry.versions("target")])
     copies = _aged("copy", settings.home / COPIES)
     yield from ((item, f"beyond the newest {NUM_COPIES}") for item in copies[NUM_COPIES:] if item.age_days > YOUNG_DAYS)
     candidates += copies[:NUM_COPIES]
     compiled = compiled_folder(settings.cache) / "torch_compile_cache" / "torch_aot_compile"
     candidates += _aged("compiled code", compiled, read=True)[NUM_COMPILED:]
+    candidates += _aged("digest", settings.digests, read=True)
     candidates += [*_of_history(history.database(settings.home)), *_of_sessions(ray_folder(settings.home))]
     total = 0
     for item in sorted(candidates, key=lambda one: one.age_days):
@@ -135,7 +137,7 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
         elif total > limits.gib * 2**30 and item.age_days > YOUNG_DAYS:
             yield item, f"beyond {limits.gib:g} GiB"
     yield from _of_caches(settings, staying)
-    for folder in _folders(settings.artifacts / "work"):
+    for folder in _folders(settings.local_artifacts / "work"):
         item = _item("work", folder)
         with lock_folder(folder, wait_s=0) as is_free:
             if is_free and item.age_days > YOUNG_DAYS:
@@ -146,8 +148,10 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
 
 
 def _of_version(version: Version, registry: Registry) -> Item:
-    with translated(f"looking for the files of draft {version.number}"):
-        uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
+    uri = version.address
+    if not uri:
+        with translated(f"looking for the files of draft {version.number}"):
+            uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
     stored = path_of(uri) if uri.startswith(("file:", "/")) else None
     there = () if stored is None or not stored.is_dir() else (stored,)  # a server's files are the server's to clean
     age_days = (time.time() - version.created_ms / 1000) / DAY_S
@@ -157,7 +161,7 @@ def _of_version(version: Version, registry: Registry) -> Item:
 def _of_stages(settings: Settings, staying: Sequence[Version]) -> Iterator[Item]:
     named = {version.tags.get(tag, "") for version in staying for tag in SNAPSHOT_TAGS}
     digests = {version.sha256 for version in staying}
-    for stage in _folders(settings.artifacts):
+    for stage in _folders(settings.local_artifacts):
         if stage.name not in ("mlflow", "work"):
             for folder in _folders(stage):
                 if folder.resolve().as_uri() not in named and _digest(folder) not in digests:
@@ -169,8 +173,9 @@ def _of_caches(settings: Settings, staying: Sequence[Version]) -> Iterator[tuple
     for kind in ("draft", "target"):
         for folder in _folders(settings.cache / kind):
             item = _item("cache", folder, read=True)
-            if folder not in wanted and item.age_days > YOUNG_DAYS:
-                yield item, "it can be fetched again"
+            with lock_folder(folder, wait_s=0) as is_free:
+                if is_free and folder not in wanted and item.age_days > YOUNG_DAYS:
+                    yield item, "it can be fetched again"
 
 
 def _of_history(file: Path) -> Iterator[Item]:
@@ -215,12 +220,16 @@ def _remove(item: Item, registry: Registry) -> None:
     if item.version is not None:  # the tag first: what is half gone is never taken for whole
         with translated(f"cleaning draft {item.version.number}"):
             registry.store.client.set_model_version_tag("draft", str(item.version.number), CLEANED, time.strftime("%F"))
+        if item.version.address.startswith("s3:") and not same_files(registry.versions("draft"), item.version):
+            forget(item.version.address)
     if item.day:
         history.forget(item.paths[0], item.day)
         return
     for path in item.paths:
         if item.kind == "log":
             _cut(path)
+        elif item.kind == "cache":
+            remove_unheld(path)
         elif path.is_dir():
             discard(path)
         else:

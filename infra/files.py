@@ -1,16 +1,26 @@
-"""Files that others read or write meanwhile, and locks between processes, on a file or a folder.
+"""Files and directories that others read or write meanwhile, and locks between processes, on a file or a folder.
 
 The kernel releases a lock with its process, after kill -9 too.
+
+A directory that must appear whole or not at all is made under a staging name beside its final one and renamed when it
+is complete. Renaming cannot replace a directory that has files in it, so an older one is first renamed aside;
+`sweep_staging` puts it back if the process died between the two renames. Who makes a directory holds a lock on it, so a
+sweep knows what is alive without process ids. The parent's lock covers the moments in which a directory is not locked
+yet or has no final name.
 """
 
 import fcntl
 import os
+import re
+import secrets
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
+LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 TAIL_BYTES = 1 << 18
 LOG_POLL_S, LOCK_POLL_S = 0.3, 0.05
 
@@ -117,3 +127,73 @@ def _take(descriptor: int, kind: int, wait_s: float | None) -> bool:
             time.sleep(LOCK_POLL_S)
         else:
             return True
+
+
+@contextmanager
+def renamed_when_complete(final: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `final`, flushed, when the block ends, which answers for the manifest."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    sweep_staging(final.parent)
+    staging = _sibling(final, "staging")
+    with ExitStack() as alive:
+        with lock_folder(final.parent):
+            staging.mkdir()
+            alive.enter_context(lock_folder(staging))
+        try:
+            yield staging
+            for path in [staging, *staging.rglob("*")]:
+                flush(path)
+            with lock_folder(final.parent):
+                _rename_over(staging, final)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory; if the process dies meanwhile, nothing stands under its name any more."""
+    staging = _sibling(directory, "staging")
+    with lock_folder(directory, wait_s=0):  # the caller may hold it; either way no sweep takes it
+        directory.rename(staging)
+        shutil.rmtree(staging)
+
+
+def sweep_staging(parent: Path) -> list[Path]:
+    """Remove what dead processes left half-made in `parent`, put back what they had renamed aside, and return both."""
+    swept = []
+    with lock_folder(parent):
+        for path in sorted(parent.iterdir()):
+            match = LEFTOVER.fullmatch(path.name)
+            if match is None:
+                continue
+            # `discard` may remove it meanwhile.
+            with suppress(FileNotFoundError), lock_folder(path, wait_s=0) as is_free:
+                if not is_free:
+                    continue
+                final = parent / match["name"]
+                if match["role"] == "aside" and not final.exists():
+                    path.rename(final)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+                swept.append(path)
+    return swept
+
+
+def _sibling(final: Path, role: str) -> Path:
+    return final.with_name(f".{role}-{final.name}-{secrets.token_hex(8)}")
+
+
+def _rename_over(staging: Path, final: Path) -> None:
+    aside = None
+    if final.exists():
+        aside = _sibling(final, "aside")
+        final.rename(aside)
+    try:
+        staging.rename(final)
+    except BaseException:
+        if aside is not None:
+            aside.rename(final)
+        raise
+    flush(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside)

@@ -7,6 +7,7 @@ pickles, or sets MLflow's process-wide address.
 """
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -15,11 +16,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import check_manifest, renamed_when_complete
+from infra.artifacts import MANIFEST_NAME, check_manifest, get, path_of, put
+from infra.cache import fetched
 from infra.champions import Champion, Champions
 from infra.database import Database
 from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
-from infra.files import lock_file
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
@@ -35,6 +36,7 @@ from infra.versions import (
 )
 
 if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
 
 CHAMPION = "champion"
@@ -47,9 +49,16 @@ class Outdated(ValueError):
 
 
 class Registry:
-    def __init__(self, uri: str, artifact_root: Path, database: Database) -> None:
-        """Take MLflow's store, and the query log's database."""
-        self.store = Store(uri, artifact_root)
+    def __init__(
+        self,
+        uri: str,
+        artifact_root: Path,
+        database: Database,
+        object_store: str = "",
+        cache_gib: float = math.inf,
+    ) -> None:
+        """Take MLflow's store, the query log's database, and where versions lie and how large their cache may be."""
+        self.store, self._cache_gib = Store(uri, artifact_root, object_store), cache_gib
         self._champions = Champions(database)
         self._threads = threading.RLock()
         self._depth = 0
@@ -78,8 +87,12 @@ class Registry:
         metrics: Mapping[str, float] | None = None,
         files: Sequence[Path] = (),
         description: str = "",
+        in_place: bool = False,
     ) -> Version:
         """Store a checked directory as the next version of its kind; it is not served yet.
+
+        Its files go into the object store, if there is one. Else MLflow keeps a copy, unless they stay `in_place`: then
+        the version is where the directory is. An MLflow server takes no such address of its clients, and gets a copy.
 
         A draft's tags are those of its lineage. `files` are reports, kept in the version's run before the version is
         listed, which `attached` reads. MLflow shows `description` first, with links to the files.
@@ -93,26 +106,33 @@ class Registry:
             Lineage.from_tags(tags)
         if reserved := [name for name in OWN_TAGS if name in tags]:
             raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
-        sha256 = check_manifest(directory)
+        sha256 = check_manifest(directory, remembered=kind == "target")
+        source = put(directory, kind, self.store.object_store) if self.store.object_store else ""
+        if in_place and not source and not self.store.uri.startswith("http"):
+            source = directory.resolve().as_uri()
         run_id = self.store.record_run(f"register {kind}", {}, metrics or {}, files)
         folder = f"#/experiments/{self.store.experiment_id}/runs/{run_id}/artifactPath"  # as MLflow's page calls it
         places = ", ".join(f"[{file.name}]({folder}/{file.name})" for file in files)
         with translated(f"registering {directory} as {kind}"):
-            model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
-            self.store.client.log_model_artifacts(model.model_id, str(directory))
-            model = self.store.client.finalize_logged_model(model.model_id, "READY")
+            model = None if source else self._logged_model(kind, directory, run_id)
             _create_registered_model(self.store, kind)
             version = self.store.client.create_model_version(
                 kind,
-                source=model.artifact_location,
+                source=source if model is None else model.artifact_location,
                 run_id=run_id,
-                tags={**tags, "sha256": sha256, "model_id": model.model_id},
+                tags={**tags, "sha256": sha256, **({} if model is None else {"model_id": model.model_id})},
                 description=f"{description}\n\n{places}".strip(),
                 # A database store looks the id up at MLflow's process-wide address; a server, at its own.
-                model_id=model.model_id if self.store.uri.startswith("http") else None,
+                model_id=model.model_id if model is not None and self.store.uri.startswith("http") else None,
             )
-            self.store.client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
+            if model is not None:
+                self.store.client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
         return as_version(version)
+
+    def _logged_model(self, kind: Kind, directory: Path, run_id: str) -> "LoggedModel":
+        model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
+        self.store.client.log_model_artifacts(model.model_id, str(directory))
+        return self.store.client.finalize_logged_model(model.model_id, "READY")
 
     def champion(self, kind: Kind) -> Version | None:
         """Return the version that is to be served, None before the first; ForeignVersion if it was damaged by hand."""
@@ -242,33 +262,43 @@ class Registry:
                 with translated(f"quarantining {kind} {number}"):
                     self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
-    def download(self, version: Version, cache: Path) -> Path:
-        """Return a local directory with the version's files, checked against its digest; ValueError if they differ.
+    def download(self, version: Version, cache: Path, owner: str = "") -> Path:
+        """Return a local directory with the version's files, checked against its digest.
 
-        A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that want
-        the same version fetch it once.
+        It is the version's own where that lies in place, else a copy in the cache, which `owner` holds from now on: a
+        good one is returned without asking any store, a bad one is fetched again (`infra.cache.fetched`). A draft's
+        bytes are read each time, those of a target only if its files changed.
+
+        Raises:
+            ValueError: the files are not those that were registered.
+            StoreUnavailable: they are not in the cache, and can't be fetched.
         """
-        final = cached(version, cache)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(final.parent / f".{final.name}.lock"):
-            if final.exists():
-                with suppress(ValueError):
-                    _require_digest(final, version)
-                    return final
-                shutil.rmtree(final)
-            with renamed_when_complete(final) as staging:
-                (inner := staging / ".fetched").mkdir()
-                with translated(f"fetching {version.kind} {version.number}"):
-                    from mlflow.artifacts import download_artifacts
+        if version.address.startswith("file:"):
+            _require_digest(directory := path_of(version.address), version)
+            return directory
 
-                    uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
-                    # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
-                    fetched = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
-                for path in Path(fetched).iterdir():
-                    path.rename(staging / path.name)
-                shutil.rmtree(inner)
+        def fetch(staging: Path) -> None:
+            if version.address:
+                get(version.address, version.sha256, staging)
+            else:
+                self._fetch_logged(version, staging)
                 _require_digest(staging, version)
-        return final
+
+        final = cached(version, cache)
+        return fetched(final, fetch, lambda directory: _require_digest(directory, version), self._cache_gib, owner)
+
+    def _fetch_logged(self, version: Version, staging: Path) -> None:
+        (inner := staging / ".fetched").mkdir()
+        with translated(f"fetching {version.kind} {version.number}"):
+            from mlflow.artifacts import download_artifacts
+
+            uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
+            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
+            downloaded = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
+        for path in Path(downloaded).iterdir():
+            path.rename(staging / path.name)
+        shutil.rmtree(inner)
+        (staging / MANIFEST_NAME).touch()  # younger than what it lists, whatever came last
 
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""
@@ -344,7 +374,8 @@ class Registry:
 
 def open_registry(settings: Settings | None = None) -> Registry:
     settings = settings or load_settings()
-    return Registry(settings.mlflow_uri, settings.mlflow_files, Database(settings.querylog))
+    database = Database(settings.querylog)
+    return Registry(settings.mlflow_uri, settings.mlflow_files, database, settings.object_store, settings.cache_gib)
 
 
 def _require_usable(version: Version) -> None:
@@ -374,6 +405,6 @@ def _create_registered_model(store: Store, kind: Kind) -> None:
 
 
 def _require_digest(directory: Path, version: Version) -> None:
-    if (sha256 := check_manifest(directory)) != version.sha256:
+    if (sha256 := check_manifest(directory, remembered=version.kind == "target")) != version.sha256:
         registered = f"{version.kind} {version.number} was registered with {version.sha256}"
         raise ValueError(f"{directory} has digest {sha256}, {registered}")

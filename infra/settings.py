@@ -109,6 +109,16 @@ def _log_address(value: object, info: ValidationInfo) -> Path | str:
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
+def _folder_or_bucket(value: object) -> Path | str:
+    """Read where artifacts lie: a folder, or a place in an object store, whose address stays a text."""
+    address = str(value)
+    if "://" not in address:
+        return Path(address).expanduser().absolute()
+    if re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*/?", address) is None:
+        raise ValueError(f"{address!r} is neither a folder nor s3://bucket/prefix")
+    return address.rstrip("/")
+
+
 class Settings(Frozen):
     """What a process of redraft needs to know about the machine that it runs on.
 
@@ -118,7 +128,9 @@ class Settings(Frozen):
         mlflow_uri: address of MLflow's tracking and registry store.
         querylog: the query log's SQLite file, or the address of a Postgres, where `?schema=` names what homes share.
         cache: where replicas keep the versions they downloaded.
-        artifacts: where tasks and MLflow keep checkpoints and snapshots.
+        cache_gib: size in GiB from which versions in the cache go that no process uses, least recently used first.
+        artifacts: where tasks and MLflow keep checkpoints and snapshots. In an object store, `s3://bucket/prefix`, lies
+            what other machines need: versions, what training goes on from, and reports.
         api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
@@ -132,7 +144,10 @@ class Settings(Frozen):
         default_factory=lambda data: data["home"] / "queries.db", repr=False
     )
     cache: AbsolutePath = Field(default_factory=lambda data: data["home"] / "cache")
-    artifacts: AbsolutePath = Field(default_factory=lambda data: data["home"] / "artifacts")
+    cache_gib: float = Field(default=200.0, gt=0)
+    artifacts: Annotated[Path | str, PlainValidator(_folder_or_bucket)] = Field(
+        default_factory=lambda data: data["home"] / "artifacts"
+    )
     api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_keys)] = Field(
         default=(), repr=False
     )
@@ -154,8 +169,23 @@ class Settings(Frozen):
         return self.cache / "costs"
 
     @property
+    def digests(self) -> Path:
+        """Where the sha256 of large files is remembered."""
+        return self.cache / "digests"
+
+    @property
+    def object_store(self) -> str:
+        """Where artifacts lie for all machines, "" where they lie in a folder of this one."""
+        return self.artifacts if isinstance(self.artifacts, str) else ""
+
+    @property
+    def local_artifacts(self) -> Path:
+        """The folder in which this machine's tasks make directories."""
+        return self.home / "artifacts" if isinstance(self.artifacts, str) else self.artifacts
+
+    @property
     def mlflow_files(self) -> Path:
-        return self.artifacts / "mlflow"
+        return self.local_artifacts / "mlflow"
 
     def prepare_environment(self) -> None:
         """Set the process variables of the libraries; one that is already set stays.

@@ -30,11 +30,13 @@ class NotFound(ValueError):
 
 
 class Store:
-    """One MLflow store, `sqlite:///…` or `http://…`, and our experiment in it. Connects at first use."""
+    """One MLflow store, `sqlite:///…` or `http://…`, and our experiment in it. Connects at first use.
 
-    def __init__(self, uri: str, artifact_root: Path) -> None:
-        self.uri = uri
-        self.artifact_root = artifact_root
+    Files of runs lie below `artifact_root`, or in an object store, if there is one.
+    """
+
+    def __init__(self, uri: str, artifact_root: Path, object_store: str = "") -> None:
+        self.uri, self.artifact_root, self.object_store = uri, artifact_root, object_store
         for name, value in QUIET_MLFLOW.items():  # MLflow reads them when it is imported, at first use
             os.environ.setdefault(name, value)
 
@@ -96,8 +98,9 @@ class Store:
         if (experiment := self.client.get_experiment_by_name(EXPERIMENT)) is not None:
             return str(experiment.experiment_id)
         self.artifact_root.mkdir(parents=True, exist_ok=True)
+        location = f"{self.object_store}/mlflow" if self.object_store else self.artifact_root.resolve().as_uri()
         try:
-            return self.client.create_experiment(EXPERIMENT, artifact_location=self.artifact_root.resolve().as_uri())
+            return self.client.create_experiment(EXPERIMENT, artifact_location=location)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

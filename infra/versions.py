@@ -209,7 +209,7 @@ class ForeignVersion(ValueError):
 
 
 class Version(Frozen):
-    """One registered directory; `sha256` is the digest of its manifest.
+    """One registered directory; `sha256` is the digest of its manifest, `source` where MLflow says that it lies.
 
     Tags are parsed when they are asked for, so that a version that somebody damaged by hand can still be quarantined.
     """
@@ -219,6 +219,7 @@ class Version(Frozen):
     sha256: str = Field(pattern=SHA256)
     tags: dict[str, str]
     created_ms: int
+    source: str = ""
 
     @cached_property
     def target(self) -> Target:
@@ -253,6 +254,11 @@ class Version(Frozen):
         return self.tags.get("forced", "")
 
     @property
+    def address(self) -> str:
+        """Where its files lie for whoever wants them, "" where MLflow keeps them and hands them out."""
+        return "" if "model_id" in self.tags or not self.source.startswith(("file:", "s3:")) else self.source
+
+    @property
     def cleaned(self) -> str:
         """When its files were removed, "" while they are there (infra/clean.py)."""
         return self.tags.get(CLEANED, "")
@@ -285,6 +291,7 @@ def as_version(version: "ModelVersion") -> Version:
         sha256=sha256,
         tags=version.tags,
         created_ms=version.creation_timestamp,
+        source=version.source or "",
     )
 
 
@@ -300,6 +307,6 @@ def is_usable(version: Version) -> bool:
     return not is_quarantined(version) and not version.cleaned
 
 
-def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
-    """Return the versions that hold an artifact's files and may be served, in the order given."""
+def same_files(versions: Sequence[Version], artifact: Artifact | Version) -> list[Version]:
+    """Return the versions that hold an artifact's or another version's files and may be served, in the order given."""
     return [one for one in versions if one.sha256 == artifact.sha256 and is_usable(one)]

@@ -37,6 +37,7 @@ import httpx
 from aiohttp import web
 from pydantic import Field
 
+from infra.cache import hold
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -180,6 +181,8 @@ async def attach(config: AttachConfig, token: str) -> None:
     or a name resolves to no address at the start, and OSError if the port of the weights can't be bound.
     """
     target = await asyncio.to_thread(describe, config.target_dir)
+    if config.target_dir.is_relative_to(config.settings.cache):
+        hold(config.target_dir)
     rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
     windows = MetricWindows() if config.read_metrics else None
     try:

@@ -20,12 +20,14 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from infra.cache import release
 from infra.files import write_atomic
 from infra.memory import free_memory_gib
+from infra.object_store import ObjectsUnavailable
 from infra.registry import Registry
 from infra.status import Phase, Proof
 from infra.store import StoreUnavailable
-from infra.versions import ForeignVersion, Version, is_quarantined
+from infra.versions import ForeignVersion, Version, cached, is_quarantined
 from models.core.drafting.draft_families import UnknownFamily, check_draft
 from models.core.evaluation.canary import Answer
 from models.serving import Serve
@@ -272,6 +274,7 @@ class DraftSource:
         """K is that of drafts that don't say theirs, or 0; a champion whose label `may_take` denies is as none."""
         self.registry, self._may_take = registry, may_take
         self._cache, self._target, self._num_draft_tokens = cache, target, num_draft_tokens
+        self._owner = f"drafts {id(self)}"  # a process may follow the registry for several servers
 
     def champion(self) -> Version | None:
         """Return the draft that the registry wants served; raises StoreUnavailable, or ForeignVersion."""
@@ -287,7 +290,7 @@ class DraftSource:
             Incompatible: it was made for another target, or its family can't be told.
             ForeignVersion: its lineage can't be read.
             ValueError: it is quarantined, or its files are bad.
-            OSError: the store or the disk failed; the same call may succeed later.
+            OSError: a store or the disk failed; the same call may succeed later.
         """
         if is_quarantined(version):
             raise ValueError(f"quarantined: {version.quarantined}")
@@ -299,12 +302,17 @@ class DraftSource:
         ):
             if found != wanted:
                 raise Incompatible(f"tag {tag} is {found[:16]!r}, the served target has {wanted[:16]!r}")
-        directory = self.registry.download(version, self._cache)
+        directory = self.registry.download(version, self._cache, self._owner)
         try:
             check_draft(directory, None, served)
         except UnknownFamily as error:
             raise Incompatible(str(error)) from error
         return directory
+
+    def let_go(self, but: "DraftState") -> None:
+        """Let the cache remove what was fetched, but for the drafts that a state may load again."""
+        loaded = {one.directory for one in (but.boot, but.serving, but.candidate) if one is not None}
+        release(self._owner, loaded | {cached(version, self._cache) for version in but.memory.good})
 
     def served_k(self, boot: Version) -> int:
         """Return the K of an engine that boots with a version: its own, if it says one; a configured 0 stays."""
@@ -338,7 +346,8 @@ def choose_boot_draft(
     """Pick what a starting replica loads, if anything: the champion, or the last good version that is in the cache.
 
     Those that this start has failed with are passed over, by label. The memory comes back with what was refused and
-    without what was cleared. Counts get `registry_unavailable`, `refused`, `unfit` and `errors`.
+    without what was cleared. Counts get `registry_unavailable`, `artifacts_unavailable`, `refused`, `unfit` and
+    `errors`.
     """
     candidates = [*memory.good]
     try:
@@ -367,7 +376,7 @@ def choose_boot_draft(
             log.warning("draft %s is refused: %s", version.number, error)
             memory = memory.with_refused(version, str(error))
         except OSError as error:
-            counts["errors"] += 1
+            counts["artifacts_unavailable" if isinstance(error, ObjectsUnavailable) else "errors"] += 1
             log.warning("draft %s can't be fetched: %s", version.number, error)
     return None, memory
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infra.events import PAIR_BROKE
+from infra.object_store import ObjectsUnavailable
 from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
@@ -102,6 +103,7 @@ class Reconciler:
     async def tick(self) -> None:
         """Look once, and bring the engine in line; at StoreUnavailable nothing changed, the last good draft serves."""
         await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.hooks.num_in_flight()))
+        self._source.let_go(self.state)
 
     async def set_speculation(self, on: bool) -> bool:
         """Do what an operator wants, at once; return whether there is speculation, never without a good draft."""
@@ -168,6 +170,8 @@ class Reconciler:
             return partial(swap.needs_replica, version=version, reason=str(error), goes_back=goes_back)
         except ShortOfMemory as error:
             return partial(swap.no_room, version=version, reason=str(error), now_s=time.monotonic())
+        except ObjectsUnavailable as error:
+            return partial(swap.out_of_reach, version=version, reason=str(error), now_s=time.monotonic())
         except ValueError as error:
             return partial(swap.failed, version=version, reason=str(error), now_s=time.monotonic())
         return partial(swap.fetched, draft=draft, now_s=time.monotonic())

@@ -10,6 +10,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from infra.cache import hold
 from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
@@ -89,6 +90,8 @@ class Service:
             follow = capture = None
         else:
             target = await asyncio.to_thread(describe, config.target_dir)
+            if config.target_dir.is_relative_to(config.settings.cache):
+                hold(config.target_dir)
             goldens, threshold = load_golden(config.target_dir)
             registry = open_registry(config.settings)
             source = DraftSource(registry, config.settings.cache, target, config.engine_params().num_draft_tokens)

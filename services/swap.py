@@ -97,7 +97,8 @@ class Ask(Action):
 
 @dataclass(frozen=True)
 class Fetch(Action):
-    """Get a champion's files and check them; brings `fetched`, `unfit`, `needs_replica`, `no_room` or `failed`."""
+    """Get a champion's files and check them; brings `fetched`, `unfit`, `needs_replica`, `no_room`,
+    `out_of_reach` or `failed`."""
 
     version: Version
 
@@ -262,6 +263,13 @@ def needs_replica(state: DraftState, serve: Serve, version: Version, reason: str
 def no_room(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     """A champion is sound, and there is too little memory to load it beside the draft that serves."""
     return _postpone(state, serve, version, reason, now_s)
+
+
+@_in(*IDLE)
+def out_of_reach(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
+    """A champion is not in the cache, and where its files lie does not answer."""
+    state, (count,) = _postpone(state, serve, version, reason, now_s)
+    return Step(state, (count, Count("artifacts_unavailable")))
 
 
 @_in(Phase.TRYING)

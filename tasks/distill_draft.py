@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from infra.artifacts import Artifact, open_artifact, publish, staged
+from infra.artifacts import Artifact, forget_others, open_artifact, publish, staged
 from infra.consent import row_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -80,7 +80,8 @@ def teachers_in(params: BaseParams) -> dict[str, JsonValue]:
 
 def forget_states(kept: Collection[str]) -> None:
     """Remove the states that no run will go on from; a draft without its own gets a fresh optimizer."""
-    folder = load_settings().artifacts / STATE
+    forget_others(STATE, kept)
+    folder = load_settings().local_artifacts / STATE
     for directory in folder.glob("[!.]*"):
         if directory.resolve().as_uri() not in kept:
             shutil.rmtree(directory)
@@ -111,7 +112,7 @@ def _train(
     if params.validation and window is not None:
         settings["validated"] = [window.first_seq, window.last_seq]
     code = (untrained, distill, family)
-    end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
+    end = load_settings().local_artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:
         try:

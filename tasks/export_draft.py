@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import cast
 
-from infra.artifacts import renamed_when_complete
-from infra.files import replacing
+from infra.files import renamed_when_complete, replacing
 from infra.lines import ancestors
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings

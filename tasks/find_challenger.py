@@ -2,6 +2,7 @@
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import challenger_to_go_on, next_challenger
+from infra.object_store import ObjectMissing
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
@@ -73,7 +74,7 @@ def _state(version: Version) -> Artifact | None:
     state = Artifact(uri=lineage.state_uri, sha256=lineage.state_sha256, kind="state")
     try:
         open_artifact(state)
-    except ValueError as error:
+    except (ValueError, ObjectMissing) as error:
         run_logger().info("the optimizer starts afresh: %s", error)
         return None
     return state

@@ -82,7 +82,7 @@ class Scorer:
         if not samples:
             return {name: [] for name in drafts}
         sha256 = json_sha256([list(sample) for sample in samples])
-        shared = load_settings().artifacts / "work" / f"scores-{sha256[:16]}"
+        shared = load_settings().local_artifacts / "work" / f"scores-{sha256[:16]}"
 
         def scored(opened: Draft, own: Path) -> list[object]:
             work, captured = (shared, captures_of(self.target_dir)) if self.held else (own, None)

@@ -1,10 +1,11 @@
 """Bring a target into a plain Hugging Face directory, and later its reference outputs beside the weights."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.artifacts import Artifact, open_artifact
+from infra.artifacts import MANIFEST_NAME, Artifact, open_artifact
 from models import catalog
 from models.core.evaluation.golden import FILE
 from models.params import BaseParams
@@ -34,10 +35,14 @@ def _tables(params: BaseParams) -> Iterator[BaseParams]:
 
 @task
 def complete_target(target: Artifact, samples: Artifact) -> Artifact:
-    """Add the reference outputs that came with the samples to a copy of the target's files; what is registered."""
+    """Add the reference outputs that came with the samples to the target's files; what is registered.
+
+    The files are the target's own under another name, not copies.
+    """
 
     def make(directory: Path, _: Path) -> None:
-        shutil.copytree(open_artifact(target), directory, dirs_exist_ok=True)
+        files, own = open_artifact(target), shutil.ignore_patterns(MANIFEST_NAME, FILE)
+        shutil.copytree(files, directory, symlinks=True, ignore=own, copy_function=os.link, dirs_exist_ok=True)
         shutil.copy(open_artifact(samples) / FILE, directory)
 
     return cached_step("complete_target", "target", {}, make, {"target": target, "samples": samples})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.artifacts import Artifact, open_artifact
+from infra.artifacts import Artifact, open_artifact, stored
 from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
@@ -118,7 +118,8 @@ def register_candidate(
     This is the commit of weights, optimizer state and evidence at once: what a run before this one left beside it is
     found by no one.
     """
-    registry, parent, state = open_registry(), pair.draft, trained.state
+    registry, parent = open_registry(), pair.draft
+    state = None if trained.state is None else stored(trained.state)
     learnt = start.version.lineage.trained_context
     known = {
         **_verdict(gated),
@@ -161,7 +162,7 @@ def _lineage(
     known: Mapping[str, Any],
 ) -> Lineage:
     """Check a draft of this run, and return its lineage: its line, its figures and whatever else is known of it."""
-    card = describe(target_files.path)
+    card, samples = describe(target_files.path), stored(samples)
     check_draft(open_artifact(draft), like, card)
     common: dict[str, Any] = {
         "target": identity(card),
@@ -225,7 +226,8 @@ def _register(
             files.append(Path(folder) / EVIDENCE)
             files[-1].write_text(gated.evidence.model_dump_json(), encoding="utf-8")
         description = "" if report is None else headline(report)
-        version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description)
+        in_place = kind == "target"  # too large for a copy
+        version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description, in_place)
     run_logger().info("registered %s %d", kind, version.number)
     return version
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from tasks.gate_draft import GateResult
+    from tests.object_store import Bucket
 
 if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     _CORES = sorted(os.sched_getaffinity(0))
@@ -215,6 +216,25 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("store")
     Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts", Database(home / "queries.db")).versions("draft")
     return home / "mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bucket"]:
+    """An empty bucket of an object store of the session's own; without moto the test is skipped."""
+    pytest.importorskip("moto", reason="moto[server], of extra `test`, is not installed")
+    from tests.object_store import Bucket
+
+    with Bucket.started(tmp_path_factory.mktemp("moto") / "log") as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(object_store: "Bucket", monkeypatch: pytest.MonkeyPatch) -> "Bucket":
+    """The same, with the variables that lead to it, and nothing in it."""
+    for name, value in object_store.variables.items():
+        monkeypatch.setenv(name, value)
+    object_store.empty()
+    return object_store
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from infra.artifacts import discard, sweep_staging
 from infra.captured import CapturedFiles
 from infra.erase.job import Job
-from infra.files import files_under, lock_folder
+from infra.files import discard, files_under, lock_folder, sweep_staging
 from infra.post_promotion import PostPromotionTests
 
 STATES = "states.bin"
@@ -14,7 +13,7 @@ UNLOGGED_S = 60.0  # a row is logged within a second of its states
 
 
 def remove_scores(job: Job) -> None:
-    for file in sorted(_swept(job.settings.artifacts / "scores").glob("[!.]*/scores.json")):
+    for file in sorted(_swept(job.settings.local_artifacts / "scores").glob("[!.]*/scores.json")):
         if any(score["id"] in job.ids for score in json.loads(file.read_bytes())):
             _remove(job, file.parent)
 
@@ -22,7 +21,7 @@ def remove_scores(job: Job) -> None:
 def remove_work(job: Job) -> None:
     """Remove work folders of dead runs that name the rows or hold hidden states; a live build reads no rows."""
     names = [name.encode() for name in job.ids]
-    for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
+    for folder in sorted(_swept(job.settings.local_artifacts / "work").glob("[!.]*")):
         with lock_folder(folder, wait_s=0) as is_free:
             if is_free and any(_is_of(file, names) for file in files_under(folder)):
                 _remove(job, folder)
@@ -47,7 +46,7 @@ def _is_of(file: Path, names: list[bytes]) -> bool:
 
 
 def _remove(job: Job, directory: Path) -> None:
-    name = directory.relative_to(job.settings.artifacts).as_posix()
+    name = directory.relative_to(job.settings.local_artifacts).as_posix()
     job.keep(removed=tuple(dict.fromkeys((*job.certificate.removed, name))))
     discard(directory)
 

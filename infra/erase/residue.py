@@ -17,10 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, TypeVar
 
-from infra.artifacts import LEFTOVER, MANIFEST_NAME
+from infra.artifacts import MANIFEST_NAME
 from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
+from infra.files import LEFTOVER
 
 ERRORS = "errors of attempts at windows"  # the name in a certificate of what is in the log itself
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
@@ -72,7 +73,7 @@ def _empty_wal(job: Job) -> None:
 
 
 def _files(job: Job) -> Iterator[Path]:
-    roots = {job.settings.home, job.settings.artifacts, job.settings.cache}
+    roots = {job.settings.home, job.settings.local_artifacts, job.settings.cache}
     outer = [root for root in sorted(roots) if not any(root != one and root.is_relative_to(one) for one in roots)]
     for root in outer:
         for folder, folders, names in os.walk(root):

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from infra.artifacts import MANIFEST_NAME, check_manifest, path_of, publish, staged, sweep_staging
+from infra.artifacts import MANIFEST_NAME, check_manifest, path_of, publish, staged
 from infra.consent import row_of
 from infra.erase.job import Job
 from infra.erasures import Rewritten
+from infra.files import sweep_staging
 from infra.registry import open_registry
 from infra.store import translated
 from infra.versions import Version
@@ -27,10 +28,10 @@ KIND = "samples"
 
 def rewrite_snapshots(job: Job) -> None:
     """Write each snapshot again without the rows, and point the registry at what is left."""
-    for folder in _stages(job.settings.artifacts):
+    for folder in _stages(job.settings.local_artifacts):
         sweep_staging(folder)
     known = {one.snapshot for one in job.certificate.snapshots}
-    for directory in _snapshots(job.settings.artifacts):
+    for directory in _snapshots(job.settings.local_artifacts):
         if directory.as_uri() not in known and (num_rows := _num_held(directory, job.ids)):
             job.keep(snapshots=(*job.certificate.snapshots, _rewritten(job, directory, num_rows)))
     for one in job.certificate.snapshots:

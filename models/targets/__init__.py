@@ -10,7 +10,7 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -24,6 +24,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of a model without a chat template: each message's text in a line of its own, for the model to go on.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' if not loop.last }}{% endfor %}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+MANIFEST_NAME = "manifest.json"
 
 
 class TargetCard(Frozen):
@@ -39,7 +40,11 @@ class TargetCard(Frozen):
 
 
 def describe(directory: Path) -> TargetCard:
-    """Read a target's card off its directory; ValueError if a file that every target has is missing."""
+    """Read a target's card off its directory; ValueError if a file that every target has is missing.
+
+    A file older than the directory's manifest has the sha256 that stands there: whoever opened the directory compared
+    them, and weights of many GB are not read again.
+    """
     config_file = directory / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{directory} is not a Hugging Face model directory: config.json is missing")
@@ -91,11 +96,22 @@ def num_ids(directory: Path) -> int:
 def _digest(files: list[Path], what: str) -> str:
     if not files:
         raise ValueError(f"no {what}")
-    digest = hashlib.sha256()
+    digest, (listed, listed_ns) = hashlib.sha256(), _listed(files[0].parent)
     for file in files:
-        stat = file.stat()
-        digest.update(_file_digest(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns)))
+        stat, entry = file.stat(), listed.get(file.name)
+        if entry is not None and entry["bytes"] == stat.st_size and stat.st_mtime_ns < listed_ns:
+            digest.update(bytes.fromhex(entry["sha256"]))
+        else:
+            digest.update(_file_digest(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns)))
     return digest.hexdigest()
+
+
+def _listed(directory: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return name to entry of a directory's manifest, and when it was written; nothing without one."""
+    manifest = directory / MANIFEST_NAME
+    if not manifest.is_file():
+        return {}, 0
+    return json.loads(manifest.read_text()).get("files", {}), manifest.stat().st_mtime_ns
 
 
 @lru_cache(maxsize=64)

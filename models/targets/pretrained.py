@@ -1,19 +1,22 @@
 """Any causal language model: a Hugging Face directory, a GGUF file, or a hub id where a hub can be reached.
 
-Of a model that reads more than text its language model is taken. GGUF files and the forms in `DEQUANTIZED` become the
-floats that they stand for; what compressed-tensors keeps stays as it is where `models.core.checkpoints.compressed` can
-read it. `config` refuses all that can't be taken, before any weight is read.
+Weights that can be served as they are stay where they lie, in the directory or the hub's cache, and the target has
+links to them. Of a model that reads more than text its language model is taken. GGUF files and the forms in
+`DEQUANTIZED` become the floats that they stand for; what compressed-tensors keeps stays as it is where
+`models.core.checkpoints.compressed` can read it. `config` refuses all that can't be taken, before any weight is read.
 """
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from pydantic import Field, model_validator
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +37,8 @@ from models.targets import PLAIN_TEMPLATE, TOKENIZER_FILES
 PAPER = "none: whatever the directory holds"
 GGUF = ".gguf"
 DEQUANTIZED = ("fp8",)
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Params(BaseParams):
@@ -63,6 +68,14 @@ def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`; remote code is never run. ValueError as `config`, or if a tensor is missing;
     names it."""
     found, source = _read_config(params), _source(params)
+    if weights := _served_as_they_are(params, found):
+        for file in weights:
+            (directory / file.name).symlink_to(file.resolve())
+        for name in (_INDEX, "config.json", "generation_config.json"):
+            if (file := weights[0].parent / name).is_file():
+                shutil.copyfile(file, directory / name)
+        tokenizer(params).save_pretrained(directory)
+        return
     dtype = "auto" if params.dtype == "auto" else getattr(torch, params.dtype)
     if "gguf_file" in source:
         dtype = torch.bfloat16 if dtype == "auto" else dtype
@@ -137,6 +150,35 @@ def _source(params: Params) -> dict[str, Any]:
     if local.suffix == GGUF:
         return {"pretrained_model_name_or_path": str(local.parent), "gguf_file": local.name}
     return {"pretrained_model_name_or_path": params.path, "revision": params.revision, "trust_remote_code": False}
+
+
+def _served_as_they_are(params: Params, found: PreTrainedConfig) -> list[Path]:
+    """Return the files of weights that are what `build` would write: these tensors, in this format; [] if it must."""
+    local, dtypes = Path(params.path), {found.dtype if params.dtype == "auto" else getattr(torch, params.dtype)}
+    if local.suffix == GGUF or found.get_text_config() is not found or getattr(found, "quantization_config", None):
+        return []
+    with _told_apart(params):
+        folder = local
+        if not local.is_dir():
+            named = ["*.json", "model*.safetensors"]  # not what some repositories hold beside these, in other forms
+            folder = Path(snapshot_download(params.path, revision=params.revision, allow_patterns=named))
+        index = folder / _INDEX
+        names = {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {_WEIGHTS}
+        files = [folder / name for name in sorted(names)]
+        if not all(file.is_file() for file in files):
+            return []
+        stored, formats = dict[str, tuple[int, ...]](), set[str]()
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    part = opened.get_slice(name)
+                    stored[name] = tuple(part.get_shape())
+                    formats.add(part.get_dtype())
+    with torch.device("meta"):
+        wanted = {name: tuple(one.shape) for name, one in AutoModelForCausalLM.from_config(found).state_dict().items()}
+    tied = {"lm_head.weight"} if found.tie_word_embeddings else set()
+    same = stored.items() <= wanted.items() and wanted.keys() - stored.keys() <= tied
+    return files if same and {_FORMATS.get(one) for one in formats} == dtypes else []
 
 
 def _language_model(whole: PreTrainedModel) -> PreTrainedModel:

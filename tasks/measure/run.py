@@ -161,7 +161,7 @@ def copy_served(source: Settings, home: Settings) -> Served:
         raise ValueError("the registry has no champion target and draft yet; run: redraft build")
     line = ancestors(registry, draft)[::-1]
     fetched = home.home / "fetched"
-    for path in (fetched, home.artifacts, home.cache):
+    for path in (fetched, home.local_artifacts, home.cache):
         shutil.rmtree(path, ignore_errors=True)
     for path in home.home.glob("mlflow.db*"):
         path.unlink()

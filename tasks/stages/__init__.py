@@ -68,7 +68,7 @@ def cached_step(
             each function stands in counts as a whole.
     """
     key = stage_key(stage, params, inputs or {}, (make, *code))
-    artifacts = load_settings().artifacts
+    artifacts = load_settings().local_artifacts
     final, work = artifacts / stage / key, artifacts / "work" / key
     found, planned = _made(final, kind), PLANNED.get()
     if planned is not None:
@@ -127,7 +127,9 @@ def local_content(path: str) -> dict[str, str]:
     if not path or not root.exists():
         return {}
     files = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file()]
-    return {"sha256": json_sha256({file.relative_to(root).as_posix(): file_sha256(file) for file in files})}
+    return {
+        "sha256": json_sha256({file.relative_to(root).as_posix(): file_sha256(file, remembered=True) for file in files})
+    }
 
 
 def content_of(table: BaseModel) -> dict[str, object]:

@@ -11,9 +11,9 @@ from infra.artifacts import (
     open_artifact,
     publish,
     staged,
-    sweep_staging,
     write_manifest,
 )
+from infra.files import sweep_staging
 from tests.infra.rows import running_python
 
 
@@ -174,3 +174,21 @@ def test_a_symbolic_link_is_refused_when_writing_and_when_checking(checkpoint: P
     for function in (write_manifest, check_manifest):
         with pytest.raises(ValueError, match="link is neither a regular file nor a directory"):
             function(checkpoint)
+
+
+def test_a_link_to_weights_is_listed_by_what_it_leads_to(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    digest = write_manifest(checkpoint)
+    own = (checkpoint / "model.safetensors").rename(tmp_path / "own.bin")
+    (checkpoint / "model.safetensors").symlink_to(own)
+    assert check_manifest(checkpoint) == write_manifest(checkpoint) == digest
+    own.write_bytes(b"weighst")
+    with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
+        check_manifest(checkpoint)
+    own.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors leads to .*own\.bin, which is not there"):
+        check_manifest(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to("weights.bin")
+    with pytest.raises(ValueError, match=r"model\.safetensors is neither a regular file nor a directory"):
+        check_manifest(checkpoint)

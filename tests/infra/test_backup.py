@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra import erase
-from infra.artifacts import staged
+from infra.artifacts import check_manifest, staged
 from infra.backup import CONTENTS, back_up, restore
 from infra.home import open_home
 from infra.logwriter import BackgroundWriter
@@ -198,3 +198,24 @@ def test_it_waits_for_who_reads_rows(settings: Settings, tmp_path: Path) -> None
     back_up(settings, file)
     with log.reading(), pytest.raises(TimeoutError, match="is at its rows"):
         restore(settings, file, wait_s=0)
+
+
+def test_weights_that_stay_where_their_owner_has_them_are_named_and_not_copied(
+    settings: Settings, tmp_path: Path
+) -> None:
+    own, place = tmp_path / "own.safetensors", Path("complete_target", "one", "model.safetensors")
+    own.write_bytes(b"weights")
+    with staged((settings.local_artifacts / place).parent) as directory:
+        (directory / place.name).symlink_to(own)
+    back_up(settings, tmp_path / "kept.tar")
+    empty = Settings(home=tmp_path / "empty")
+    for _ in range(2):  # again into what is there
+        restore(empty, tmp_path / "kept.tar", 5.0)
+        assert (empty.local_artifacts / place).readlink() == own
+    assert check_manifest((empty.local_artifacts / place).parent)
+    with tarfile.open(tmp_path / "kept.tar", "a") as archive:
+        escaping = tarfile.TarInfo("artifacts/escaping")
+        escaping.type, escaping.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(escaping)
+    with pytest.raises(ValueError, match="is no backup of redraft's, or it is torn"):
+        restore(Settings(home=tmp_path / "other"), tmp_path / "kept.tar", 5.0)

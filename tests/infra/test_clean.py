@@ -24,6 +24,7 @@ from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
 from models.recipe import Keep
 from tests.infra.test_history import add_run, empty, fill
+from tests.object_store import Bucket
 from tests.tags import draft_tags
 
 __all__ = ["empty"]
@@ -35,10 +36,10 @@ LIMITS = Keep(num_drafts=1, days=30, gib=1, log_mib=0.5)
 class Home:
     """Drafts that were promoted one after the other, the last of which was trained on a snapshot."""
 
-    def __init__(self, home: Path, store: Path, num_champions: int = 1) -> None:
+    def __init__(self, home: Path, store: Path, num_champions: int = 1, **settings: str) -> None:
         home.mkdir()
         shutil.copy(store, home / "mlflow.db")
-        self.settings = Settings(home=home)
+        self.settings = Settings(home=home, **settings)
         self.registry: Registry = open_registry(self.settings)
         self.log = QueryLog(self.settings.querylog)
         used = self.step("window", "used")
@@ -58,7 +59,7 @@ class Home:
         self.registry.download(version, self.settings.cache)
 
     def step(self, stage: str, name: str, age_days: float = 0.0, num_bytes: int = 10) -> str:
-        folder = self.settings.artifacts / stage / name
+        folder = self.settings.local_artifacts / stage / name
         with staged(folder) as staging:
             (staging / "result").write_bytes(bytes(num_bytes))
         age(folder, age_days)
@@ -124,6 +125,38 @@ def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(
     assert [home.registry.roll_back("draft").number for _ in range(2)] == [5, 4]
     assert home.registry.roll_back("draft").number == 2  # past the one that is gone
     assert (home.settings.artifacts / "window" / "used").is_dir()
+
+
+@pytest.mark.slow
+def test_files_of_old_drafts_leave_the_object_store_unless_another_draft_has_the_same(
+    bucket: Bucket, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path / "home", store, artifacts=bucket.address)
+    served = home.registry.get("draft", 1)
+    files = home.registry.download(served, home.settings.cache)
+    home.registry.register("draft", files, draft_tags(parent="1", gate="refused"))  # as one that returns has them
+    home.register(parent="1", gate="refused")
+    home.register(parent="1", gate="refused")
+    old = home.registry.get("draft", 3)
+    now = time.time
+    monkeypatch.setattr("infra.clean.time.time", lambda: now() + 10 * DAY_S)
+    went = [item.name for item, _ in clean_up(home.settings, LIMITS, pool=0) if item.kind == "draft"]
+    assert sorted(went) == ["draft 2", "draft 3"]
+    assert home.registry.get("draft", 2).cleaned
+    assert {name.split("/")[1] for name in bucket.names()} == {served.sha256, home.registry.get("draft", 4).sha256}
+    assert old.sha256 not in "".join(bucket.names())
+    assert home.is_there(1)
+
+
+def test_a_target_that_lies_in_the_home_stays_whatever_its_age(home: Home) -> None:
+    home.step("complete_target", "old", age_days=99)
+    home.step("complete_target", "registered", age_days=99, num_bytes=11)
+    home.registry.register(
+        "target", home.settings.local_artifacts / "complete_target" / "registered", {}, in_place=True
+    )
+    clean_up(home.settings, LIMITS, pool=0)
+    left = [path.name for path in (home.settings.local_artifacts / "complete_target").iterdir()]
+    assert left == ["registered"]
 
 
 def test_by_count_alone_nothing_younger_than_a_day_goes(home: Home) -> None:

@@ -5,10 +5,12 @@ import pytest
 
 from infra.artifacts import check_manifest, staged
 from infra.database import Database
+from infra.object_store import ObjectStore
 from infra.processes import free_port, hold_port
 from infra.registry import Outdated, Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
+from tests.object_store import Bucket
 from tests.tags import draft_tags
 
 LINEAGE = draft_tags()
@@ -253,3 +255,53 @@ def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
     plain = registry.register("draft", checkpoint("two"), LINEAGE)
     assert registry.attached(plain, "page.md") is None
     assert registry.store.client.get_model_version("draft", "2").description == ""
+
+
+def test_a_target_that_stays_in_place_is_not_copied_and_is_refused_when_it_changed(
+    registry: Registry, checkpoint: Make, tmp_path: Path
+) -> None:
+    directory = checkpoint("target")
+    version = registry.register("target", directory, {}, in_place=True)
+    assert version.address == directory.as_uri()
+    assert registry.get("target", 1) == version
+    assert registry.download(version, tmp_path / "cache") == directory
+    assert list(tmp_path.rglob("model.safetensors")) == [directory / "model.safetensors"]
+    (directory / "model.safetensors").write_text("tegrat")
+    with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
+        registry.download(version, tmp_path / "cache")
+
+
+def test_versions_in_an_object_store_are_fetched_by_machines_that_share_nothing_else(
+    bucket: Bucket, store: Path, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
+
+    def on(machine: str) -> Registry:
+        monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / machine))
+        return Registry(
+            f"sqlite:///{tmp_path}/mlflow.db",
+            tmp_path / machine / "mlflow",
+            Database(tmp_path / "queries.db"),
+            bucket.address,
+        )
+
+    (tmp_path / "page.md").write_text("τ rose")
+    trainer = on("trainer")
+    version = trainer.register("draft", checkpoint("one"), LINEAGE, {}, [tmp_path / "page.md"])
+    target = trainer.register("target", checkpoint("target"), {}, in_place=True)
+    trainer.promote("draft", 1)
+    assert version.address == f"{bucket.address}/draft/{version.sha256}"
+    assert target.address == f"{bucket.address}/target/{target.sha256}"
+    assert not (tmp_path / "trainer" / "mlflow").exists() or not any((tmp_path / "trainer" / "mlflow").rglob("*.md"))
+    replica = on("replica")
+    champion = replica.champion("draft")
+    assert champion is not None
+    assert (champion.number, champion.address) == (version.number, version.address)
+    fetched = replica.download(champion, tmp_path / "replica" / "cache")
+    assert check_manifest(fetched) == version.sha256
+    assert replica.attached(champion, "page.md") == "τ rose"
+    ObjectStore()._files.pipe_file(f"{version.address}/model.safetensors", b"eno")
+    assert replica.download(champion, tmp_path / "replica" / "cache") == fetched
+    with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
+        replica.download(champion, tmp_path / "elsewhere")
+    assert not [*(tmp_path / "elsewhere" / "draft").glob("[!.]*")]

@@ -7,6 +7,7 @@ Where a fault can't be written into a file, the engine has it: `FaultyEngine` mi
 import asyncio
 import json
 import math
+import re
 import sqlite3
 import threading
 import time
@@ -24,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.artifacts import write_manifest
+from infra.cache import remove_unheld
 from infra.database import Database
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
+from infra.processes import free_port
 from infra.registry import CHAMPION, Registry
 from infra.settings import Settings
 from infra.status import Phase
@@ -60,6 +63,7 @@ from services.reconciler import FIRST, LAST, Reconciler, ReplicaHooks
 from services.swap import Fetch
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
+from tests.object_store import Bucket
 from tests.tags import draft_tags
 
 THRESHOLD = 0.01
@@ -815,6 +819,78 @@ def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: Wor
         running.registry, running.config.settings.cache, running.card, Params().num_draft_tokens
     )
     assert (running.boot(), running.counts["registry_unavailable"]) == (1, 1)
+
+
+def move_into(bucket: Bucket, running: World, cache: str = "cache") -> None:
+    """Let the world's next versions lie in an object store, and its replicas have a cache of their own."""
+    running.registry = Registry(
+        f"sqlite:///{running.home}/mlflow.db",
+        running.home / "artifacts",
+        Database(running.home / "queries.db"),
+        bucket.address,
+    )
+    settings = running.config.settings.model_copy(update={"cache": running.home / cache})
+    running.config = running.config.model_copy(update={"settings": settings})
+    running.source = DraftSource(running.registry, settings.cache, running.card, Params().num_draft_tokens)
+
+
+def leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the object store be where nobody answers."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port('127.0.0.1')}")
+
+
+@pytest.mark.slow
+def test_a_draft_whose_object_store_is_gone_waits_and_the_last_good_one_serves(
+    running: World, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_into(bucket, running)
+    running.boot()
+    running.tick()
+    pushed = running.push()
+    with monkeypatch.context() as gone:
+        leave(gone)
+        move_into(bucket, running)
+        running.loop._source = running.source
+        running.tick(2)
+        assert (running.serving(), running.champion()) == (1, pushed.number)
+        assert running.counts["artifacts_unavailable"] == 1
+        assert not running.is_quarantined(pushed)
+        told = running.loop.state.postponed[label(pushed)].describe(time.monotonic())
+        assert re.match(
+            r"attempt 1 failed: reading s3://.*manifest\.json: Could not connect .* the next comes in", told
+        )
+    running.make_due()
+    running.tick()
+    assert running.serving() == pushed.number
+    assert running.counts["errors"] == 0
+
+
+@pytest.mark.slow
+def test_a_replica_starts_from_the_cache_while_the_object_store_is_gone(
+    running: World, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_into(bucket, running)
+    good = running.push()
+    running.boot()
+    running.tick()
+    unseen = running.push()
+    leave(monkeypatch)
+    assert (running.boot(), running.counts["artifacts_unavailable"]) == (good.number, 1)
+    running.tick()
+    assert running.serving() == good.number
+    assert label(unseen) in running.loop.state.postponed
+    assert (running.home / "service-state.json").is_file()
+
+
+def test_a_replica_holds_the_drafts_that_it_may_load_again_and_no_others(running: World) -> None:
+    paths = [running.source.fetch(running.registry.get("draft", 1))]
+    for _ in range(4):
+        version = running.push()
+        paths.append(running.config.settings.cache / "draft" / label(version))
+        running.tick()
+    assert running.serving() == 5
+    # 1 is what the engine was started with; 5, 4 and 3 are good.
+    assert [remove_unheld(path) for path in paths] == [False, True, False, False, False]
 
 
 def test_an_alias_that_was_moved_to_something_foreign_is_put_back(running: World) -> None:

@@ -93,6 +93,7 @@ EVENTS: dict[Callable[..., Step], Callable[[DraftState], Event]] = {
     swap.unfit: lambda _: event(swap.unfit, version(3), "another target"),
     swap.needs_replica: lambda _: event(swap.needs_replica, version(2), "another family"),
     swap.no_room: lambda _: event(swap.no_room, version(3), "little memory", 100.0),
+    swap.out_of_reach: lambda _: event(swap.out_of_reach, version(3), "no answer", 100.0),
     swap.swapped: lambda _: event(swap.swapped, 30.0),
     swap.passed: lambda _: PASSED,
     swap.failed: lambda state: event(
@@ -123,6 +124,7 @@ EXPECTED: dict[Callable[..., Step], list[tuple[object, ...] | None]] = {
     swap.unfit: [(Count,), (Count,), NEVER, (Count,), NEVER, NEVER, NEVER, (Count,)],
     swap.needs_replica: [(Say,), (Say,), NEVER, (Say,), NEVER, NEVER, NEVER, (Say,)],
     swap.no_room: [NEVER, (Count,), NEVER, (Count,), NEVER, NEVER, NEVER, (Count,)],
+    swap.out_of_reach: [(Count, Count), (Count, Count), NEVER, (Count, Count), NEVER, NEVER, NEVER, (Count, Count)],
     swap.swapped: [NEVER, NEVER, NEVER, NEVER, NEVER, (Count,), NEVER, NEVER],
     swap.passed: [
         NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER,

@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +25,51 @@ def test_a_local_directory_becomes_a_target_of_the_same_weights_and_tokens(tiny_
     found, wanted = describe(tmp_path), describe(tiny_target)
     assert (found.vocab_size, found.hidden_size, found.num_layers) == (wanted.vocab_size, wanted.hidden_size, 2)
     assert (found.sha256, found.tokenizer_sha256) == (wanted.sha256, wanted.tokenizer_sha256)
+
+
+def test_weights_that_can_be_served_as_they_are_stay_where_they_lie(tiny_target: Path, tmp_path: Path) -> None:
+    build(Params(path=str(tiny_target)), tmp_path)
+    assert (tmp_path / "model.safetensors").readlink() == tiny_target / "model.safetensors"
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(one, whole[name]) for name, one in load_file(tiny_target / "model.safetensors").items())
+
+
+def test_weights_in_several_files_stay_with_their_index(tiny_target: Path, tmp_path: Path) -> None:
+    own, made = tmp_path / "own", tmp_path / "made"
+    made.mkdir()
+    shutil.copytree(tiny_target, own, ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoModelForCausalLM.from_pretrained(tiny_target).save_pretrained(own, max_shard_size="200KB")
+    (own / "consolidated.safetensors").write_bytes(b"another form of the same, which no index names")
+    build(Params(path=str(own)), made)
+    links = {path.name: path.readlink() for path in made.iterdir() if path.is_symlink()}
+    assert links == {path.name: path for path in own.glob("model-*.safetensors")}
+    assert len(links) > 1
+    _, report = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
+    assert not report["missing_keys"]
+
+
+def test_weights_of_another_format_than_is_wanted_are_written_anew(tiny_target: Path, tmp_path: Path) -> None:
+    build(Params(path=str(tiny_target), dtype="float32"), tmp_path)
+    assert not (tmp_path / "model.safetensors").is_symlink()
+    assert {one.dtype for one in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_what_was_fetched_from_a_hub_stays_in_its_cache_by_revision(tiny_target: Path, tmp_path: Path) -> None:
+    repository, commit, made = tmp_path / "models--an--own", "ab" * 20, tmp_path / "made"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    made.mkdir()
+    (snapshot := repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in tiny_target.iterdir():
+        shutil.copy(file, repository / "blobs" / f"blob-{file.name}")
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", f"blob-{file.name}"))
+    code = "import sys; from models.targets.pretrained import *\nbuild(Params(path='an/own'), Path(sys.argv[1]))"
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code, str(made)], env=environment, check=True)
+    assert (made / "model.safetensors").readlink() == repository / "blobs" / "blob-model.safetensors"
+    assert describe(made).sha256 == describe(tiny_target).sha256
 
 
 def without(*names: str) -> Callable[[Path], object]:
