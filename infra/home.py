@@ -67,6 +67,7 @@ def close_to_others(folder: Path) -> None:
 
 def _is_volume(folder: Path) -> bool:
     """Whether a folder is a mount's root that is somebody else's, for a group of this process's, and closed to all."""
+    if not folder.is_mount():
+        return False
     root, groups = folder.stat(), {os.getegid(), *os.getgroups()}
-    is_ours = root.st_uid == os.geteuid()
-    return folder.is_mount() and not is_ours and root.st_gid in groups and not root.st_mode & stat.S_IWOTH
+    return root.st_uid != os.geteuid() and root.st_gid in groups and not root.st_mode & stat.S_IWOTH

@@ -27,7 +27,7 @@ PREFIX = "REDRAFT_"
 ATTACH_TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RECORD_CONFIG = "REDRAFT_RECORD_CONFIG"
 KEY = r"[\x21-\x7e]{8,512}"
-# What Kubernetes tells each container of a Service named redraft or redraft-…, by its exact forms: a port is an address.
+# What Kubernetes tells each container of a Service named redraft or redraft-…; the value of a port is an address.
 OF_SERVICE = re.compile(
     r"REDRAFT_([A-Z0-9_]+_)?"
     r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)=.*|PORT=[a-z]+://.+)"
@@ -174,6 +174,7 @@ class Settings(Frozen):
             # Neither is implied by PREFECT_HOME.
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(prefect / "results"),
             "PREFECT_SERVER_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
+            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(prefect / "ui"),  # it would write beside its own code
             # Prefect's own has the path as it is.
             **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
