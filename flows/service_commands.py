@@ -207,7 +207,7 @@ def up(
         attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
     if foreground:
         argv = supervisor_argv(recipe, settings, attached)
-        os.execv(argv[0], argv)
+        os.execv(argv[0], argv)  # noqa: S606 - a list, as everywhere; signals then reach the supervisor itself
     with working("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)
     for program in state.programs:

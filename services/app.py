@@ -65,7 +65,7 @@ def routes(service: Service) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        """`{"status": "ready"}`, 503 if `/health` is, at the end, and until the first draft was tested. Needs no key."""
+        """`{"status": "ready"}`, 503 if `/health` is, at the end, and while the first draft is tested. Needs no key."""
         await _require_health(service)
         if (reason := service.unready()) is not None:
             raise RequestError(503, f"not ready: {reason}", code="not_ready")
