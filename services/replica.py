@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
+from infra.home import open_home
 from infra.installed import openmp_preload
 from infra.serving import compiled_folder
 from models.engines.vllm import child_environment
-from services.config import ServiceConfig
+from services.config import ServiceConfig, read_as
 from services.failures import VLLM_LOGGING
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Replica:
 
     async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
         sys.setswitchinterval(SWITCH_S)
+        config = ServiceConfig.model_validate_json(config_json)
+        config.settings.prepare_environment()  # of this node, which may not be the one that the service began on
+        open_home(config.settings)
         with serve_log_kept():
             gc.disable()  # of what is imported nothing is garbage, and to look for it takes a quarter of the time
             from services.service import Service
@@ -49,7 +53,7 @@ class Replica:
             logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
             for name in ("services", "models.engines"):
                 logging.getLogger(name).setLevel(logging.INFO)
-            self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+            self._service = await Service.start(config)
             self._socket = socket
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
@@ -100,4 +104,16 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
     )
-    return deployed(Replica).bind(config.model_dump_json(), socket)
+    # Settings that the file does not have are each node's own.
+    return deployed(Replica).bind(config.model_dump_json(exclude_unset=True), socket)
+
+
+def application(args: dict[str, str]) -> serve.Application:
+    """Return the application of the file that argument `config` names, for a Ray cluster of others, such as KubeRay's.
+
+    ValueError if keys of clients come with the environment: each node has to know them from its home.
+    """
+    config = read_as(ServiceConfig, Path(args["config"]))
+    if config.settings.api_keys:
+        raise ValueError("REDRAFT_API_KEYS is set, wanted clients' keys in each node's home, by keys.json")
+    return deployment(config, None)
