@@ -6,6 +6,7 @@ Serve builds the ASGI app after it, so that routes can close over the running se
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +42,11 @@ class Replica:
     async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
         sys.setswitchinterval(SWITCH_S)
         config = ServiceConfig.model_validate_json(config_json)
-        config.settings.prepare_environment()  # of this node, which may not be the one that the service began on
+        # Of this node, which may not be the one that the service began on.
+        config.settings.prepare_environment()
         open_home(config.settings)
+        os.environ |= child_environment(config.engine_params())
+        os.environ["VLLM_CACHE_ROOT"] = str(compiled_folder(config.settings.cache))
         with serve_log_kept():
             gc.disable()  # of what is imported nothing is garbage, and to look for it takes a quarter of the time
             from services.service import Service
@@ -90,8 +94,7 @@ def serve_log_kept() -> Iterator[None]:
 
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
-    environment = {**child_environment(config.engine_params()), **openmp_preload(), **VLLM_LOGGING}
-    environment["VLLM_CACHE_ROOT"] = str(compiled_folder(config.settings.cache))
+    environment = {**openmp_preload(), **VLLM_LOGGING}  # what a process must be started with
     deployed = serve.deployment(
         name="replica",
         # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.

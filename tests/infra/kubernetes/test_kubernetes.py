@@ -16,6 +16,7 @@ from infra.service_process import END_TIMEOUT_S
 from infra.serving import RECORDER_HEALTH
 from infra.settings import load_settings
 from infra.supervisor import Program
+from models.engines.vllm import child_environment
 from models.recipe import load_recipe
 from services.access import OPEN_PATHS
 from services.config import ServiceConfig, read_as
@@ -178,7 +179,10 @@ def test_a_ray_cluster_serves_what_a_file_says_behind_the_same_middleware(
     file = FOLDER / "overlays" / "kuberay" / Path(app["args"]["config"]).name
     config = read_as(ServiceConfig, file)
     assert (config.settings.home, config.serve.port) == (tmp_path, serve["http_options"]["port"])
-    assert application({"config": str(file)})
+    bound = application({"config": str(file)})._bound_deployment
+    told_to_each = bound.ray_actor_options["runtime_env"]["env_vars"]
+    assert not told_to_each.keys() & child_environment().keys(), "cores are a node's own"
+    assert "settings" not in json.loads(bound.init_args[0])
     templates = dict(pods([service]))
     worker = templates["RayService redraft replicas"]["spec"]
     told = {one["name"]: one["value"] for one in worker["containers"][0]["env"]}
