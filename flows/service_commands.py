@@ -183,13 +183,16 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port that clients of --attach are to ask.")] = 8080,
     model: Annotated[list[str], typer.Option(help="Its name for the target; without one nothing is recorded.")] = NONE,
     ca: Ca = "",
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay here until SIGTERM, as a container's program does.")
+    ] = False,
 ) -> None:
     """Start all processes, the service and the flows among them, in the background. Crashed ones are restarted.
 
     Example: redraft up --recipe tiny
     """
     settings, _ = prepare(recipe)
-    from flows.up import start
+    from flows.up import start, supervisor_argv
     from infra.service_process import RECORD, SERVICE, Attached
     from infra.waiting import FIRST_LOOK_S
 
@@ -202,6 +205,9 @@ def up(
         told = {"resolve": resolve, "server_cache": server_cache, "weights_url": weights_url, "port": port, "ca": ca}
         told |= {"servers": [server.rstrip("/") for server in attach], "models": model, "read_metrics": read_metrics}
         attached = Attached.model_validate({**told, "recorded": (record or attach[0]).rstrip("/")})
+    if foreground:
+        argv = supervisor_argv(recipe, settings, attached)
+        os.execv(argv[0], argv)  # noqa: S606 - a list, as everywhere; signals then reach the supervisor itself
     with working("starting; `redraft logs` shows the progress"):
         state = start(recipe, settings, attached)
     for program in state.programs:

@@ -56,28 +56,16 @@ def start(recipe: str, settings: Settings, attached: Attached | None = None) -> 
     """Start the supervisor in the background and wait until all programs answer.
 
     Raises:
-        ValueError: something runs here already, or the service can't be started, see `require_served` and
-            `require_startable`; or the token of the servers to attach to is not set.
+        ValueError: as `supervisor_argv`.
         RuntimeError: a program did not start; nothing is left running.
     """
-    if (running := read_state(settings.home)) is not None:
-        at = running.url(SERVICE) or "an address that is not known yet"
-        raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
-    parsed = load_recipe(recipe)
-    parsed.require_served()
-    more: list[str] = []
-    if attached is None:
-        require_startable(settings, parsed.serve.port)
-    elif not os.environ.get(ATTACH_TOKEN):
-        raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
-    else:
-        more = ["--attached", attached.model_dump_json()]
+    argv = supervisor_argv(recipe, settings, attached)
     (settings.home / STATE).unlink(missing_ok=True)
     log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.up", "--recipe", recipe, *more],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -98,6 +86,26 @@ def start(recipe: str, settings: Settings, attached: Attached | None = None) -> 
         process.wait(DOWN_TIMEOUT_S)
         (settings.home / STATE).unlink(missing_ok=True)
         raise
+
+
+def supervisor_argv(recipe: str, settings: Settings, attached: Attached | None = None) -> list[str]:
+    """Return how the supervisor is started.
+
+    ValueError if something runs here already, or the service can't be started, see `require_served` and
+    `require_startable`; or if the token of the servers to attach to is not set.
+    """
+    if (running := read_state(settings.home)) is not None:
+        at = running.url(SERVICE) or "an address that is not known yet"
+        raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
+    parsed = load_recipe(recipe)
+    parsed.require_served()
+    argv = [sys.executable, "-m", "flows.up", "--recipe", recipe]
+    if attached is None:
+        require_startable(settings, parsed.serve.port)
+        return argv
+    if not os.environ.get(ATTACH_TOKEN):
+        raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
+    return [*argv, "--attached", attached.model_dump_json()]
 
 
 def stop(settings: Settings) -> None:

@@ -1,5 +1,8 @@
 """The home folder: closed to other users, and of a format that is a number in a small file; another one is refused.
 
+A volume's root stays its owner's, who says which group may enter it, as Kubernetes does with `fsGroup`: what lies in it
+is closed.
+
 The query log has a number of its own (infra/tables.py).
 """
 
@@ -16,6 +19,7 @@ COPIES = "backups"  # folder of the databases that a restore replaced
 FORMAT = 7  # raise it with every change to what a home holds that an earlier or a later version can't read
 OTHERS = 0o077
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
+OF_FILE_SYSTEM = "lost+found"  # of a volume's root, and nobody's to close
 
 
 def open_home(settings: Settings) -> None:
@@ -49,13 +53,23 @@ def open_home(settings: Settings) -> None:
 
 def close_to_others(folder: Path) -> None:
     """Take from other users what they may do with a folder and all in it; ValueError if a part is somebody else's."""
+    left = {folder, folder / OF_FILE_SYSTEM} if _is_volume(folder) else set()
     for inner, folders, files in os.walk(folder, topdown=False):
         for path in [*(Path(inner, name) for name in (*files, *folders)), Path(inner)]:
             try:
                 mode = path.lstat().st_mode
-                if mode & OTHERS and not stat.S_ISLNK(mode):
+                if mode & OTHERS and not stat.S_ISLNK(mode) and path not in left:
                     path.chmod(stat.S_IMODE(mode) & ~OTHERS)
             except FileNotFoundError:  # whatever runs here may remove its files meanwhile
                 continue
             except PermissionError:
-                raise ValueError(f"other users may read {path}, and only its owner can change that") from None
+                fix = "; set REDRAFT_HOME to a new folder in it" if path == folder else ""
+                raise ValueError(f"other users may read {path}, and only its owner can change that{fix}") from None
+
+
+def _is_volume(folder: Path) -> bool:
+    """Whether a folder is a mount's root that is somebody else's, for a group of this process's, and closed to all."""
+    if not folder.is_mount():
+        return False
+    root, groups = folder.stat(), {os.getegid(), *os.getgroups()}
+    return root.st_uid != os.geteuid() and root.st_gid in groups and not root.st_mode & stat.S_IWOTH

@@ -116,7 +116,7 @@ def service_argv(settings: Settings) -> list[str]:
 
 
 def health_url(url: str) -> str:
-    return f"{url}/healthz"
+    return f"{url}/health"
 
 
 def start_service(

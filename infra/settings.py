@@ -6,6 +6,7 @@ imported, because they read their variables then.
 """
 
 import difflib
+import getpass
 import hashlib
 import os
 import re
@@ -26,6 +27,11 @@ PREFIX = "REDRAFT_"
 ATTACH_TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
 RECORD_CONFIG = "REDRAFT_RECORD_CONFIG"
 KEY = r"[\x21-\x7e]{8,512}"
+# What Kubernetes tells each container of a Service named redraft or redraft-…; the value of a port is an address.
+OF_SERVICE = re.compile(
+    r"REDRAFT_([A-Z0-9_]+_)?"
+    r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)=.*|PORT=[a-z]+://.+)"
+)
 # Of the list of hosts that are asked without a proxy; some libraries read the one, some the other.
 NO_PROXY = ("no_proxy", "NO_PROXY")
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -191,8 +197,15 @@ class Settings(Frozen):
         """Set the process variables of the libraries; one that is already set stays.
 
         Keys leave the environment: no child needs them. What listens on loopback, or where this service does, is asked
-        without a proxy by this process and all that it starts.
+        without a proxy by this process and all that it starts. Libraries ask where a user's folder is, and for a name;
+        who has no account, as in most pods, gets both.
         """
+        if os.environ.get("HOME", "/") == "/":  # what a container's runtime tells of a user that it doesn't know
+            os.environ["HOME"] = str(self.cache / "user")
+        try:
+            getpass.getuser()
+        except KeyError:
+            os.environ["LOGNAME"] = str(os.getuid())
         if (link := plain_path(self.cache)) != self.cache:
             self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):
@@ -213,6 +226,7 @@ class Settings(Frozen):
             # Neither is implied by PREFECT_HOME.
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(prefect / "results"),
             "PREFECT_SERVER_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
+            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(prefect / "ui"),  # it would write beside its own code
             # Prefect's own has the path as it is.
             **({} if is_plain(prefect) else {"PREFECT_API_DATABASE_CONNECTION_URL": database}),
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
@@ -251,6 +265,8 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     values: dict[str, Any] = {}
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in (ATTACH_TOKEN, RECORD_CONFIG):
+            continue
+        if OF_SERVICE.fullmatch(f"{variable}={environment[variable]}"):
             continue
         field = variable.removeprefix(PREFIX).lower()
         if field not in Settings.model_fields or variable != variable.upper():

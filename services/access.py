@@ -24,7 +24,7 @@ from infra.consent import Consent
 from infra.keys import Key, Role, read_keys, sha256_of
 from services.failures import place_of
 
-OPEN_PATHS = ("/healthz",)
+OPEN_PATHS = ("/health", "/readyz")
 # Whose keys reach a path, by its start; the others are the operators'.
 CLIENTS: tuple[Role, ...] = ("client", "operator")
 OPERATORS: tuple[Role, ...] = ("operator",)
@@ -38,8 +38,8 @@ MESSAGES = "/v1/messages"
 PAGE_PATH = "/redraft/dashboard"
 # What of a request's headers reaches a handler, and what an answer has beyond HTTP's own.
 REQUEST_HEADERS = {
-    "Authorization": "`Bearer KEY`, on every path but `/healthz`. On loopback `/v1` needs none until a client's key is "
-    "made. `/redraft/dashboard` also takes a browser's `Basic`, with any name and the key as password.",
+    "Authorization": "`Bearer KEY`, on every path but `/health` and `/readyz`. On loopback `/v1` needs none until a "
+    "client's key is made. `/redraft/dashboard` also takes a browser's `Basic`, with any name and the key as password.",
     "Content-Type": "`application/json`, required with a body.",
     "Host": "As in HTTP. Without a key it must be a name of this machine.",
     "X-Api-Key": "The key on `/v1/messages`, as Anthropic's clients send it, where `Authorization` is not sent.",

@@ -57,14 +57,19 @@ def routes(service: Service) -> FastAPI:
     for kind in (HTTPException, RequestError, Exception):  # the last one Starlette raises again, and Admission logs it
         app.add_exception_handler(kind, _on_error)
 
-    @app.get("/healthz")
-    async def healthz() -> JSONResponse:
+    @app.get("/health")
+    async def health() -> JSONResponse:
         """`{"status": "ok"}`, "degraded" if a background task failed, 503 if the target can't serve. Needs no key."""
-        try:
-            await service.engine.health()
-        except RuntimeError:
-            raise RequestError(503, "the target can't serve", code="unhealthy") from None
+        await _require_health(service)
         return JSONResponse({"status": "degraded" if service.background.failed else "ok"})
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """`{"status": "ready"}`, 503 if `/health` is, at the end, and while the first draft is tested. Needs no key."""
+        await _require_health(service)
+        if (reason := service.unready()) is not None:
+            raise RequestError(503, f"not ready: {reason}", code="not_ready")
+        return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -145,6 +150,13 @@ def routes(service: Service) -> FastAPI:
         return JSONResponse({"version": VERSION})
 
     return app
+
+
+async def _require_health(service: Service) -> None:
+    try:
+        await service.engine.health()
+    except RuntimeError:
+        raise RequestError(503, "the target can't serve", code="unhealthy") from None
 
 
 async def _body(raw: Request) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import Field, field_validator
 
 from infra.keys import keys_path
-from infra.settings import AbsolutePath, Settings
+from infra.settings import AbsolutePath, Settings, load_settings
 from models import catalog
 from models.engines.vllm import Params, require_tool_parser
 from models.params import validate
@@ -26,13 +26,14 @@ class ServiceConfig(Frozen):
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
         follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
         orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.
+        settings: by default those of the environment of whoever reads it.
     """
 
     target_dir: AbsolutePath  # a replica is another process with another working directory
     target_version: int = Field(default=0, ge=0)
     follow_drafts: bool = True
     orchestrator: str = ""
-    settings: Settings
+    settings: Settings = Field(default_factory=load_settings)
     engine: dict[str, Any] = {"name": "vllm"}  # noqa: RUF012 - pydantic copies defaults
     serve: Serve = Serve()
 

@@ -82,11 +82,13 @@ class Reconciler:
         self._prompts = GoldenPrompts(engine, goldens, threshold)
         postponed = memory.postponed(config.serve, time.monotonic())
         self.state = replace(DraftState.started(boot, memory), postponed=postponed)
+        self.has_looked = False  # after the first look the draft it started with is proven, postponed or refused
         self._trial: asyncio.Task[Event] | None = None
 
     async def run(self) -> None:
         while True:
             await self.look()
+            self.has_looked = True
             await asyncio.sleep(self._config.serve.poll_s)
 
     async def look(self) -> None:

@@ -6,6 +6,7 @@ Serve builds the ASGI app after it, so that routes can close over the running se
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
+from infra.home import open_home
 from infra.installed import openmp_preload
 from infra.serving import compiled_folder
 from models.engines.vllm import child_environment
-from services.config import ServiceConfig
+from services.config import ServiceConfig, read_as
 from services.failures import VLLM_LOGGING
 
 if TYPE_CHECKING:
@@ -39,6 +41,12 @@ class Replica:
 
     async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
         sys.setswitchinterval(SWITCH_S)
+        config = ServiceConfig.model_validate_json(config_json)
+        # Of this node, which may not be the one that the service began on.
+        config.settings.prepare_environment()
+        open_home(config.settings)
+        os.environ |= child_environment(config.engine_params())
+        os.environ["VLLM_CACHE_ROOT"] = str(compiled_folder(config.settings.cache))
         with serve_log_kept():
             gc.disable()  # of what is imported nothing is garbage, and to look for it takes a quarter of the time
             from services.service import Service
@@ -49,7 +57,7 @@ class Replica:
             logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
             for name in ("services", "models.engines"):
                 logging.getLogger(name).setLevel(logging.INFO)
-            self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+            self._service = await Service.start(config)
             self._socket = socket
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
@@ -86,8 +94,7 @@ def serve_log_kept() -> Iterator[None]:
 
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
-    environment = {**child_environment(config.engine_params()), **openmp_preload(), **VLLM_LOGGING}
-    environment["VLLM_CACHE_ROOT"] = str(compiled_folder(config.settings.cache))
+    environment = {**openmp_preload(), **VLLM_LOGGING}  # what a process must be started with
     deployed = serve.deployment(
         name="replica",
         # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.
@@ -100,4 +107,16 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
     )
-    return deployed(Replica).bind(config.model_dump_json(), socket)
+    # Settings that the file does not have are each node's own.
+    return deployed(Replica).bind(config.model_dump_json(exclude_unset=True), socket)
+
+
+def application(args: dict[str, str]) -> serve.Application:
+    """Return the application of the file that argument `config` names, for a Ray cluster of others, such as KubeRay's.
+
+    ValueError if keys of clients come with the environment: each node has to know them from its home.
+    """
+    config = read_as(ServiceConfig, Path(args["config"]))
+    if config.settings.api_keys:
+        raise ValueError("REDRAFT_API_KEYS is set, wanted clients' keys in each node's home, by keys.json")
+    return deployment(config, None)

@@ -130,6 +130,14 @@ class Service:
         """Switch speculation for an operator; returns whether the engine speculates."""
         return self.reconciler is not None and await self.reconciler.set_speculation(on)
 
+    def unready(self) -> str | None:
+        """Return why new requests are better sent to another replica, though this one answers; None if they aren't."""
+        if self.admission.draining:
+            return "the service is shutting down"
+        if self.reconciler is not None and not self.reconciler.has_looked:
+            return "the draft that the service started with is on probation"
+        return None
+
     def require_no_replacement(self) -> None:
         """Raise RuntimeError if only a new replica can serve what the registry wants."""
         if self.reconciler is not None and self.reconciler.state.replacement is not None:

@@ -175,7 +175,7 @@ class World(Served):
         env = openmp_preload() | {"REDRAFT_HOME": str(self.home)}
         child = Child.start(argv, env, self.home / "service.log", "the service")
         try:
-            wait_until(lambda: answers(f"{self.url}/healthz"), START_TIMEOUT_S, child, "the service")
+            wait_until(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, child, "the service")
         except BaseException:
             child.stop()
             raise

@@ -1,21 +1,29 @@
-"""The images can't be built here; what can be held is that they name what exists."""
+"""The images can't be built here; what can be held is that they name what exists, and agree with each other."""
 
 import json
 import re
 import shlex
+import subprocess
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from typer.main import get_command
 
 from flows import cli, deployments
-from infra.settings import load_settings
+from infra.post_promotion import PostPromotionTests
+from infra.settings import Settings, load_settings
 from models.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CUDA_OF = {"torch==2.13.0": "13.0"}  # what the wheel of the index asks for, cuda-toolkit==13.0.3
+ONCE = {"bucket", "build"}  # end by themselves
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME", "ENTRYPOINT", "CMD"}
 
 
@@ -39,10 +47,27 @@ def test_an_image_copies_what_is_there_and_runs_a_command_as_an_ordinary_user(im
     copied = " ".join(rest for keyword, rest in steps if keyword == "COPY")
     assert all(package in copied for package in ("flows", "infra", "models", "services", "tasks"))
     last = dict(steps)
-    assert last["USER"] == "redraft"
+    assert int(last["USER"]) > 0, "a cluster takes no name for a user that is not root"
     assert json.loads(last["ENTRYPOINT"]) == ["redraft"]
     require_command(json.loads(last["CMD"]))
     load_settings(dict(pair.split("=", 1) for pair in shlex.split(last["ENV"]) if pair.startswith("REDRAFT_")))
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_an_image_installs_extras_that_are_there_by_the_constraints(image: Path) -> None:
+    installs = [rest for keyword, rest in instructions(image) if keyword == "RUN" and "pip install" in rest]
+    for command in (command.split() for rest in installs for command in rest.split("&&") if "pip install" in command):
+        pinned = [argument for argument in command if "==" in argument]
+        assert pinned or command[command.index("-c") + 1] == "infra/constraints.txt", command
+        assert {*pinned} <= {*PROJECT["dependencies"]}, command
+    [extras] = re.findall(r"'\.\[(.+?)\]'", " ".join(installs))
+    assert {image.stem, "postgres", "s3"} == {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_cuda_of_the_image_is_that_of_torch() -> None:
+    [torch] = [one for one in PROJECT["dependencies"] if one.startswith("torch==")]
+    base = dict(instructions(ROOT / "docker" / "cuda.Dockerfile"))["FROM"]
+    assert base.startswith(f"nvidia/cuda:{CUDA_OF[torch]}.")
 
 
 def require_command(arguments: list[str]) -> None:
@@ -56,28 +81,82 @@ def stack() -> dict[str, Any]:
     return yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
 
 
+def ours(stack: dict[str, Any]) -> dict[str, Any]:
+    return {name: service for name, service in stack["services"].items() if "build" in service}
+
+
 def test_the_stack_builds_an_image_that_is_there_and_starts_what_exists(stack: dict[str, Any]) -> None:
-    for name, service in stack["services"].items():
+    for name, service in ours(stack).items():
         assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).is_file(), name
-        assert set(service.get("depends_on", {})) <= stack["services"].keys()
-        for volume in service["volumes"]:
-            assert volume.partition(":")[0] in stack["volumes"]
         if "entrypoint" not in service:
             require_command(service["command"])
+        elif "--recipe" in service["command"]:
+            assert find_spec(service["entrypoint"][-1]) is not None
+            assert load_recipe(service["command"][-1])
+        else:
+            assert find_spec(service["entrypoint"][2]) is not None
     assert stack["services"]["runner"]["entrypoint"][-1] == deployments.__name__
-    assert load_recipe(stack["services"]["runner"]["command"][-1])
+
+
+def test_what_the_stack_refers_to_is_there_and_of_a_version(stack: dict[str, Any]) -> None:
+    services = stack["services"]
+    for name, service in services.items():
+        assert re.fullmatch(r"[a-z/]+:[a-z0-9.-]*\d[a-z0-9.-]*|redraft:cpu", service["image"]), name
+        for volume in service.get("volumes", ()):
+            assert volume.partition(":")[0] in stack["volumes"]
+        assert {one["source"] for one in service.get("configs", ())} <= stack["configs"].keys()
+        for other, how in service.get("depends_on", {}).items():
+            assert how["condition"] == ("service_completed_successfully" if other in ONCE else "service_healthy")
+            assert other in services
+
+
+def test_what_goes_on_says_whether_it_is_well_at_a_port_that_it_listens_on(stack: dict[str, Any]) -> None:
+    services = stack["services"]
+    assert {name for name, service in services.items() if "healthcheck" not in service} == ONCE
+    for name in ("prefect", "mlflow", "serve"):
+        command = [*services[name].get("entrypoint", []), *services[name]["command"]]
+        port = command[command.index("--port") + 1]
+        assert f"http://127.0.0.1:{port}/" in services[name]["healthcheck"]["test"][-1]
+        assert services[name]["ports"][0].endswith(f"{port}:{port}")
+    assert services["serve"]["healthcheck"]["test"][-1].endswith("/readyz')")
+    assert f":{urlsplit(stack['x-redraft']['environment']['AWS_ENDPOINT_URL']).port}/" in str(
+        services["s3"]["healthcheck"]
+    )
+
+
+def test_the_stacks_lock_is_that_of_the_post_promotion_test(stack: dict[str, Any], tmp_path: Path) -> None:
+    told = stack["services"]["post-promotion"]
+    [_, check] = told["healthcheck"]["test"]
+    tests = PostPromotionTests(Settings(home=tmp_path))
+    here = check.replace(told["environment"]["REDRAFT_HOME"], str(tmp_path))
+    with tests.alone():
+        assert subprocess.run(["sh", "-c", here], check=False).returncode == 0
+    assert subprocess.run(["sh", "-c", here], check=False).returncode == 1
+
+
+def test_ours_write_to_the_volume_and_a_folder_of_temporary_files_alone(stack: dict[str, Any]) -> None:
+    for name, service in ours(stack).items():
+        assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp"]), name  # noqa: S108
+        assert service["volumes"] == [f"home:{service['environment']['REDRAFT_HOME']}"]
+    for image in IMAGES:
+        assert f"REDRAFT_HOME={stack['x-redraft']['environment']['REDRAFT_HOME']} " in dict(instructions(image))["ENV"]
 
 
 def test_only_the_endpoint_is_open_to_other_machines_and_it_asks_for_a_key(stack: dict[str, Any]) -> None:
     for name, service in stack["services"].items():
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:") or name == "serve"
-    holding = {name for name, service in stack["services"].items() if "REDRAFT_API_KEYS" in service["environment"]}
+    holding = {name for name, service in ours(stack).items() if "REDRAFT_API_KEYS" in service["environment"]}
     assert holding == {"serve"}
     assert "?" in stack["services"]["serve"]["environment"]["REDRAFT_API_KEYS"]
 
 
-def test_the_stack_sets_only_variables_that_are_settings(stack: dict[str, Any]) -> None:
-    for service in stack["services"].values():
+def test_the_stack_sets_only_variables_that_are_settings_and_holds_no_secret(stack: dict[str, Any]) -> None:
+    for service in ours(stack).values():
         own = {name: value for name, value in service["environment"].items() if name.startswith("REDRAFT_")}
         load_settings(own | {"REDRAFT_API_KEYS": "a-clients-key"})
+    text = (ROOT / "docker" / "compose.yaml").read_text()
+    secrets = [*re.findall(r"(?:PASSWORD|SECRET|SECRET_ACCESS_KEY|AUTH_STRING|secretKey\"): \"?(.+)", text)]
+    secrets += re.findall(r"redraft:([^@\s]+)@postgres", text)
+    assert len(secrets) >= 6
+    assert [secret for secret in secrets if not secret.startswith("${")] == []

@@ -25,7 +25,7 @@ def test_f40_whatever_the_environment_says_of_serves_haproxy_what_stands_before_
         with strangers.stopped():
             world.serve["front"] = front
     with httpx.Client(base_url=world.url, trust_env=False, timeout=60) as stranger, caller(world, KEY) as client:
-        assert stranger.get("/healthz").json() == {"status": "ok"}
+        assert stranger.get("/health").json() == {"status": "ok"}
         for path in ("/v1/models", "/metrics", "/redraft/status", "/-/routes", "/-/healthz"):
             require_error(stranger.get(path), httpx.codes.UNAUTHORIZED)
         require_error(client.get("nowhere"), httpx.codes.NOT_FOUND)

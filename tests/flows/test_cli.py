@@ -52,6 +52,14 @@ def run(tmp_path, monkeypatch, own_environment):
     return lambda *arguments: CliRunner().invoke(cli.app, arguments)
 
 
+@pytest.mark.slow
+def test_up_in_the_foreground_becomes_the_supervisor_which_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "flows.cli", "up", "--foreground", "--recipe", "tiny"]
+    done = subprocess.run(command, env=os.environ | {"REDRAFT_HOME": str(tmp_path)}, capture_output=True, check=False)
+    missing = b"the registry has no champion target and draft yet; run: redraft build\n"
+    assert (done.returncode, done.stdout) == (2, missing), done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "names"), [((), COMMANDS), (("bench",), ("speed", "load", "swap", "drift", "specbench"))]
 )

@@ -90,7 +90,7 @@ def service(chain, tmp_path: Path) -> Iterator[str]:
     def answers() -> bool:
         assert process.poll() is None, process.communicate()[0]
         try:
-            return file.is_file() and httpx.get(f"{url()}/healthz", trust_env=False).status_code == 200
+            return file.is_file() and httpx.get(f"{url()}/health", trust_env=False).status_code == 200
         except (httpx.TransportError, ValueError):
             return False
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.home import FORMAT, FORMAT_FILE, open_home
+from infra.home import FORMAT, FORMAT_FILE, close_to_others, open_home
 from infra.querylog import QueryLog
 from infra.settings import Settings
 
@@ -45,6 +45,11 @@ def test_a_home_is_closed_to_other_users_and_one_that_was_open_is_mended(tmp_pat
     assert modes.pop("run.sh") == modes.pop("logs") == modes.pop("home") == 0o700
     assert set(modes.values()) == {0o600}
     assert outside.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_is_not_there_yet_has_nothing_to_close(tmp_path: Path) -> None:
+    close_to_others(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1, 0, "2"])

@@ -14,6 +14,7 @@ import requests
 from infra.serving import compiled_folder
 from infra.settings import LOOPBACK_HOSTS, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
 from tests.conftest import ODD_NAME
+from tests.pod import OF_SERVICE
 
 COMPILED = ("VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR")
 
@@ -52,6 +53,31 @@ def test_a_key_that_can_be_none_is_refused_by_its_place_and_never_told() -> None
 def test_a_misspelt_variable_fails_with_its_name_and_the_nearest_one(variable: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"{variable} is not a setting; did you mean {nearest}"):
         load_settings({variable: "cpu"})
+
+
+def test_what_kubernetes_tells_of_services_is_no_misspelt_setting(tmp_path: Path) -> None:
+    told = OF_SERVICE | {
+        "REDRAFT_MLFLOW_SERVICE_HOST": "10.96.0.18",
+        "REDRAFT_MLFLOW_PORT": "tcp://10.96.0.18:5000",
+        "REDRAFT_HEAD_SVC_PORT_10001_UDP_ADDR": "fd00::12",
+    }
+    assert load_settings({"REDRAFT_HOME": str(tmp_path)} | told) == Settings(home=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("REDRAFT_PORT", "8000"),
+        ("REDRAFT_SERVICE", "10.96.0.17"),
+        ("REDRAFT_SERVICE_HOSTS", "10.96.0.17"),
+        ("REDRAFT_PORT_8000", "tcp://10.96.0.17:8000"),
+        ("REDRAFT_PORT_HTTP_TCP", "tcp://10.96.0.17:8000"),
+        ("REDRAFT_service_host", "10.96.0.17"),
+    ],
+)
+def test_what_only_looks_like_kubernetes_is_a_misspelt_setting(variable: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"^{variable} is not a setting; did you mean REDRAFT_[A-Z_]+[?]$"):
+        load_settings({variable: value})
 
 
 def test_a_value_that_the_setting_does_not_take_fails_with_its_name() -> None:

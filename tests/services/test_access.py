@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from infra.keys import ROLES, add_key, bring_keys, revoke_key, sha256_of
-from services.access import Admission, Caller, Keys, RequestError
+from services.access import OPEN_PATHS, Admission, Caller, Keys, RequestError
 from tests.services import asgi
 
 FIRST, SECOND = "first-key-123", "second-key-123"
@@ -149,17 +149,17 @@ def test_without_a_key_the_machine_must_be_asked_by_its_own_name(tmp_path: Path,
     assert identify(Keys(file, loopback=True), "Bearer first-key-123", host="redraft.example") == KEY
 
 
-def test_with_keys_every_path_but_healthz_needs_one(file: Path) -> None:
+def test_with_keys_every_path_but_the_probes_needs_one(file: Path) -> None:
     admission = Admission(Keys(file, loopback=True))
     for path in ("/v1/models", "/metrics", "/redraft/status", "/nothing"):
         status, body, headers = ask(admission, path)
         assert (status, body["error"]["type"]) == (401, "authentication_error")
         assert headers["www-authenticate"] == "Bearer"
-    assert ask(admission, "/healthz")[0] == 200
+    assert [ask(admission, path)[0] for path in OPEN_PATHS] == [200, 200]
     assert ask(admission, headers=[bearer(FIRST)])[0] == 200
     status, body, _ = ask(admission, "/redraft/status", headers=[bearer(FIRST)])
     assert (status, body["error"]["type"]) == (403, "permission_error")
-    assert admission.responses == {401: 4, 200: 2, 403: 1}
+    assert admission.responses == {401: 4, 200: 3, 403: 1}
     assert admission.in_flight == 0
 
 
@@ -179,11 +179,11 @@ def test_the_text_of_an_unforeseen_failure_never_reaches_the_client_nor_the_log(
     assert open_admission.in_flight == 0
 
 
-def test_while_draining_new_requests_are_503_and_health_is_still_answered(open_admission: Admission) -> None:
+def test_while_draining_new_requests_are_503_and_probes_are_still_answered(open_admission: Admission) -> None:
     open_admission.draining = True
     status, _, headers = ask(open_admission)
     assert (status, headers["retry-after"]) == (503, "5")
-    assert ask(open_admission, "/healthz")[0] == 200
+    assert [ask(open_admission, path)[0] for path in OPEN_PATHS] == [200, 200]
 
 
 def test_anthropics_header_is_a_key_on_its_own_paths_and_only_where_no_other_is_sent(file: Path) -> None:

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
+from infra.processes import answers, wait_until
 from services.access import REQUEST_HEADERS
 from services.app import routes
 from services.questions import SPECULATION
@@ -39,8 +40,8 @@ BODIES = {
 SWITCH = "/redraft/speculation"
 ON = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
 PATHS = (
-    *BODIES, SWITCH, "/v1/models", "/v1/models/{name}", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz",
-    "/version",
+    *BODIES, SWITCH, "/v1/models", "/v1/models/{name}", "/redraft/status", "/redraft/dashboard", "/metrics", "/health",
+    "/readyz", "/version",
 )  # fmt: skip
 # Of a request that names any of them hardly anything else is looked at.
 REFUSED = (
@@ -156,6 +157,8 @@ def test_no_route_is_left_out() -> None:
 def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     world: World, path: str, mode: GenerationMode
 ) -> None:
+    if path == "/readyz":
+        wait_until(lambda: answers(f"{world.url}{path}"), 60, None, path)
     takes_body = path in (*BODIES, SWITCH)
     operation = schemathesis.openapi.from_dict(document())[path]["POST" if takes_body else "GET"]
 
@@ -170,4 +173,4 @@ def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     if path == SWITCH:
         switched = httpx.post(world.url + SWITCH, json={"on": True}, headers=world.operator, trust_env=False)
         assert switched.json() == {"speculating": True}
-    assert httpx.get(f"{world.url}/healthz", timeout=60, trust_env=False).status_code == httpx.codes.OK
+    assert httpx.get(f"{world.url}/health", timeout=60, trust_env=False).status_code == httpx.codes.OK

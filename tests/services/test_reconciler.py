@@ -1164,6 +1164,27 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
     assert running.counts["postponed"] >= 3
 
 
+@pytest.mark.slow
+def test_the_first_look_ends_with_a_tested_draft_or_once_a_test_that_hangs_is_given_up(world: World) -> None:
+    world.push(fault="hangs")
+    world.boot(probation=Probation(timeout_s=1.0))
+
+    async def run() -> Phase:
+        task = asyncio.create_task(world.loop.run())
+        async with asyncio.timeout(60):
+            while world.engine.num_asked == 0:
+                await asyncio.sleep(0.01)
+            phase, looked = world.loop.state.phase, world.loop.has_looked
+            while not world.loop.has_looked:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        assert not looked
+        return phase
+
+    assert world.runner.run(run()) is Phase.PROVING
+    assert (world.serving(), world.loop.state.postponed.keys()) == (1, {label(world.registry.get("draft", 1))})
+
+
 @pytest.mark.parametrize("content", ["", "{}x", '{"good": 1}'])
 def test_a_damaged_state_is_counted_and_as_empty_as_a_missing_one(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture

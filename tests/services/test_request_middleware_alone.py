@@ -52,7 +52,7 @@ def test_a_body_is_read_here_within_its_limits_once_a_key_was_checked(tmp_path: 
     keys = Keys(tmp_path / "keys.json", loopback=True)
     status, body, _ = ask(chunks=[b"x" * 11], keys=keys)
     assert (status, error_of(body)["code"]) == (401, "invalid_api_key")
-    assert ask(path="/healthz", keys=keys)[0] == 200
+    assert ask(path="/readyz", keys=keys)[0] == 200
 
 
 def test_only_the_headers_that_mean_something_here_pass() -> None:

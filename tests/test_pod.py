@@ -1,0 +1,115 @@
+"""What works in a pod: a volume that is another user's, no account and no HOME, and a root that nobody writes to."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from http.client import HTTPResponse
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.processes import answers, free_port, wait_until
+from infra.serving import SERVED_NAME
+from tests.pod import GROUP, HOME, USER, argv_in_pod, volume
+
+REDRAFT = (sys.executable, "-W", "ignore", "-m", "flows.cli")
+
+
+def in_pod(command: tuple[str, ...], on: Path, **environment: str) -> list[str]:
+    """Return how a command is run in a pod whose home is a volume."""
+    root = on.with_name("root")
+    root.mkdir(exist_ok=True)
+    return argv_in_pod(command, on, root, **environment)
+
+
+def run(command: tuple[str, ...], on: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(in_pod(command, on, **environment), capture_output=True, text=True, check=False)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.mark.slow
+def test_a_volumes_root_that_a_group_may_enter_is_a_home_and_what_lies_in_it_is_closed(tmp_path: Path) -> None:
+    home = volume(tmp_path / "volume")
+    (home / "lost+found").mkdir()
+    (home / "lost+found").chmod(0o2770)
+    (home / "split.key").write_bytes(bytes(32))
+    (home / "split.key").chmod(0o660)  # as each mount leaves it where a volume's files are given to a group
+    os.chown(home / "split.key", USER, GROUP)
+    done = run((*REDRAFT, "status"), home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no drafts yet" in done.stdout
+    modes = {path.name: mode_of(path) for path in home.iterdir()}
+    assert (mode_of(home), modes.pop("lost+found")) == (0o2775, 0o2770)
+    assert {"home.json", "queries.db", "split.key"} < modes.keys()
+    assert {mode & 0o077 for mode in modes.values()} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "inner"), [(0o2777, ""), (0o2775, "inner")])
+def test_a_folder_that_all_may_write_or_that_is_no_volume_is_refused_with_what_to_set(
+    tmp_path: Path, mode: int, inner: str
+) -> None:
+    home = volume(tmp_path / "volume")
+    if inner:
+        volume(home / inner)
+    (home / inner).chmod(mode)
+    done = run((*REDRAFT, "status"), home, REDRAFT_HOME=str(HOME / inner))
+    told = f"redraft: other users may read {HOME / inner}, and only its owner can change that"
+    assert (done.returncode, done.stderr) == (2, f"{told}; set REDRAFT_HOME to a new folder in it\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [{}, {"HOME": "/"}], ids=["no HOME", "HOME of nobody"])
+def test_libraries_find_a_folder_and_a_name_where_the_user_has_no_account(tmp_path: Path, told: dict[str, str]) -> None:
+    code = """
+from infra.settings import load_settings
+load_settings().prepare_environment()
+import getpass, pathlib, prefect.settings
+print(pathlib.Path.home(), getpass.getuser())
+"""
+    done = run((sys.executable, "-c", code), volume(tmp_path / "volume"), **told)
+    assert (done.returncode, done.stdout) == (0, f"{HOME}/cache/user {USER}\n"), done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_not_while_it_drains(tmp_path: Path) -> None:
+    home, recipe, port = volume(tmp_path / "volume"), "--recipe=tiny", free_port()
+    built = run((*REDRAFT, "build", recipe), home)
+    assert built.returncode == 0, built.stderr
+    body = json.dumps({"model": SERVED_NAME, "prompt": "one", "max_tokens": 4}).encode()
+    url, head = f"http://127.0.0.1:{port}", "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    settings = (f"serve.port={port}", "serve.drain_s=100", "serve.limits.body_timeout_s=100")
+    up = in_pod((*REDRAFT, "up", "--foreground", recipe, *(f"--set={one}" for one in settings)), home)
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(up, stdout=log, stderr=log) as pod:
+        try:
+            wait_until(lambda: answers(f"{url}/readyz") or pod.poll() is not None, 600, None, f"{url}/readyz")
+            assert pod.poll() is None, (tmp_path / "log").read_text()
+            status = json.loads(run((*REDRAFT, "status", "--json"), home).stdout)
+            assert status["service"]["status"]["proof"] is not None
+            with socket.create_connection(("127.0.0.1", port)) as slow:
+                slow.sendall(head.encode() + body[:-1])
+                pod.send_signal(signal.SIGTERM)
+                wait_until(
+                    lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 503, 60, None, "the drain"
+                )
+                told = httpx.get(f"{url}/readyz", trust_env=False).json()["error"]
+                assert (told["code"], told["message"]) == ("not_ready", "not ready: the service is shutting down")
+                assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+                slow.sendall(body[-1:])
+                answer = HTTPResponse(slow)
+                answer.begin()
+                assert json.loads(answer.read())["choices"][0]["finish_reason"] == "length"
+            assert pod.wait(120) == 0
+        finally:
+            pod.kill()
+    assert "drained, 0 requests were cut off" in (home / "logs" / "service.log").read_text()
