@@ -16,6 +16,7 @@ from infra.files import lock_file
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
+    FIRST,
     OWN_TAGS,
     ForeignVersion,
     Kind,
@@ -25,6 +26,7 @@ from infra.versions import (
     cached,
     is_quarantined,
     is_usable,
+    written_tags,
 )
 
 CHAMPION = "champion"
@@ -95,7 +97,7 @@ class Registry:
                 kind,
                 source=model.artifact_location,
                 run_id=run_id,
-                tags={**tags, "sha256": sha256, "model_id": model.model_id},
+                tags={**written_tags(kind, tags), "sha256": sha256, "model_id": model.model_id},
                 description=f"{description}\n\n{places}".strip(),
                 # A database store looks the id up at MLflow's process-wide address; a server, at its own.
                 model_id=model.model_id if self.store.uri.startswith("http") else None,
@@ -168,7 +170,7 @@ class Registry:
             with translated(f"promoting {kind} {number}"):
                 if forced:
                     self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
-                previous = "" if champion is None else str(champion.number)
+                previous = FIRST if champion is None else str(champion.number)
                 self.store.client.set_model_version_tag(kind, str(number), "previous", previous)
                 self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
 
