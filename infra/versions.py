@@ -182,7 +182,7 @@ class Lineage(_Tags):
             found = sum(name in tags for name in cls.tag_names())
             if not count.isdecimal() or found < int(count):
                 raise ValueError(f"{found} tags of its lineage are there; tag {COUNT} is {count[:60]!r}")
-            tags = dict.fromkeys(cls.tag_names(), "") | tags
+            tags = {**dict.fromkeys(cls.tag_names(), ""), **tags}
         blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
         window = None if blank else TrainedWindow.from_tags(tags)
         return cls._read(tags, target=Target.from_tags(tags), window=window)
