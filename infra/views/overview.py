@@ -110,13 +110,12 @@ def servers(seen: Overview) -> dict[str, list[str]]:
     """Return what is told of each attached server: where it stands, and then how much of its draft is accepted."""
     told = {}
     for row in seen.attached:
-        lines = told[f"attached server {row.server}"] = [
-            f"{row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
-        ]
+        lines = [f"{row.state}, draft {row.version or 'unknown'}, wave {row.wave}"]
         if row.counts is not None:
             lines.append(f"by its metrics: {row.counts.told()}")
         for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
             lines.append(f"{domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
+        told[f"attached server {row.server}"] = lines
     return told
 
 
@@ -164,8 +163,7 @@ def _show_service(service: RunningService, trained: Mapping[int, int | None], ou
     learnt = trained.get(service.draft_version or 0)
     if learnt is not None and service.longest_context > learnt:
         told = f"requests have up to {service.longest_context:,} tokens, what the draft learnt from {learnt:,}"
-        out.print(
-            f"  {told}: beyond them acceptance falls. A refresh learns lengths that one text in 100 has", soft_wrap=True
-        )
+        falls = "beyond them acceptance falls. A refresh learns lengths that one text in 100 has"
+        out.print(f"  {told}: {falls}", soft_wrap=True)
     for domain, share in service.coverage.items():
         out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

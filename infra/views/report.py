@@ -116,8 +116,9 @@ def _cards(found: Findings) -> list[Card]:
     elif follows(found.state):
         serve = [row.version for row in found.state.attached if row.state == "serving"]
         drafts = ", ".join(sorted({version.partition("-")[0] for version in serve if version}))
-        note = f"serving draft {drafts}" if drafts else "serving"
-        card = Card("Attached servers", f"{len(serve)} of {len(found.state.attached)}", note)
+        card = Card(
+            "Attached servers", f"{len(serve)} of {len(found.state.attached)} serve", drafts and f"draft {drafts}"
+        )
     return [
         Card("Champion draft", number, note),
         card,

@@ -12,7 +12,6 @@ another order.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -69,10 +68,11 @@ class Sample(NamedTuple):
 def usual_length(samples: Sequence[Sample], batch_tokens: int) -> int:
     """Return the tokens that 99 samples in 100 have at most, or those of a batch, whichever are more.
 
-    A batch holds one sample at least: a text far longer than all others would take the memory that none of them takes.
+    A batch holds one sample at least: a text far longer than the others would take memory that none of them takes. It
+    is none of the 99, however few samples there are.
     """
     lengths = sorted(len(sample.token_ids) for sample in samples)
-    return max([batch_tokens, *lengths[math.ceil(USUAL * len(lengths)) - 1 :][:1]])
+    return max([batch_tokens, *lengths[int(USUAL * len(lengths)) - 1 :][:1]])
 
 
 def cut_ends(samples: Sequence[Sample], max_length: int) -> list[Sample]:

@@ -24,7 +24,7 @@ def test_a_length_is_that_of_99_texts_in_100_but_a_batch_at_least() -> None:
     texts = [Sample(f"s{size}", "tiny", [1], [2] * size) for size in range(100)]  # of 1 to 100 tokens
     assert [usual_length(texts, batch_tokens) for batch_tokens in (64, 512)] == [99, 512]
     assert usual_length(texts[::-1] + texts, 64) == 99
-    assert [usual_length(some, 64) for some in (texts[99:], [])] == [100, 64]
+    assert [usual_length(some, 64) for some in (texts[97:], texts[99:], [])] == [99, 100, 64]
 
 
 def test_what_is_behind_a_length_is_cut_and_what_has_no_answer_before_it_left_out() -> None:
