@@ -24,6 +24,7 @@ from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
+    FIRST,
     OWN_TAGS,
     ForeignVersion,
     Kind,
@@ -33,6 +34,7 @@ from infra.versions import (
     cached,
     is_quarantined,
     is_usable,
+    written_tags,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +122,11 @@ class Registry:
                 kind,
                 source=source if model is None else model.artifact_location,
                 run_id=run_id,
-                tags={**tags, "sha256": sha256, **({} if model is None else {"model_id": model.model_id})},
+                tags={
+                    **written_tags(kind, tags),
+                    "sha256": sha256,
+                    **({} if model is None else {"model_id": model.model_id}),
+                },
                 description=f"{description}\n\n{places}".strip(),
                 # A database store looks the id up at MLflow's process-wide address; a server, at its own.
                 model_id=model.model_id if model is not None and self.store.uri.startswith("http") else None,

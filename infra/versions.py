@@ -1,7 +1,7 @@
 """Versions in the registry: what one was made from and how it was gated, and whether it may be served.
 
-MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
-tag says "does not apply".
+MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. What does
+not apply has no tag; how many tags a lineage has is one too, so that a missing one is noticed.
 """
 
 import json
@@ -178,6 +178,11 @@ class Lineage(_Tags):
 
     @classmethod
     def from_tags(cls, tags: Mapping[str, str]) -> Self:
+        if (count := tags.get(COUNT)) is not None:  # earlier revisions wrote empty ones instead
+            found = sum(name in tags for name in cls.tag_names())
+            if not count.isdecimal() or found < int(count):
+                raise ValueError(f"{found} tags of its lineage are there; tag {COUNT} is {count[:60]!r}")
+            tags = {**dict.fromkeys(cls.tag_names(), ""), **tags}
         blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
         window = None if blank else TrainedWindow.from_tags(tags)
         return cls._read(tags, target=Target.from_tags(tags), window=window)
@@ -201,7 +206,9 @@ Kind = Literal["target", "draft"]
 
 SHA256 = r"^[0-9a-f]{64}$"
 CLEANED = "cleaned"
-OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced", CLEANED)
+COUNT = "lineage_tags"
+OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced", CLEANED, COUNT)
+FIRST = "none"  # before the first champion
 
 
 class ForeignVersion(ValueError):
@@ -234,10 +241,12 @@ class Version(Frozen):
 
     @property
     def previous(self) -> int | None:
-        number = self.tags.get("previous", "")
-        if not number.isdecimal() and number:
+        number = self.tags.get("previous", FIRST)
+        if number in ("", FIRST):  # the first of an earlier revision's
+            return None
+        if not number.isdecimal():
             raise ForeignVersion(f"{self.kind} {self.number}: tag previous is {number!r}, wanted a version's number")
-        return int(number) if number else None
+        return int(number)
 
     @property
     def was_champion(self) -> bool:
@@ -276,6 +285,12 @@ class Pair(Frozen):
     draft: Version
     target_files: Artifact
     draft_files: Artifact
+
+
+def written_tags(kind: Kind, tags: Mapping[str, str]) -> dict[str, str]:
+    """Return what is written of a version's tags: those that say something, and of a draft how many its lineage has."""
+    told = {name: value for name, value in tags.items() if value not in ("", "{}")}
+    return told | ({COUNT: str(sum(name in told for name in Lineage.tag_names()))} if kind == "draft" else {})
 
 
 def as_version(version: "ModelVersion") -> Version:

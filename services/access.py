@@ -29,7 +29,7 @@ OPEN_PATHS = ("/health", "/readyz")
 CLIENTS: tuple[Role, ...] = ("client", "operator")
 OPERATORS: tuple[Role, ...] = ("operator",)
 ROLES_OF: dict[str, tuple[Role, ...]] = {
-    **dict.fromkeys(("/v1/", "/tokenize", "/version"), CLIENTS),
+    **dict.fromkeys(("/v1/", "/tokenize", "/detokenize", "/version"), CLIENTS),
     "/metrics": ("scraper", "operator"),
 }
 # Anthropic's API: the paths that begin so have its header for the key and its shape of errors.

@@ -144,6 +144,11 @@ def routes(service: Service) -> FastAPI:
         """vLLM's: the token ids of a chat's `messages`, or of a `prompt`, as they would be answered."""
         return await _count(service, service.handlers.tokenize, raw)
 
+    @app.post("/detokenize")
+    async def detokenize(raw: Request) -> Response:
+        """vLLM's: the text of `tokens`, special ones too, as `{"prompt": …}`."""
+        return await _count(service, service.handlers.detokenize, raw)
+
     @app.get("/version")
     async def version() -> JSONResponse:
         """vLLM's, `{"version": …}`."""
@@ -187,7 +192,7 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
 
 
 async def _count(service: Service, handler: Handler, raw: Request) -> Response:
-    """Answer how a prompt is encoded, in turn with what generates: that takes one thread, whoever asks."""
+    """Answer how a prompt is encoded or decoded, in turn with what generates: that takes one thread, whoever asks."""
     body = await _body(raw)
     await _turn(service, raw, {**_limited(raw.scope["path"], body), "max_tokens": 1})
     return JSONResponse(await answered(handler(body, raw), body))

@@ -67,7 +67,7 @@ frontend clients
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {of_address} }}
     acl full be_conn(replica) ge {requests}
-    http-request return status 503 errorfile {overloaded} if full {{ path_beg /v1/ /tokenize }}
+    http-request return status 503 errorfile {overloaded} if full {{ path_beg /v1/ /tokenize /detokenize }}
     http-request set-header X-Forwarded-For %[src]
     default_backend replica
 

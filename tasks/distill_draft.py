@@ -1,5 +1,6 @@
 """Train a draft: a new one, or a challenger that goes on from where it was."""
 
+import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
 from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
 from models.core.learning import distill, fitted
-from models.core.learning.hidden import Sample
+from models.core.learning.hidden import Sample, cut_ends, usual_length
 from models.core.learning.parallel import Workers
 from models.drafts import Draft
 from models.params import BaseParams
@@ -37,6 +38,8 @@ from tasks.stages.throttle import device_of, throttled
 from tasks.stages.workers import train_module
 
 STATE, STATE_FILE = "state", "state.safetensors"
+# Beside a draft's weights: what its training found out. Not in its config, by which compiled code is found again.
+TRAINING = "training.json"
 
 
 class Trained(Frozen):
@@ -78,6 +81,12 @@ def teachers_in(params: BaseParams) -> dict[str, JsonValue]:
     return {card.sha256: {"name": card.name, "weight": one} for card, one in zip(cards, weights, strict=True)}
 
 
+def trained_context(draft: Artifact) -> int | None:
+    """Return the tokens of the longest text of a draft's last training, None of a draft that is not trained."""
+    file = open_artifact(draft) / TRAINING
+    return int(json.loads(file.read_bytes())["trained_context"]) if file.is_file() else None
+
+
 def forget_states(kept: Collection[str]) -> None:
     """Remove the states that no run will go on from; a draft without its own gets a fresh optimizer."""
     forget_others(STATE, kept)
@@ -115,21 +124,29 @@ def _train(
     end = load_settings().local_artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:
+        length = params.max_length or usual_length(read_samples(samples, "train"), params.batch_tokens)
+        fitting = params.model_copy(update={"max_length": length})
         try:
-            learn(directory, work, params)
+            learn(directory, work, fitting)
             return
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            halved = params.model_copy(update={"batch_tokens": max(2, params.batch_tokens // 2)})
+            tokens = max(params.batch_tokens, length)  # that a step has at most
+            fewer = {
+                "batch_tokens": max(2, min(params.batch_tokens, tokens // 2)),
+                "max_length": min(length, tokens // 2),
+            }
+            halved = fitting.model_copy(update=fewer)
             told = "memory of %s ran out with batches of %d tokens; trained anew with %d: %s"
-            run_logger().warning(told, device, params.batch_tokens, halved.batch_tokens, error)
+            run_logger().warning(told, device, tokens, tokens // 2, error)
         torch.cuda.empty_cache()  # behind the block, which held what the failed step made
         learn(directory, work, halved)
 
     def learn(directory: Path, work: Path, params: distill.Params) -> None:
         target_dir = open_artifact(target)
-        rows, kept_rows = fitted.share(read_samples(samples, "train"), params.heads)
+        whole = read_samples(samples, "train")
+        rows, kept_rows = fitted.share(_of_length(whole, params) if is_trained(family) else whole, params.heads)
         if params.validation and window is None:
             rows = _clustered(rows, target_dir)
         draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
@@ -178,6 +195,8 @@ def _train(
             with staged(end) as kept:
                 (work / STATE_FILE).replace(kept / STATE_FILE)
         family.save(draft, directory)
+        context = max(len(sample.token_ids) for sample in rows)
+        (directory / TRAINING).write_text(json.dumps({"trained_context": context}))
         fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
@@ -196,6 +215,21 @@ def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples:
     if hasattr(family, "collect"):
         family.collect(draft, [sample.token_ids for sample in samples])
     return draft
+
+
+def _of_length(samples: Sequence[Sample], params: distill.Params) -> list[Sample]:
+    """Cut texts at the length that is learnt; ValueError where nothing of their answers is left."""
+    assert params.max_length is not None
+    kept = cut_ends(samples, params.max_length)
+    if samples and not kept:
+        shortest = min(len(sample.prompt_ids) for sample in samples)
+        raise ValueError(
+            f"max_length {params.max_length} leaves no answer to learn; the shortest prompt has {shortest}"
+        )
+    if num_longer := sum(len(sample.token_ids) > params.max_length for sample in samples):
+        told = "%d of %d texts are longer than %d tokens: their ends are not learnt, %d have no answer before that"
+        run_logger().info(told, num_longer, len(samples), params.max_length, len(samples) - len(kept))
+    return kept
 
 
 def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:

@@ -8,7 +8,7 @@ from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
 from infra.lines import ancestors, trained_on
 from infra.registry import Outdated, open_registry
 from infra.settings import load_settings
-from infra.versions import Lineage, Pair, Version, is_quarantined, same_files
+from infra.versions import COUNT, Lineage, Pair, Version, is_quarantined, same_files
 from infra.windows import Window
 from models.recipe import Recipe
 from tasks.stages.task import flow_run_id, run_logger, task
@@ -183,7 +183,8 @@ def roll_back(quarantine: str = "") -> Version:
 
 def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
     """Return name and both values of every tag that differs, the lineage's first."""
-    names = [*Lineage.tag_names(), *sorted((first.tags.keys() | second.tags.keys()) - {*Lineage.tag_names()})]
+    own = {*Lineage.tag_names(), COUNT}
+    names = [*Lineage.tag_names(), *sorted((first.tags.keys() | second.tags.keys()) - own)]
     pairs = ((name, first.tags.get(name, ""), second.tags.get(name, "")) for name in names)
     return [pair for pair in pairs if pair[1] != pair[2]]
 

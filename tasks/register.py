@@ -19,13 +19,12 @@ from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from models.types import Estimate, GateReport
 from tasks.adopt_draft import Adopted
-from tasks.distill_draft import Trained, forget_states, teachers_in
+from tasks.distill_draft import Trained, forget_states, teachers_in, trained_context
 from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
-from tasks.stages.samples import longest
 from tasks.stages.task import flow_run_id, run_logger, task
 
 
@@ -60,7 +59,7 @@ def register_draft(
         if found.lineage.target_version == target.number:
             return found
     if adopted is None:
-        origin = {"teachers": teachers_in(recipe.distill), "trained_context": longest(samples)}
+        origin = {"teachers": teachers_in(recipe.distill), "trained_context": trained_context(draft)}
     else:
         origin = adopted.model_dump(exclude={"draft"})
     known = {**_figures(measured), **origin, "line": draft.sha256[:16], "gate": None}
@@ -120,7 +119,7 @@ def register_candidate(
     """
     registry, parent = open_registry(), pair.draft
     state = None if trained.state is None else stored(trained.state)
-    learnt = start.version.lineage.trained_context
+    learnt, own = start.version.lineage.trained_context, trained_context(trained.draft)
     known = {
         **_verdict(gated),
         "line": parent.lineage.line,
@@ -130,7 +129,7 @@ def register_candidate(
         ),
         "continues": None if start.version.number == parent.number else start.version.number,
         "teachers": teachers_in(recipe.refresh_distill()),
-        "trained_context": None if learnt is None else max(learnt, longest(samples) or 0),
+        "trained_context": None if learnt is None else max(learnt, own or 0),
         **({} if state is None else {"state_uri": state.uri, "state_sha256": state.sha256}),
     }
     first, like = first_samples(parent), pair.draft_files.path

@@ -48,15 +48,11 @@ def show_overview(seen: Overview, out: Console) -> None:
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     if seen.service is not None:
         _show_service(seen.service, {draft.version: draft.trained_context for draft in seen.drafts}, out)
-    elif all(program.name != ATTACH for program in seen.programs):
+    elif not follows(seen):
         out.print(f"service: {absent(seen)}", soft_wrap=True)
-    for row in seen.attached:
-        told = f"attached server {row.server}: {row.state}, draft {row.version or 'unknown'}, wave {row.wave}"
-        out.print(told, soft_wrap=True, markup=False)
-        if row.counts is not None:
-            out.print(f"  by its metrics: {row.counts.told()}", soft_wrap=True, markup=False)
-        for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
-            out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
+    for name, (state, *figures) in servers(seen).items():
+        for line in (f"{name}: {state}", *(f"  {one}" for one in figures)):
+            out.print(line, soft_wrap=True, markup=False)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
         state = "down, starts soon" if program.state == "down" else program.state
@@ -105,6 +101,24 @@ def last_gate(gated: Gated) -> str:
     return f"draft {gated.draft}. {headline(gated.report)}"
 
 
+def follows(seen: Overview) -> bool:
+    """Return whether vLLM servers of somebody's own serve, or will, in place of a service of ours."""
+    return bool(seen.attached) or any(program.name == ATTACH for program in seen.programs)
+
+
+def servers(seen: Overview) -> dict[str, list[str]]:
+    """Return what is told of each attached server: where it stands, and then how much of its draft is accepted."""
+    told = {}
+    for row in seen.attached:
+        lines = [f"{row.state}, draft {row.version or 'unknown'}, wave {row.wave}"]
+        if row.counts is not None:
+            lines.append(f"by its metrics: {row.counts.told()}")
+        for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
+            lines.append(f"{domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
+        told[f"attached server {row.server}"] = lines
+    return told
+
+
 def absent(seen: Overview) -> str:
     """Return in words why no service answers."""
     if (since_ms := seen.service_since_ms) is None:
@@ -149,6 +163,7 @@ def _show_service(service: RunningService, trained: Mapping[int, int | None], ou
     learnt = trained.get(service.draft_version or 0)
     if learnt is not None and service.longest_context > learnt:
         told = f"requests have up to {service.longest_context:,} tokens, what the draft learnt from {learnt:,}"
-        out.print(f"  {told}: beyond them acceptance falls, until a refresh has learnt such requests", soft_wrap=True)
+        falls = "beyond them acceptance falls. A refresh learns lengths that one text in 100 has"
+        out.print(f"  {told}: {falls}", soft_wrap=True)
     for domain, share in service.coverage.items():
         out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

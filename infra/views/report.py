@@ -17,7 +17,7 @@ from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
 from infra.views.gate import change_chart, evidence_table, explain, thresholds
-from infra.views.overview import absent, last_gate, taus_in_words
+from infra.views.overview import absent, follows, last_gate, servers, taus_in_words
 from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
@@ -109,13 +109,19 @@ def _cards(found: Findings) -> list[Card]:
     number, note = "none", "nothing built yet"
     if champion is not None:
         number, note = str(champion.version), f"τ {taus_in_words(champion.tau) or NONE}"
-    serves, speculates = absent(found.state).partition(";")[0], ""
+    card = Card("Service", absent(found.state).partition(";")[0], "")
     if service is not None:
-        serves = f"draft {service.draft_version or 'none'}"
         speculates = "speculating" if service.speculating else "speculation is off"
+        card = Card("Service", f"draft {service.draft_version or 'none'}", speculates)
+    elif follows(found.state):
+        serve = [row.version for row in found.state.attached if row.state == "serving"]
+        drafts = ", ".join(sorted({version.partition("-")[0] for version in serve if version}))
+        card = Card(
+            "Attached servers", f"{len(serve)} of {len(found.state.attached)} serve", drafts and f"draft {drafts}"
+        )
     return [
         Card("Champion draft", number, note),
-        Card("Service", serves, speculates),
+        card,
         Card("Rows waiting", f"{log.depth:,}", f"of {log.total:,} in the query log"),
         Card("Rows dropped", f"{log.dropped:,}", f"{log.duplicates:,} were duplicates"),
     ]
@@ -130,10 +136,11 @@ def _serving(found: Findings) -> Table:
         ("last gate", "none yet" if state.last_gate is None else last_gate(state.last_gate)),
         ("the loop", f"waits for {state.waiting.words}"),
     ]
-    if service is None:
-        rows.append(("service", absent(state)))
-    else:
+    if service is not None:
         rows += [("service", f"answers on {service.url}/v1"), *told_of(service)]
+    elif not follows(state):
+        rows.append(("service", absent(state)))
+    rows += [(name, "; ".join(told)) for name, told in servers(state).items()]
     pages = {name: link for name, link in state.links.items() if name != "report"}
     rows += [(name, Markup('<a href="{0}">{0}</a>').format(link)) for name, link in pages.items()]
     return Table("What should serve, and what does", ("what", "now"), rows)

@@ -61,11 +61,6 @@ def read_samples(artifact: Artifact, part: Split) -> list[Sample]:
         return [Sample(**json.loads(line)) for line in file]
 
 
-def longest(artifact: Artifact) -> int | None:
-    """Return the tokens of the longest sample of the training part, None without one."""
-    return max((len(sample.token_ids) for sample in read_samples(artifact, "train")), default=None)
-
-
 def append_samples(file: Path, samples: Iterable[Sample]) -> None:
     """Add samples to a file that lasts over several runs; a kill cuts its last line at most."""
     with file.open("a", encoding="utf-8") as lines:

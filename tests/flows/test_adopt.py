@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from infra.artifacts import check_manifest
-from infra.versions import Lineage
 from models.drafts import eagle3
 from tests.conftest import shake
 from tests.flows.conftest import registry_of
@@ -67,8 +66,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
     assert "its files say that it was made for 512 tokens" in output
     assert registry.champion("target").number == registry.champion("draft").number == 1
     first = registry.get("draft", 1)
-    assert set(Lineage.tag_names()) <= first.tags.keys()
-    assert (first.tags["parent"], first.tags["gate"], first.tags["source"]) == ("", "", str(tmp_path / "noise1"))
+    assert (first.lineage.parent, first.lineage.gate, first.lineage.source) == (None, None, str(tmp_path / "noise1"))
     assert float(first.tags["golden_tau"]) >= 1
 
     output = cli.run("import-draft", str(trained), "--recipe", "tiny")
@@ -81,7 +79,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
     third = registry.champion("draft")
     assert third.number == 3
     assert (third.tags["gate"], third.tags["gated_against"], third.tags["gate_test"]) == ("passed", "1", "1")
-    assert (third.tags["parent"], third.tags["line"]) == ("", first.tags["line"])
+    assert (third.lineage.parent, third.tags["line"]) == (None, first.tags["line"])
     assert third.tags["source_sha256"] == registry.get("draft", 2).tags["source_sha256"]
     check_manifest(registry.download(third, tmp_path / "again"))
 

@@ -68,7 +68,9 @@ def test_a_registered_version_is_listed_with_its_lineage_and_digest(
     gate = "refused"
     version = registry.register("draft", checkpoint("one"), {**LINEAGE, "gate": gate}, {"tau": 2.5})
     assert (version.kind, version.number, version.sha256) == ("draft", 1, check_manifest(checkpoint("one")))
-    assert (version.tags["gate"], version.tags["parent"]) == (gate, "")
+    assert version.tags["gate"] == gate
+    assert not {"", "{}"} & {*version.tags.values()}
+    assert (version.lineage.gate, version.lineage.parent, version.lineage.tau) == (gate, None, {})
     assert registry.get("draft", 1) == version
     second = registry.register("draft", checkpoint("two"), LINEAGE)
     assert [each.number for each in registry.versions("draft")] == [2, 1]
@@ -105,7 +107,7 @@ def test_promoting_remembers_the_former_champion_and_repeating_it_changes_nothin
     registry: Registry, drafts: Drafts
 ) -> None:
     drafts(2)
-    for number, previous in ((1, ""), (2, "1"), (2, "1")):
+    for number, previous in ((1, "none"), (2, "1"), (2, "1")):
         registry.promote("draft", number)
         champion = registry.champion("draft")
         assert champion is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.versions import ForeignVersion, Lineage, Target, TrainedWindow, Version
+from infra.versions import ForeignVersion, Lineage, Target, TrainedWindow, Version, written_tags
 from tests.tags import TARGET, draft_tags
 
 # A refreshed draft's, as revision 8179b87 wrote them.
@@ -69,6 +69,21 @@ def test_a_lineage_survives_the_trip_through_tags() -> None:
     assert Lineage.from_tags(first.to_tags()) == first
 
 
+def test_what_does_not_apply_has_no_tag_and_a_missing_tag_is_noticed_all_the_same() -> None:
+    written = written_tags("draft", draft_tags(parent="3", gate="refused"))
+    assert not {"", "{}"} & {*written.values()}
+    lineage = Lineage.from_tags(written)
+    assert (lineage.parent, lineage.gate, lineage.window, lineage.tau, lineage.seed) == (3, "refused", None, {}, None)
+    assert Lineage.from_tags(written | {"seed": "7"}).seed == 7
+    count = written["lineage_tags"]
+    for name in written.keys() - {"lineage_tags"}:
+        with pytest.raises(ValueError, match=f"^{int(count) - 1} tags .* are there; tag lineage_tags is '{count}'$"):
+            Lineage.from_tags({tag: value for tag, value in written.items() if tag != name})
+    with pytest.raises(ValueError, match="tag lineage_tags is 'all'"):
+        Lineage.from_tags(written | {"lineage_tags": "all"})
+    assert written_tags("target", {"flow_run": "", "vocab_size": "5"}) == {"vocab_size": "5"}
+
+
 def test_a_version_of_an_earlier_revision_is_read() -> None:
     lineage = version().lineage
     assert lineage.target == version().target == Target.from_tags(EARLIER)
@@ -111,3 +126,4 @@ def test_a_missing_tag_is_named_and_a_damaged_one_keeps_nobody_from_seeing_a_qua
     assert version(tau="{", quarantined="worse").quarantined == "worse"
     with pytest.raises(ForeignVersion, match="draft 3: tag previous is 'x'"):
         _ = version(previous="x").previous
+    assert version(previous="none").previous is version(previous="").previous is None

@@ -151,7 +151,11 @@ _KEYS: dict[str, dict[str, str]] = {
         "recipe.Refresh": "min_rows max_rows held_out_fraction replay_per_domain max_share_per_key",
     },
     "tasks/check_recipe.py": {"recipe.Recipe": "engine serve"},
-    "tasks/distill_draft.py": {"recipe.Recipe": "draft distill", "learning.teacher.TeacherParams": "model"},
+    "tasks/distill_draft.py": {
+        "learning.distill": "max_length",
+        "recipe.Recipe": "draft distill",
+        "learning.teacher.TeacherParams": "model",
+    },
     "tasks/find_past.py": {"recipe.Refresh": "pool"},
     "tasks/change_model.py": {
         "recipe.Recipe": "pretrain shrink prune finetune quantize",

@@ -76,7 +76,7 @@ def test_each_role_reaches_its_own_paths_and_what_is_not_named_is_the_operators(
     keys = {role: f"Bearer {add_key(file, role, role)}" for role in ROLES}
     known = Keys(file, loopback=False)
     reached = {"/metrics": {"scraper", "operator"}}
-    reached |= {key: {"client", "operator"} for key in ("/v1/models", "/tokenize", "/version")}
+    reached |= {key: {"client", "operator"} for key in ("/v1/models", "/tokenize", "/detokenize", "/version")}
     for path in (*reached, "/redraft/status", "/redraft/new", "/nothing", "/v1"):
         for role in ROLES:
             if role in reached.get(path, {"operator"}):

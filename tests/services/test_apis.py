@@ -52,7 +52,7 @@ def test_the_version_is_vllms_and_needs_a_key(world: World) -> None:
 def test_what_is_not_served_is_refused_and_the_paths_that_are_served_are_named(world: World, path: str) -> None:
     told = post(world, path, {}).json()["error"]
     assert told["type"] == "not_found_error"
-    assert "/v1/chat/completions, /v1/completions, /v1/messages," in told["message"]
+    assert "/detokenize, /v1/chat/completions, /v1/completions, /v1/messages," in told["message"]
     assert "/v1/responses, /version" in told["message"]
     assert "/redraft" not in told["message"]
 
@@ -76,6 +76,23 @@ def test_a_text_and_a_chat_are_tokenized_as_they_are_answered(world: World, clie
     for long in ({"prompt": "x" * 5000}, {"messages": [{"role": "user", "content": "x" * 5000}]}):
         refused = post(world, "/tokenize", long).json()["error"]
         assert (refused["param"], refused["code"]) == (next(iter(long)), "context_length_exceeded")
+
+
+def test_tokens_are_a_text_again_and_those_that_are_none_are_refused(world: World) -> None:
+    text = "one <|im_end|> zwölf"
+    tokens = post(world, "/tokenize", {"prompt": text}).json()["tokens"]
+    assert post(world, "/detokenize", {"model": MODEL, "tokens": tokens}).json() == {"prompt": text}
+    assert post(world, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    assert httpx.post(f"{world.url}/detokenize", json={"tokens": tokens}, trust_env=False).status_code == 401
+    for wrong, code in (
+        ([-1], None),
+        ([2**40], None),
+        ("x", None),
+        ([1] * (MAX_MODEL_LEN + 1), "context_length_exceeded"),
+    ):
+        refused = post(world, "/detokenize", {"tokens": wrong})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+        assert refused.json()["error"]["param"].startswith("tokens")
 
 
 def test_a_response_is_a_chats_answer_whole_and_streamed(client: openai.OpenAI) -> None:

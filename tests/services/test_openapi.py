@@ -17,7 +17,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, Ant
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest
 
 from infra.processes import answers, wait_until
 from services.access import REQUEST_HEADERS
@@ -36,6 +36,7 @@ BODIES = {
     "/v1/messages": AnthropicMessagesRequest,
     "/v1/messages/count_tokens": AnthropicCountTokensRequest,
     "/tokenize": TokenizeChatRequest,
+    "/detokenize": DetokenizeRequest,
 }
 SWITCH = "/redraft/speculation"
 ON = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}

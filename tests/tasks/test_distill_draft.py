@@ -26,7 +26,14 @@ from models.drafts import Draft, ngram, rest, self_skip
 from models.lengths import specdec_pp
 from models.recipe import Recipe
 from models.targets import describe
-from tasks.distill_draft import Trained, distill_draft, teachers_in, train_challenger, untrained
+from tasks.distill_draft import (
+    Trained,
+    distill_draft,
+    teachers_in,
+    train_challenger,
+    trained_context,
+    untrained,
+)
 from tasks.find_challenger import Start
 from tests.infra.erase.planted import SUBJECT, planted_row
 from tests.models.drafts.hollow import make_hollow
@@ -125,6 +132,36 @@ def test_where_memory_runs_out_a_draft_is_trained_once_more_with_half_the_batch(
     with pytest.raises(torch.OutOfMemoryError):
         trained(512)
     assert not left
+
+
+@pytest.mark.slow
+def test_a_text_far_longer_than_the_others_is_learnt_to_their_length_or_to_what_memory_suffices_for(
+    target: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 200 texts of 40 tokens and two longer ones 40 are learnt, more than a batch has; then half of them."""
+    texts = [Sample(f"s{number}", "chat", [5] * 8, [6 + number] * 32) for number in range(200)]
+    texts += [Sample("long", "chat", [5] * 8, [6] * 392), Sample("longer", "chat", [5] * 300, [6] * 92)]
+    samples = samples_files(tmp_path / "samples", texts)
+    distill = TABLES["distill"] | {"batch_tokens": 32, "num_epochs": 1}
+    caplog.set_level("INFO")
+    recipe = recipe_of(**OFFLINE, draft={"name": "lm", "num_layers": 1}, distill=distill, refresh=None)
+    assert trained_context(distill_draft.fn(recipe, target, samples)) == 40
+    assert "2 of 202 texts are longer than 40 tokens: their ends are not learnt, 1 have no answer before" in caplog.text
+    clip, left = torch.nn.utils.clip_grad_norm_, [1]
+
+    def full(*args: Any, **options: Any) -> Any:
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return clip(*args, **options)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", full)
+    again = recipe.model_copy(update={"seed": 9})
+    assert trained_context(distill_draft.fn(again, target, samples)) == 20
+    asked = recipe_of(
+        **OFFLINE, draft={"name": "lm", "num_layers": 1}, distill=distill | {"max_length": 10}, refresh=None
+    )
+    with pytest.raises(ValueError, match="max_length 10 leaves no answer to learn; the shortest prompt has 8"):
+        distill_draft.fn(asked, target, samples)
 
 
 def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(

@@ -14,7 +14,7 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.types import Estimate, GateReport
-from tasks.distill_draft import Trained
+from tasks.distill_draft import TRAINING, Trained
 from tasks.find_challenger import find_challenger
 from tasks.register import register_candidate, register_draft, register_target
 from tests.conftest import judge, make_draft
@@ -28,28 +28,31 @@ RECIPE = load_recipe("tiny")
 @pytest.fixture
 def pair(registry: Registry, target: Artifact, tmp_path: Path) -> Pair:
     """Return a registered target and first draft."""
-    draft_files = made(target.path, tmp_path / "first", seed=1)
+    draft_files = made(target.path, tmp_path / "first", seed=1, num_tokens=40)
     version = register_target.fn(RECIPE, target)
     measured = judge({"chat": 0.0}).measured
-    draft = register_draft.fn(RECIPE, version, target, draft_files, samples_of(tmp_path, 40), measured)
+    draft = register_draft.fn(RECIPE, version, target, draft_files, samples_of(tmp_path), measured)
     return Pair(target=version, draft=draft, target_files=target, draft_files=draft_files)
 
 
-def made(target: Path, directory: Path, seed: int) -> Artifact:
+def made(target: Path, directory: Path, seed: int, num_tokens: int = 30) -> Artifact:
+    """Make a draft that learnt from texts of so many tokens at most."""
     directory.mkdir()
-    return publish(make_draft(target, directory, seed), "draft")
+    (directory / TRAINING).write_text(f'{{"trained_context": {num_tokens}}}')
+    make_draft(target, directory, seed)
+    return publish(directory, "draft")
 
 
-def samples_of(tmp_path: Path, num_tokens: int) -> Artifact:
-    """Return samples to learn from, of so many tokens the longer one."""
-    texts = [Sample(f"s{size}", "chat", [5] * (size - 4), [6] * 4) for size in (num_tokens - 9, num_tokens)]
-    return samples_files(tmp_path / f"samples-{num_tokens}", texts)
+def samples_of(tmp_path: Path) -> Artifact:
+    if not (tmp_path / "samples").exists():
+        samples_files(tmp_path / "samples", [Sample("s", "chat", [5] * 4, [6] * 4)])
+    return publish(tmp_path / "samples", "samples")
 
 
 def register(pair: Pair, tmp_path: Path, gains: dict[str, float], num_tokens: int = 30) -> Version:
-    trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=STATE)
+    files = made(pair.target_files.path, tmp_path / "candidate", 2, num_tokens)
     start = find_challenger.fn(RECIPE, pair, WINDOW)
-    samples = samples_of(tmp_path, num_tokens)
+    trained, samples = Trained(draft=files, state=STATE), samples_of(tmp_path)
     return register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples, judge(gains))
 
 
@@ -98,7 +101,7 @@ def test_a_draft_carries_the_teachers_that_it_learnt_from(
     told = {"name": "random-llama-1", "weight": 0.5}
     files = made(pair.target_files.path, tmp_path / "taught", seed=3)
     measured = judge({"chat": 0.0}).measured
-    first = register_draft.fn(RECIPE, pair.target, pair.target_files, files, samples_of(tmp_path, 20), measured)
+    first = register_draft.fn(RECIPE, pair.target, pair.target_files, files, samples_of(tmp_path), measured)
     later = register(pair, tmp_path, {"chat": 0.3})
     assert [list(one.lineage.teachers.values()) for one in (pair.draft, first, later)] == [[], [told], [told]]
 
@@ -126,7 +129,7 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     report = GateReport.model_validate_json(registry.attached(version, DATA))
     assert report.verdict == verdict
     assert (report.test.parent, report.test.rows) == (1, (1, 60))
-    assert "; ".join(report.reasons) == version.tags["gate_reasons"]
+    assert "; ".join(report.reasons) == version.lineage.gate_reasons
     assert registry.attached(version, PAGE).startswith(f"# Gate {verdict}")
     assert (version.tags["state_uri"], version.tags["state_sha256"]) == (STATE.uri, STATE.sha256)
 
@@ -158,7 +161,7 @@ def test_only_states_that_a_run_may_go_on_from_are_kept(pair: Pair, tmp_path: Pa
     new = publish(states / "new", "state")
     trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=new)
     start = find_challenger.fn(RECIPE, pair, WINDOW)
-    register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(tmp_path, 30), judge({"chat": 0.0}))
+    register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(tmp_path), judge({"chat": 0.0}))
     assert [folder.name for folder in states.iterdir()] == ["new"]
     later = WINDOW.model_copy(update={"first_seq": 61, "last_seq": 120})
     assert find_challenger.fn(RECIPE, pair, later).state == new
@@ -174,7 +177,7 @@ def test_evidence_at_another_k_is_not_gone_on_with_but_the_weights_are(pair: Pai
 
 
 def test_a_first_draft_says_that_there_was_no_champion(registry: Registry, pair: Pair) -> None:
-    assert pair.draft.tags["gate"] == ""
+    assert pair.draft.lineage.gate is None
     assert described(registry, pair.draft).startswith("No gate: the first draft of its line")
     assert "There was no champion to compare it with" in registry.attached(pair.draft, PAGE)
     assert described(registry, pair.target) == ""

@@ -15,6 +15,7 @@ from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
+from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
 from infra.settings import Settings
 from infra.views.acceptance import Served
 from infra.views.gate import headline, write_files
@@ -243,6 +244,24 @@ def test_log_and_what_serves_are_told(html: str) -> None:
     assert "champion draft version 2" in serving
     assert "not running; start it with redraft serve or redraft up" in serving
     assert "last gate draft 3. Gate undecided: &lt;script&gt;" in serving
+
+
+def test_attached_servers_are_what_serves_and_no_service_of_ours_is_missed(settings: Settings, tmp_path: Path) -> None:
+    rows = (
+        AttachedServer(version="2-abc", wave=0, server="http://a:8000", state="serving"),
+        AttachedServer(wave=1, server="http://b:8000"),
+    )
+    file = settings.home / FOLDER / f"{PREFIX}test"
+    write_rollout(file, RolloutState(rows=rows))
+    try:
+        html = write_report.fn(settings, tmp_path / "page.html").read_text()
+    finally:
+        file.unlink()
+    serving = section(html, "serving")
+    assert "attached server http://a:8000 serving, draft 2-abc, wave 0" in serving
+    assert "attached server http://b:8000 starting, draft unknown, wave 1" in serving
+    assert "not running" not in html
+    assert re.search(r"Attached servers</dt>.*?1 of 2 serve</dd>.*?draft 2</dd>", html, re.DOTALL)
 
 
 def test_text_from_the_registry_stays_text(html: str) -> None:

@@ -63,6 +63,8 @@ class Params(BaseParams):
         step_decay: weight of unroll j is step_decay ** j; by default the family's.
         follow: rows that are unrolled further: "accepted" those right so far, "all" every one; by default the family's.
         batch_tokens: tokens, padding included, of one optimizer step.
+        max_length: tokens of a text that are learnt, its end left out; by default as many as 99 texts in 100 have, or a
+            step takes, whichever is more.
         max_minutes: training ends then at the latest, the learning rate's schedule with it.
         checkpoint_s: seconds between checkpoints.
     """
@@ -80,6 +82,7 @@ class Params(BaseParams):
     num_epochs: int = Field(6, ge=1)
     min_steps: int = Field(0, ge=0)
     batch_tokens: int = Field(512, ge=2)
+    max_length: int | None = Field(None, ge=4)
     step_decay: float | None = Field(None, gt=0, le=1)
     follow: Literal["accepted", "all"] | None = None
     max_grad_norm: float = Field(1.0, gt=0)

@@ -32,9 +32,11 @@ from models.core.learning.captured import Captured, Captures
 from models.drafts import Draft, Rows
 from models.precision import fast_dtype
 from models.targets import target_config
+from models.types import MIN_COMPLETION
 
 # Of one forward pass; four times as many leave a processor's caches and cost a fifth of the speed.
 BATCH_TOKENS = 1024
+USUAL = 0.99  # of texts are learnt to their ends, unless memory does not suffice
 ItemT = TypeVar("ItemT")
 
 
@@ -61,6 +63,29 @@ class Sample(NamedTuple):
     def token_ids(self) -> list[int]:
         """Prompt and completion."""
         return self.prompt_ids + self.completion_ids
+
+
+def usual_length(samples: Sequence[Sample], batch_tokens: int) -> int:
+    """Return the tokens that 99 samples in 100 have at most, or those of a batch, whichever are more.
+
+    A batch holds one sample at least: a text far longer than the others would take memory that none of them takes. It
+    is none of the 99, however few samples there are.
+    """
+    lengths = sorted(len(sample.token_ids) for sample in samples)
+    return max([batch_tokens, *lengths[int(USUAL * len(lengths)) - 1 :][:1]])
+
+
+def cut_ends(samples: Sequence[Sample], max_length: int) -> list[Sample]:
+    """Leave out what is behind so many tokens, and samples of whose answers nothing could be learnt then."""
+    kept = []
+    for sample in samples:
+        room = max_length - len(sample.prompt_ids)
+        if room < len(sample.completion_ids):
+            rejected = None if sample.rejected is None else [place for place in sample.rejected if place < room]
+            sample = sample._replace(completion_ids=sample.completion_ids[: max(0, room)], rejected=rejected)
+        if room >= MIN_COMPLETION:
+            kept.append(sample)
+    return kept
 
 
 class HiddenStates:

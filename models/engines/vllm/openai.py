@@ -25,7 +25,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.exceptions import VLLMError
 from vllm.parser import ParserManager
 from vllm.renderers.hf import resolve_chat_template
@@ -86,7 +86,10 @@ class Handlers:
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
         self._tokens, self._takes_tools = state.serving_tokenization, bool(state.args.enable_auto_tool_choice)
-        self._most_chars: int = state.vllm_config.model_config.max_model_len * tokenizer.max_chars_per_token
+        model = state.vllm_config.model_config
+        self._max_model_len: int = model.max_model_len
+        self._most_chars: int = model.max_model_len * tokenizer.max_chars_per_token
+        self._vocab_size: int = model.get_vocab_size()
         self._grammars: Grammars | None = state.engine_client.grammars
 
     @classmethod
@@ -170,6 +173,16 @@ class Handlers:
                 message = f"the prompt has {num_chars} characters; the context length takes {self._most_chars}"
                 raise _refused(400, message, "prompt")
         return _told(await _run(self._tokens.create_tokenize(request, raw)))
+
+    async def detokenize(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /detokenize; raises what `chat` does."""
+        request = _parse(DetokenizeRequest, body)
+        if (num_tokens := len(request.tokens)) > self._max_model_len:  # one thread decodes for all
+            message = f"there are {num_tokens} tokens; the context length is {self._max_model_len}"
+            raise _refused(400, message, "tokens")
+        if (largest := max(request.tokens, default=0)) >= self._vocab_size:
+            raise _refused(400, f"token {largest} is not in the vocabulary of {self._vocab_size}", "tokens")
+        return _told(await _run(self._tokens.create_detokenize(request, raw)))
 
     async def models(self) -> dict[str, Any]:
         """Answer /v1/models."""

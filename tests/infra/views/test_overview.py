@@ -241,6 +241,11 @@ def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
     ]
 
 
+def test_of_servers_attached_without_redraft_up_no_service_of_ours_is_missed() -> None:
+    lines = shown(attached=(AttachedServer(wave=0, server="http://b:8000"),))
+    assert not any(line.startswith("service: ") for line in lines)
+
+
 def test_counts_stand_by_their_names() -> None:
     assert counts({"ok": 1000, "http 503": 2}) == "ok: 1,000, http 503: 2"
 

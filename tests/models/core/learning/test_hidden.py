@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from models.core.drafting.draft_families import family_named, open_draft
-from models.core.learning.hidden import Sample, hidden_states, pack
+from models.core.learning.hidden import Sample, cut_ends, hidden_states, pack, usual_length
 from tests.models.drafts.tiny import make_tiny
 
 
@@ -18,6 +18,25 @@ def test_drafts_that_read_other_layers_do_not_take_each_others_states(tiny_targe
     first, between, again = read.values()
     assert torch.equal(first, again)
     assert torch.equal(between[:, -128:], first)
+
+
+def test_a_length_is_that_of_99_texts_in_100_but_a_batch_at_least() -> None:
+    texts = [Sample(f"s{size}", "tiny", [1], [2] * size) for size in range(100)]  # of 1 to 100 tokens
+    assert [usual_length(texts, batch_tokens) for batch_tokens in (64, 512)] == [99, 512]
+    assert usual_length(texts[::-1] + texts, 64) == 99
+    assert [usual_length(some, 64) for some in (texts[97:], texts[99:], [])] == [99, 100, 64]
+
+
+def test_what_is_behind_a_length_is_cut_and_what_has_no_answer_before_it_left_out() -> None:
+    texts = [
+        Sample("whole", "tiny", [1, 2], [3, 4, 5], rejected=[2]),
+        Sample("cut", "tiny", [1], [2, 3, 4, 5, 6, 7], rejected=[1, 3, 4]),
+        Sample("asked", "tiny", [1, 2, 3], [4, 5, 6], rejected=[0]),
+        Sample("longer", "tiny", [1] * 9, [2, 3, 4]),
+    ]
+    whole, cut = cut_ends(texts, 5)
+    assert whole == texts[0]
+    assert cut == texts[1]._replace(completion_ids=[2, 3, 4, 5], rejected=[1, 3])
 
 
 def test_a_row_stands_for_each_token_after_which_the_draft_would_draft(
