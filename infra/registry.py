@@ -24,7 +24,6 @@ from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
-    FIRST,
     OWN_TAGS,
     ForeignVersion,
     Kind,
