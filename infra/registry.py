@@ -24,6 +24,7 @@ from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
+    FIRST,
     OWN_TAGS,
     ForeignVersion,
     Kind,
@@ -350,7 +351,8 @@ class Registry:
                     client.delete_registered_model_alias(kind, CHAMPION)
                 else:
                     if not row.copied:
-                        client.set_model_version_tag(kind, str(number), "previous", str(row.previous or ""))
+                        former = FIRST if row.previous is None else str(row.previous)
+                        client.set_model_version_tag(kind, str(number), "previous", former)
                     client.set_registered_model_alias(kind, CHAMPION, str(number))
         except NotFound:
             if number is not None:

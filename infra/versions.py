@@ -242,7 +242,7 @@ class Version(Frozen):
     @property
     def previous(self) -> int | None:
         number = self.tags.get("previous", FIRST)
-        if number in ("", FIRST):  # the first of an earlier revision's
+        if number == FIRST:
             return None
         if not number.isdecimal():
             raise ForeignVersion(f"{self.kind} {self.number}: tag previous is {number!r}, wanted a version's number")
