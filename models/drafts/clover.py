@@ -27,8 +27,9 @@ from torch.nn import functional
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting.borrowing import BorrowingDraft, Format
 from models.core.drafting.draft_format import LAYER_SIZES
+from models.core.drafting.drafters import require_width
 from models.core.drafting.features import Scale, decoder_layer, start_as
-from models.drafts import Procedure, require_width
+from models.drafts import Procedure
 from models.losses import feature_regression
 from models.params import BaseParams
 

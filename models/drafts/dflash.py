@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.checkpoints.checkpoint import read_tensor
+from models.core.drafting.drafters import step_by_step
 from models.core.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
 from models.core.drafting.features import PathDrafter, Scale, decoder_layer, start_as
-from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"

@@ -12,9 +12,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.core.drafting.drafters import draft_chain
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, TargetDraft
-from models.drafts import Draw, GoOn, draft_chain
+from models.drafts import Draw, GoOn
 from models.params import BaseParams
 
 PAPER = "arXiv:2410.01699, algorithm 1; greedy: arXiv:2305.10427"

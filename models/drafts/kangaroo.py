@@ -19,10 +19,11 @@ from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import HEAD_SIZES, require_llama_layout
+from models.core.drafting.drafters import require_width, step_by_step
 from models.core.drafting.features import LayeredDraft, layer_config, linear
 from models.core.drafting.self_draft import Drafter, TargetRunner, after_exit
 from models.core.layers.decoder import Begun, Cache, Decoder
-from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width, step_by_step
+from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, target_config

@@ -35,10 +35,11 @@ from models.core.drafting.draft_format import (
     require_tensors,
     write_config,
 )
+from models.core.drafting.drafters import step_by_step
 from models.core.drafting.reading import NestedReader, Reader
 from models.core.layers.decoder import Decoder
 from models.core.layers.reshape import spread_layers, take_layers
-from models.drafts import Draft, KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.drafts import Draft, KeepRows, Procedure, Rows, Unrolled
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, describe, differing_tokens, target_config

@@ -33,11 +33,11 @@ from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.loading import load_floats, moved
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import read_params, require_llama_layout
-from models.core.drafting.drafters import Beside
+from models.core.drafting.drafters import Beside, draft_chain, step_by_step
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import Drafter, TargetRunner
 from models.core.layers.decoder import Decoder
-from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, draft_chain, step_by_step
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard, describe, target_config

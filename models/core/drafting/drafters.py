@@ -1,15 +1,17 @@
-"""What a drafter may be able to do besides drafting; the reference engine asks which of these it is.
+"""How drafts draft token by token and are unrolled, and what a drafter may be able to do besides.
 
-Letters: n tokens or nodes, V target vocabulary.
+The reference engine asks which of these it is. Letters: as in `models.drafts`, n tokens or nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import Begun, Cache, Decoder
+from models.drafts import Draft, Draw, GoOn, KeepRows, Unrolled, confidence
 
 
 @runtime_checkable
@@ -92,3 +94,41 @@ class QueryingDrafter(Protocol):
 
         `row` is that of the last token that was accepted, 0 of the last certain one.
         """
+
+
+def step_by_step(
+    running: Tensor, num_steps: int, keep: KeepRows | None, say: Callable[[int, Tensor], tuple[Tensor | None, Tensor]]
+) -> list[Unrolled]:
+    """Unroll rows whose steps need nothing of each other, [n] row numbers at first; see `Draft.unroll`. `say` makes of
+    a step and the rows that run in it what the output matrix multiplies, if there is one, and logits."""
+    drafted = []
+    for step in range(num_steps):
+        hidden, logits = say(step, running)
+        drafted.append(Unrolled(running, logits, hidden))
+        if keep is not None and step + 1 < num_steps:
+            running = running[keep(step, running, logits)]
+    return drafted
+
+
+def require_width(draft: Draft, hidden: Tensor, width: int) -> None:
+    """Raise ValueError unless tapped states [..., A·H] are as wide as what a draft reads."""
+    if hidden.shape[-1] != width:
+        raise ValueError(
+            f"{type(draft).__name__} reads the target's states after layers {draft.taps}, {width} wide; got states of "
+            f"width {hidden.shape[-1]}"
+        )
+
+
+def draft_chain(
+    after: Callable[[list[int]], Tensor], num_tokens: int, draw: Draw, go_on: GoOn | None, device: torch.device | str
+) -> Proposal:
+    """Draft one token after the other, by the logits [D] `after` those drafted already; see `Drafter.propose`."""
+    proposed: list[int] = []
+    drawn_from: list[Tensor | None] = []
+    while True:
+        logits = after(proposed)
+        token, q = draw(logits)
+        proposed.append(token)
+        drawn_from.append(q)
+        if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
+            return Proposal.chain(proposed, drawn_from, device)

@@ -28,8 +28,9 @@ from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, t
 from models.core.checkpoints.readout import Readout
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import WEIGHTS, fused, require_llama_layout, require_vocab_size
+from models.core.drafting.drafters import require_width
 from models.core.drafting.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
-from models.drafts import EngineWeights, Procedure, require_width
+from models.drafts import EngineWeights, Procedure
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import MODEL_TYPES, target_config

@@ -24,10 +24,11 @@ from transformers import LlamaConfig
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.readout import input_embedding
+from models.core.drafting.drafters import draft_chain
 from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import rope_frequencies
 from models.core.layers.kernels import rms_norm, rotated
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.targets import MODEL_TYPES
 from models.trees import path_to
 

@@ -26,8 +26,9 @@ from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
+from models.core.drafting.drafters import require_width, step_by_step
 from models.core.drafting.features import PathDrafter
-from models.drafts import Draft, KeepRows, Rows, Unrolled, require_width, step_by_step
+from models.drafts import Draft, KeepRows, Rows, Unrolled
 from models.params import BaseParams
 from models.targets import target_config
 

@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from models.core.drafting.drafters import draft_chain
 from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import Cache, Decoder
-from models.drafts import Draw, GoOn, confidence, draft_chain
+from models.drafts import Draw, GoOn, confidence
 from models.trees import lay_out
 
 PAPER = "arXiv:2407.01955"

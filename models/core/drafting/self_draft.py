@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from models.core.drafting.draft_format import require_llama_layout
+from models.core.drafting.drafters import draft_chain, step_by_step
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, Kind, Weightless
 from models.core.layers.decoder import Begun, Cache, Decoder, Sublayers
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, draft_chain, step_by_step
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled
 from models.params import BaseParams
 from models.targets import TargetCard, describe, target_config
 from models.trees import lay_out

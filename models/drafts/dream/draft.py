@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.core.drafting.borrowing import NoisyDraft
+from models.core.drafting.drafters import require_width
 from models.core.drafting.features import Node, NodeDrafter, Scale, decoder_layer, stacked
-from models.drafts import KeepRows, Procedure, Rows, Unrolled, require_width
+from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.drafts.dream import watched
 from models.losses import feature_regression
 
