@@ -180,6 +180,7 @@ class Database:
             raise ValueError(f"{self} can't hold a value: {_cause(error)}") from error
         except DBAPIError as error:
             if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in TORN:
+                self.close()  # another file may come in its place
                 raise DatabaseTorn(
                     f"{self} is torn ({_cause(error)}); bring a backup back: redraft restore FILE"
                 ) from error

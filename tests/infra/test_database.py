@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import insert, inspect, select, text, update
 
 from infra import database as module
-from infra.database import Database, DatabaseUnavailable
+from infra.database import Database, DatabaseTorn, DatabaseUnavailable
 from infra.tables import METADATA, SCHEMA_VERSION, counters, erasures
 
 
@@ -96,6 +96,22 @@ def test_another_schema_is_refused_naming_both_versions(database: Database, vers
         database.reading(),
     ):
         pass
+
+
+def test_a_torn_file_is_told_from_one_that_is_busy_and_what_comes_in_its_place_is_read(tmp_path: Path) -> None:
+    writer, database, good = (Database(tmp_path / name) for name in ("queries.db", "queries.db", "good.db"))
+    drop(writer, 1)
+    drop(good, 2)
+    assert dropped(database) == 1  # over a connection that has read little more
+    assert writer.empty_wal()
+    for one in (writer, good):
+        one.close()
+    (tmp_path / "queries.db").write_bytes(b"torn" * 4096)
+    with pytest.raises(DatabaseTorn, match=r"queries\.db is torn .*: redraft restore FILE"), database.reading() as torn:
+        torn.execute(select(erasures)).all()
+    (tmp_path / "good.db").replace(tmp_path / "queries.db")
+    assert dropped(database) == 2
+    database.close()
 
 
 def test_an_older_schema_is_migrated_by_the_steps_that_follow_it(
