@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from infra.backup import back_up, restore
-from infra.database import DAY_MS, DatabaseUnavailable, days
+from infra.database import DAY_MS, HAS_LZ4, DatabaseUnavailable, days
 from infra.erasures import DONE
 from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
@@ -43,6 +43,16 @@ def test_each_day_of_rows_has_a_partition_however_far_off_it_is(log: QueryLog) -
     assert log.append(rows) == 4
     assert days_of(log) == [-7, 20_000, 20_001]
     assert [found.id for found in log.rows(1, 9)] == ["a1", "a2", "a3", "a4"]
+
+
+def test_bodies_are_compressed_as_fast_as_the_server_can(log: QueryLog) -> None:
+    log.append([on_day("a1", 20_000)])
+    with log.database.reading() as connection:
+        has_lz4 = connection.execute(HAS_LZ4).scalar_one()
+        body = (
+            "SELECT attcompression FROM pg_attribute WHERE attrelid = '\"bodies_20000\"'::regclass AND attname = 'body'"
+        )
+        assert connection.execute(text(body)).scalar_one() == ("l" if has_lz4 else "")
 
 
 def test_retention_drops_whole_days_and_deletes_what_is_too_old_of_the_last_one(log: QueryLog) -> None:
