@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy import delete
 
 from infra.artifacts import check_manifest
+from infra.database import Database
+from infra.tables import champions
 from models.drafts import eagle3
 from tests.conftest import shake
 from tests.flows.conftest import registry_of
@@ -21,6 +24,8 @@ def home(built, tmp_path: Path) -> Path:
     """Return a home with everything of a build but its registry, so that nothing is served."""
     home = tmp_path / "home"
     shutil.copytree(built[0].home, home, ignore=shutil.ignore_patterns("mlflow.db*", "cache"))
+    with Database(home / "queries.db").writing() as connection:
+        connection.execute(delete(champions))
     return home
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from infra.database import Database
 from infra.events import ALIAS_PUT_BACK
 from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import NotFound
-from infra.versions import CLEANED, Version, is_quarantined
+from infra.versions import CLEANED, Kind, Version, is_quarantined
 from tests.infra.collector import collecting
 from tests.infra.rows import running_python
 from tests.tags import draft_tags
@@ -70,7 +71,7 @@ def drafts(registry: Registry, tmp_path: Path) -> Drafts:
     return made
 
 
-def register(registry: Registry, folder: Path, kind: str, content: str, **tags: str) -> Version:
+def register(registry: Registry, folder: Path, kind: Kind, content: str, **tags: str) -> Version:
     with staged(folder / "made" / content) as directory:
         (directory / "model.safetensors").write_text(content)
     return registry.register(kind, folder / "made" / content, draft_tags(**tags))
@@ -93,7 +94,7 @@ def alias_of(registry: Registry) -> int | None:
 class Elsewhere(Registry):
     """The same registry as another process has it; `at_write` is called before and after each write to MLflow."""
 
-    def __init__(self, registry: Registry, place: Place, at_write: Callable[[], None]) -> None:
+    def __init__(self, registry: Registry, place: Place, at_write: Callable[[], object]) -> None:
         from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
 
         super().__init__(registry.store.uri, registry.store.artifact_root, Database(place))
@@ -104,9 +105,9 @@ class Elsewhere(Registry):
                 super().set_registered_model_alias(name, alias, version)
                 at_write()
 
-            def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
+            def set_model_version_tag(self, *of: Any) -> None:
                 at_write()
-                super().set_model_version_tag(name, version, key, value)
+                super().set_model_version_tag(*of)
                 at_write()
 
         self.store.client = Watched(registry.store.uri, registry.store.uri)
