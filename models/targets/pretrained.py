@@ -155,7 +155,8 @@ def _source(params: Params) -> dict[str, Any]:
 def _served_as_they_are(params: Params, found: PreTrainedConfig) -> list[Path]:
     """Return the files of weights that are what `build` would write: these tensors, in this format; [] if it must."""
     local, dtypes = Path(params.path), {found.dtype if params.dtype == "auto" else getattr(torch, params.dtype)}
-    if local.suffix == GGUF or found.get_text_config() is not found or getattr(found, "quantization_config", None):
+    is_changed = found.get_text_config() is not found or getattr(found, "quantization_config", None)
+    if local.suffix == GGUF or is_changed or getattr(found, "auto_map", None):  # which names code of the model's own
         return []
     with _told_apart(params):
         folder = local

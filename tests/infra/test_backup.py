@@ -208,7 +208,9 @@ def test_weights_that_stay_where_their_owner_has_them_are_named_and_not_copied(
     with staged((settings.local_artifacts / place).parent) as directory:
         (directory / place.name).symlink_to(own)
     back_up(settings, tmp_path / "kept.tar")
-    empty = Settings(home=tmp_path / "empty")
+    empty, other = (Settings(home=tmp_path / name) for name in ("empty", "other"))
+    for one in (empty, other):
+        one.home.mkdir()
     for _ in range(2):  # again into what is there
         restore(empty, tmp_path / "kept.tar", 5.0)
         assert (empty.local_artifacts / place).readlink() == own
@@ -218,4 +220,4 @@ def test_weights_that_stay_where_their_owner_has_them_are_named_and_not_copied(
         escaping.type, escaping.linkname = tarfile.SYMTYPE, "/etc"
         archive.addfile(escaping)
     with pytest.raises(ValueError, match="is no backup of redraft's, or it is torn"):
-        restore(Settings(home=tmp_path / "other"), tmp_path / "kept.tar", 5.0)
+        restore(other, tmp_path / "kept.tar", 5.0)
