@@ -51,7 +51,7 @@ def try_pair(family: str, draft: str, folder: Path) -> str:
         few = {"distill": {"num_epochs": 2}}
         own |= few | {"refresh": TABLES["refresh"] | few}
     kept = {name: table for name, table in TABLES.items() if name not in ("text", "demo", "distill", "refresh")}
-    recipe.write_text(toml(kept | {"distill": {}} | own))
+    recipe.write_text(toml(kept | own))
     cli, said = Cli(folder / "home"), ("--recipe", str(recipe))
     cli.run("build", *said)
     with cli.start("serve", *said) as service:
