@@ -29,8 +29,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-postgres test-pairs test-front drills test-swaps soak attach-demo mutants test-bench \
-	baselines references compat clients docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-postgres test-pairs test-front drills test-swaps families soak \
+	attach-demo mutants test-bench baselines references compat clients docs tutorial clean
 
 install: $(STAMP)
 
@@ -87,6 +87,10 @@ drills: install
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.
 test-swaps: install
 	$(BIN)/python -m pytest $(SWAPS)
+
+# Small random targets of each family with each draft that reads them; goes on where it was stopped, PAIRS= names some.
+families: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families $(PAIRS)
 
 # The edge again, behind Ray's own proxy: what serves where HAProxy does not run.
 test-front: install

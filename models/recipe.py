@@ -242,7 +242,9 @@ class Recipe(Frozen):
     generate: Generate = Generate()
     engine: Annotated[EngineParams, catalog.Method("engines")]
     draft: Annotated[BaseParams, catalog.Method("drafts")]
-    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)]
+    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)] = Field(
+        default_factory=lambda: _distill_params({})
+    )
     refresh: Refresh = Refresh()
     gate: Gate = Gate()
     post_promotion_test: PostPromotionTest = PostPromotionTest()

@@ -69,8 +69,9 @@ def test_the_reference_engine_runs_drafts_that_vllm_can_not(tables):
     tables["draft"] = {"name": "jacobi"}
     for name in ("serve", "demo", "distill", "refresh"):
         del tables[name]
-    tables |= {"engine": {"name": "torch"}, "distill": {}}
+    tables |= {"engine": {"name": "torch"}}
     assert parse_recipe(tables, "r").draft.name == "jacobi"
+    assert parse_recipe(tables, "r") == parse_recipe({**tables, "distill": {}}, "r")  # of what is not trained
 
 
 @pytest.mark.parametrize(

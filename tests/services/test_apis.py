@@ -52,7 +52,7 @@ def test_the_version_is_vllms_and_needs_a_key(world: World) -> None:
 def test_what_is_not_served_is_refused_and_the_paths_that_are_served_are_named(world: World, path: str) -> None:
     told = post(world, path, {}).json()["error"]
     assert told["type"] == "not_found_error"
-    assert "/detokenize, /v1/chat/completions, /v1/completions, /v1/messages," in told["message"]
+    assert "/detokenize, /tokenize, /v1/chat/completions, /v1/completions, /v1/messages," in told["message"]
     assert "/v1/responses, /version" in told["message"]
     assert "/redraft" not in told["message"]
 
