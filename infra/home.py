@@ -16,7 +16,7 @@ from infra.settings import Settings
 
 FORMAT_FILE = "home.json"
 COPIES = "backups"  # folder of the databases that a restore replaced
-FORMAT = 7  # raise it with every change to what a home holds that an earlier or a later version can't read
+FORMAT = 8  # raise it with every change to what a home holds that an earlier or a later version can't read
 OTHERS = 0o077
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 OF_FILE_SYSTEM = "lost+found"  # of a volume's root, and nobody's to close
