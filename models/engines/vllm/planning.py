@@ -139,7 +139,8 @@ class Planner:
             self.plan = plan = self._policy.plan(cost, self._acceptance, running, most, before, setup.lengths)
             num_looked_up = setup.lookup.num_tokens if plan.look_up else 0
             self._overhead.step(cost, self._acceptance, running)
-        self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up)
+        captures = any(wish.capture for wish in draft_options)
+        self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up, captures=captures)
         return self.drafting
 
     def _measured_step(self, num: int, fits: bool) -> StepPlan:

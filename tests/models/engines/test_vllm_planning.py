@@ -447,6 +447,13 @@ def test_a_step_rests_only_if_no_pass_is_made() -> None:
     assert not StepPlan(Plan(0), (Passes(0),), 8).rests
 
 
+def test_a_step_at_rest_is_a_plain_one_unless_states_are_captured() -> None:
+    planner = Planner(setup())
+    assert planner.next(asked(DraftOptions("off"))).is_plain
+    assert not planner.next(asked(DraftOptions("off", capture="states"))).is_plain
+    assert not planner.next(asked(DraftOptions("head"))).is_plain
+
+
 def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
