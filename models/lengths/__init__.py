@@ -12,10 +12,11 @@ A policy's module has
 - `fit(draft, target_dir, samples, num_draft_tokens, work_dir, params, seed) -> Params`, only in policies that learn:
   make them for a draft, which stays as it is, from greedy answers of its target, best such as it was not trained on;
 - `plan(cost, acceptance, running, limit, before, params) -> Plan`, only in policies that can serve: asked before each
-  step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
-  policy remembers; `cost` (`models.core.throughput.cost`) and `acceptance` (`models.core.throughput.running`) are kept
-  by who asks, and are shown every step that read no prompt and every proposal that was verified, of sequences whose
-  draft keys are whole. `PLANS` are the keys that it alone reads.
+  step of a batch, for all of its sequences, or less often where a plan `lasts`. `before` is the last plan, None at
+  first, and all that a policy remembers; `cost` (`models.core.throughput.cost`) and `acceptance`
+  (`models.core.throughput.running`) are kept by who asks, and are shown the steps that read no prompt, of those that
+  follow a plan one, and every proposal that was verified, of sequences whose draft keys are whole. `PLANS` are the keys
+  that it alone reads.
 """
 
 from collections.abc import Mapping
@@ -79,13 +80,15 @@ class Plan:
             run meanwhile lack keys, and accept less when drafting goes on.
         longest: (domain, source, kind, see `models.core.throughput.running.kind_of`) to the most tokens of such a
             proposal that are worth verifying; 0 of a look-up: the head's proposal is worth more.
-        look_up: look-up is asked, if only to know what it finds.
+        look_up: look-up is asked, if only to know what it finds; once, where the plan lasts.
         settled: `num_passes` without the steps that only explore.
         tokens_per_s: expected, of what is settled.
         plain_tokens_per_s: expected without any draft.
         why: "explores" drafts otherwise than it pays, to learn; "unmeasured" as long as `cost` can't tell;
             "fixed" looks at neither.
         memory: the policy's own.
+        lasts: steps that it may be followed for, as long as the same sequences run and none of them reads its prompt.
+        followed: steps that it was, as whoever asks for the next one says.
     """
 
     num_passes: int
@@ -97,6 +100,8 @@ class Plan:
     plain_tokens_per_s: float = 0.0
     why: Why = "unmeasured"
     memory: Any = None
+    lasts: int = 1
+    followed: int = 1
 
     def num_kept(self, domain: str, source: Source, match: int = 0, whole: bool = True) -> int:
         """Return how many tokens of a proposal are to be verified at most."""

@@ -9,7 +9,8 @@ are cut at different lengths in one step, see `models.core.throughput.options`.
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
 - At 0 the draft still makes one pass a step, which keeps its keys, for as long as that has taken no more than
-  `rest_after` of a step. Then it rests: at once where many prompts come and none is to be drafted for.
+  `rest_after` of a step. Then it rests: at once where many prompts come and none is to be drafted for. At rest a plan
+  lasts until look-up is asked again, so that planning hardly takes time either.
 - What is not drafted can't be learned. So `explore` of the time buys steps that are drafted otherwise: each pays the ms
   that it would lose if nothing more were accepted for it. Half of it is spent as it comes, half is put by for the time
   after a swap or a change of load. Where nothing pays, only sequences whose keys are whole are drafted for, since those
@@ -141,7 +142,7 @@ def plan(
         whole = [sequence._replace(whole=True) for sequence in running]
         lasting, _ = options_of(line, _groups(acceptance, whole, limit), limit, memory.price)
     settled = _settle(lasting, before.settled if before.memory else 0, num, acceptance, memory, params)
-    memory = _later(memory, settled != before.settled, num, acceptance, options[settled].ms, params)
+    memory = _later(memory, settled != before.settled, num, acceptance, options[settled].ms, params, before.followed)
     kept_ms = 0.0 if settled else memory.kept_ms + line.passes_ms(1) + line.read_ms
     idle = kept_ms > params.rest_after * line.target_ms(num)
     memory = memory._replace(kept_ms=math.inf if idle else kept_ms)
@@ -151,18 +152,19 @@ def plan(
         explores, memory = _explore(tried, options[settled].ms, memory)
         if explores:
             longest, passes = tried.longest, tried.num_passes
+    skip = idle and passes == 0
+    asks = not idle or any(longest[key] for key in longest if key[1] == "lookup")
     return Plan(
         num_passes=passes,
-        skip=idle and passes == 0,
+        skip=skip,
         longest=longest,
-        look_up=not idle
-        or memory.since % LOOK_EVERY == 0
-        or any(longest[key] for key in longest if key[1] == "lookup"),
+        look_up=asks or memory.since % LOOK_EVERY == 0,
         settled=settled,
         tokens_per_s=1000 * options[settled].goodput,
         plain_tokens_per_s=1000 * num / line.target_ms(num),
         why="explores" if explores else "pays" if options[settled].rows > num else "loses",
         memory=memory._replace(price=price),
+        lasts=LOOK_EVERY - memory.since % LOOK_EVERY if skip and not asks else 1,
     )
 
 
@@ -199,17 +201,25 @@ def _settle(
     return settled if options[settled].goodput > options[0].goodput else 0
 
 
-def _later(memory: _Memory, moved: bool, num: int, acceptance: Acceptance, step_ms: float, params: Params) -> _Memory:
-    """Return the memory one step later, with the step's share of the time earned."""
-    earned = params.explore / 2 * step_ms
+def _later(
+    memory: _Memory,
+    moved: bool,
+    num: int,
+    acceptance: Acceptance,
+    step_ms: float,
+    params: Params,
+    num_steps: int,
+) -> _Memory:
+    """Return the memory so many steps later, with their share of the time earned."""
+    earned = num_steps * params.explore / 2 * step_ms
     return memory._replace(
-        since=0 if moved else memory.since + 1,
-        quiet=0 if _changed(num, acceptance, memory) else memory.quiet + 1,
+        since=0 if moved else memory.since + num_steps,
+        quiet=0 if _changed(num, acceptance, memory) else memory.quiet + num_steps,
         load=num.bit_length(),
         num_swaps=acceptance.num_swaps,
         budget=memory.budget + earned,
         put_by=min(memory.put_by + earned, PUT_BY * step_ms),
-        gap=memory.gap + 1,
+        gap=memory.gap + num_steps,
     )
 
 

@@ -95,6 +95,7 @@ class StepPlan(NamedTuple):
     passes: tuple[Passes, ...]
     num_looked_up: int  # the most tokens that are looked up for a row
     num_filled: int = 0  # sequences that get so many tokens that are as good as any; 0 but while it is measured
+    captures: bool = False  # hidden states of some of them are held
 
     @property
     def num_passes(self) -> int:
@@ -105,6 +106,11 @@ class StepPlan(NamedTuple):
     def rests(self) -> bool:
         """Whether not even the pass is made that keeps the draft's keys whole."""
         return not self.passes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing after the step needs what the target computed."""
+        return self.rests and not self.captures
 
     def drafts(self, name: str) -> bool:
         """Whether the draft's keys of a sequence are kept whole."""

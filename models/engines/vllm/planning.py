@@ -38,6 +38,8 @@ FEW_ROWS, FEW_TOKENS = 2, 4
 # Numbers of requests for which `MeasurementOverhead` reckons, and steps between two times that it does.
 NUMS = (1, 2, 4, 8, 16, 32, 64)
 EVERY = 64
+# Steps that are planned at once where no request is to be drafted.
+LASTS = 8
 DEAREST: tuple[Choice, ...] = ("logprobs", "sampled")
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,9 @@ class Planner:
         self._acceptance = Acceptance()
         self._measured: list[Time] = []
         self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
-        self._turn = self._num_swaps = self._num_emitted = 0
+        self._turn = self._num_swaps = self._num_emitted = self._num_followed = 0
+        self._asked: Sequence[RequestState] = ()  # that the last plan was made for
+        self._plain: tuple[float, float] | None = None  # ms of a plain step of them, and its doubt, where both tell
         self._promised: set[str] = set()
         self._choice: Choice = "greedy"
         self._overhead = MeasurementOverhead(self._policy, setup.lengths, setup.num_draft_tokens)
@@ -111,35 +115,44 @@ class Planner:
             overhead_by_load=self._overhead.lost,
         )
 
-    def next(self, asked: Sequence[RequestState]) -> StepPlan:
-        """Return how the sequences of a step are drafted after it."""
+    def next(self, asked: Sequence[RequestState], is_off: bool = False) -> StepPlan:
+        """Return how the sequences of a step are drafted after it; nothing is while speculation `is_off`."""
         setup, draft_options = self._setup, [one.draft_options for one in asked]
         measures = all(wish.drafting == MEASURE for wish in draft_options)
         self._measuring = draft_options[0].domain if draft_options and measures else ""
         if self._measuring:
+            self._asked, self._num_followed = (), 1
             return self._measured_step(len(asked), all(one.fits for one in asked))
-        choices = {one.choice for one in asked}
-        self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
-        self._promise(draft_options)
         num_read = sum(one.num_read for one in asked)
         self._read += PROMPTS_RATE * (num_read - self._read)
         self._emitted += PROMPTS_RATE * (self._num_emitted - self._emitted)
         self._num_emitted = 0
+        if asked == self._asked and not num_read and (is_off or self._num_followed < self.drafting.plan.lasts):
+            self._num_followed += 1
+            self.drafting = self.drafting._replace(num_looked_up=0)
+            return self.drafting
+        self._asked, num_followed, self._num_followed = asked, self._num_followed, 1
+        choices = {one.choice for one in asked}
+        self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
+        self._promise(draft_options)
         lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in draft_options}}
         planned = [one for one in asked if one.draft_options.drafting == "auto"]
         drafted = [one for one in planned if one.fits] or planned  # what is only looked up follows the others' plan
         running = [
             SequenceState(one.draft_options.domain, lookups[one.draft_options.domain], one.whole) for one in drafted
         ]
-        plan, num_looked_up = Plan(0, skip=True), 0
+        plan, num_looked_up = Plan(0, skip=True, lasts=LASTS), 0
         if running:
             prompt_tokens = self._read / self._emitted if self._emitted else 0.0
             cost = replace(self._cost, prompt_tokens=prompt_tokens, num_read=num_read)
             most, before = setup.num_draft_tokens, self.plan
+            if before is not None and before is self.drafting.plan:
+                before = replace(before, followed=num_followed)
             self.plan = plan = self._policy.plan(cost, self._acceptance, running, most, before, setup.lengths)
             num_looked_up = setup.lookup.num_tokens if plan.look_up else 0
             self._overhead.step(cost, self._acceptance, running)
-        self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up)
+        captures = any(wish.capture for wish in draft_options)
+        self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up, captures=captures)
         return self.drafting
 
     def _measured_step(self, num: int, fits: bool) -> StepPlan:
@@ -210,8 +223,15 @@ class Planner:
         measured, self._measured = self._measured, []
         if any(one.num_passes == 0 for one in measured):  # else it broke off at once, and the steps served must tell
             self._take(measured)
-        cost = self._cost
-        if not step.num_read and (len(made) < 2 or num_passes == 0):  # else two kinds of passes share the time
+        if self._num_followed > 2:  # what the second step of a plan tells holds for those after it
+            if self._plain is not None:
+                plain, doubt = self._plain
+                self.speeds.see(step.parts, min(step.ms, LONGEST * plain), plain, plain, doubt)
+            return
+        cost, self._plain = self._cost, None
+        # Not the first: making a plan that lasts takes its time. Nor do two kinds of passes that share it tell.
+        tells = self._num_followed == min(self.drafting.plan.lasts, 2) and (len(made) < 2 or num_passes == 0)
+        if tells and not step.num_read:
             cost = cost.after(Time(step.num_sequences, step.num_rows, num_passes, step.ms, num_drafted))
             self._costs[self._choice] = cost
             if cost.num_steps % SAVE_EVERY == 0:
@@ -221,6 +241,7 @@ class Planner:
         if plain_ms is None or expected_ms is None or (rows is None and not self.drafting.rests):
             return  # speculation is off, or nothing tells
         doubt, ms, undrafted_ms = cost.doubt(step.num_sequences), min(step.ms, LONGEST * expected_ms), plain_ms
+        self._plain = (plain_ms, doubt)
         if step.num_read:
             ms, undrafted_ms = step.ms, _undrafted_ms(cost, step, num_passes)
         self.speeds.see(step.parts, ms, undrafted_ms, plain_ms, doubt)

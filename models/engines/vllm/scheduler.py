@@ -76,7 +76,7 @@ class TracingScheduler(Scheduler):
             self._beyond = frozenset(name for name, end in ends.items() if end + self.num_spec_tokens > self._longest)
         if self.planner is not None:
             asked = [self._asked(request, scheduled[request.request_id]) for request in self._ran]
-            output.num_spec_tokens_to_schedule = self.planner.next(asked)
+            output.num_spec_tokens_to_schedule = self.planner.next(asked, self._is_off)
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

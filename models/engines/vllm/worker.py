@@ -5,6 +5,7 @@ How a draft is replaced is in `redraft_vllm/`, which stock servers use as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,28 @@ class DraftWorker(DraftExtension, Worker):
     vllm_config: Any
     model_runner: Any
     planned: "Planned | None" = None
+    _is_plain: bool = False  # whether the step at hand is
+    _step: Any = None  # what is drafted after it: a `StepPlan`, or a number
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; no model is loaded yet, and vLLM's platform has put its own kernels in place."""
         patches.install("worker")
         super().__init__(*args, **options)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """See the base class; a step without a draft is run as by an engine without one."""
+        self._is_plain = switch.is_plain(self.model_runner, scheduler_output)
+        self._step = scheduler_output.num_spec_tokens_to_schedule
+        with switch.without_draft(self.model_runner) if self._is_plain else nullcontext():
+            return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See the base class."""
+        with switch.without_draft(self.model_runner) if self._is_plain else nullcontext():
+            output = super().sample_tokens(grammar_output)
+        if self._is_plain and self.planned is not None:
+            self.planned.look_up_alone(self._step)
+        return output
 
     @cached_property
     def _redraft_draft(self) -> WorkerDraft:

@@ -207,6 +207,55 @@ def test_where_nothing_is_drafted_by_a_head_the_draft_rests() -> None:
     assert planner.drafting == step
 
 
+def calls_of(planner: Planner) -> list[Plan | None]:
+    """Return a list to which each plan adds the one before it."""
+    calls: list[Plan | None] = []
+    plan = planner._policy.plan
+    planner._policy = SimpleNamespace(plan=lambda *of: calls.append(of[4]) or plan(*of))
+    return calls
+
+
+def test_at_rest_a_plan_is_followed_for_some_steps_which_are_counted_and_one_of_them_tells_what_they_take() -> None:
+    planner = measured()
+    settled(planner, accepted=0)
+    planner.next(running := [replace(one, whole=False) for one in asked(AUTO)])
+    calls, told, lookups = calls_of(planner), planner._costs["greedy"].num_steps, 0
+    for _ in range(400):
+        lookups += planner.next([*running]).num_looked_up > 0
+        planner.took(step(1, 1, 20.0), None)
+    assert 50 <= len(calls) <= 51
+    assert 50 <= lookups <= 51
+    assert sum(before.followed for before in calls if before is not None) == pytest.approx(400, abs=8)
+    assert 50 <= planner._costs["greedy"].num_steps - told <= 51
+    assert planner._costs["greedy"].step_ms(1, 1, 0) == pytest.approx(20.0, rel=0.05)  # it has become slower
+    assert planner.speeds.of("code") is not None
+
+
+def test_what_changes_is_planned_for_at_once() -> None:
+    planner = measured()
+    settled(planner, accepted=0)
+    calls, (one,) = calls_of(planner), asked(AUTO)
+    reads = replace(one, num_read=5)
+    for running in ([one, replace(one, name="1")], [reads], [reads], [one], [replace(one, whole=False)]):
+        num = len(calls)
+        planner.next(running)
+        assert len(calls) == num + 1
+
+
+def test_while_speculation_is_off_nothing_is_planned_until_other_sequences_run() -> None:
+    planner = measured()
+    settled(planner, accepted=K)
+    calls = calls_of(planner)
+    for num in (1, 2):
+        for _ in range(100):
+            step_plan = planner.next(asked(*[AUTO] * num), is_off=len(calls) > 0 or num == 2)
+            planner.took(step(num, num, 10.0), None)
+        assert len(calls) == num
+    assert (step_plan.plan.settled, step_plan.rests) == (K, False)  # it is followed as soon as it is on
+    planner.next(asked(AUTO, AUTO))
+    assert len(calls) == 3
+
+
 def test_the_policy_fixed_looks_up_whatever_is_found_and_drafts_k_tokens() -> None:
     step = Planner(setup(fixed.Params())).next(asked(AUTO))
     assert (step.num_passes, step.num_looked_up) == (K, LOOKED_UP)
@@ -445,6 +494,13 @@ def test_a_step_rests_only_if_no_pass_is_made() -> None:
     assert StepPlan(Plan(0, skip=True), (), 8).rests
     assert not StepPlan(Plan(0, skip=True), (Passes(K, frozenset("1")),), 8).rests
     assert not StepPlan(Plan(0), (Passes(0),), 8).rests
+
+
+def test_a_step_at_rest_is_a_plain_one_unless_states_are_captured() -> None:
+    planner = Planner(setup())
+    assert planner.next(asked(DraftOptions("off"))).is_plain
+    assert not planner.next(asked(DraftOptions("off", capture="states"))).is_plain
+    assert not planner.next(asked(DraftOptions("head"))).is_plain
 
 
 def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Steps are those of vLLM: what one drafts, the next verifies. Answers end and oth
 draft rests lacks keys, and from then on half as much of its tokens is accepted.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,6 +87,8 @@ class Served:
     def __post_init__(self) -> None:
         self.cost, self.acceptance = self.machine.measure(self.rng), Acceptance()
         self.plan: Plan | None = None
+        self.whole: list[bool] = []  # whether each answer had all keys when it was made
+        self.followed = 0
         self.answers: list[Answer] = []
         self.plans: list[Plan] = []
         self.emitted: list[int] = []
@@ -99,7 +101,7 @@ class Served:
             self.step(load)
 
     def step(self, load: int) -> None:
-        """Plan, verify what the last step drafted, draft."""
+        """Plan unless the last plan lasts, verify what the last step drafted, draft."""
         rng, domains = self.rng, list(self.drafts)
         answers = self.answers[:load]
         new = [
@@ -108,7 +110,13 @@ class Served:
         ]
         running = [SequenceState(one.domain, self._likely(), one.keys) for one in answers]
         running += [SequenceState(one.domain, self._likely()) for one in new]
-        self.plan = goodput.plan(self.cost, self.acceptance, running, LIMIT, self.plan, self.params)
+        whole, before = [one.whole for one in running], self.plan
+        if before is None or new or whole != self.whole or self.followed >= before.lasts:
+            before = before and replace(before, followed=self.followed)
+            self.plan = goodput.plan(self.cost, self.acceptance, running, LIMIT, before, self.params)
+            self.whole, self.followed = whole, 0
+        self.followed += 1
+        assert self.plan is not None
         plan, rows = self.plan, len(new)
         emitted, served = len(new), []
         for one in answers:
@@ -124,7 +132,7 @@ class Served:
         ms = expected * rng.lognormal(0, 0.05)
         if rng.random() < self.outliers:
             ms += 100
-        if not new:
+        if not new and self.followed == min(plan.lasts, 2):
             self.cost = self.cost.after(Time(load, rows, passes, ms))
         self.answers = [
             self._drafted(one._replace(keys=one.keys and not plan.skip)) for one in (*served, *new) if one.left > 0

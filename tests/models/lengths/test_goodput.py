@@ -128,6 +128,24 @@ def test_the_draft_rests_when_keeping_its_keys_has_taken_as_much_as_it_may_and_t
     assert skips == [False] * 5 + [True] * 35
 
 
+def test_a_plan_at_rest_lasts_until_look_up_is_asked_again_and_leaves_the_same_as_a_plan_a_step() -> None:
+    acceptance, running = known(code=0.1), [SequenceState("code", whole=False)]
+    rests = goodput.plan(COST, acceptance, running, 3, None, goodput.Params(rest_after=0.0))
+    assert (rests.skip, rests.lasts, rests.memory.since) == (True, 7, 1)
+    by_step = rests
+    for _ in range(7):
+        assert by_step.lasts == 8 - by_step.memory.since % 8
+        by_step = goodput.plan(COST, acceptance, running, 3, by_step, goodput.Params(rest_after=0.0))
+    at_once = goodput.plan(COST, acceptance, running, 3, replace(rests, followed=7), goodput.Params(rest_after=0.0))
+    assert (by_step.look_up, at_once.look_up, at_once.lasts) == (True, True, 8)
+    assert at_once.memory._replace(budget=0, put_by=0) == by_step.memory._replace(budget=0, put_by=0)
+    assert at_once.memory[6:8] == pytest.approx(by_step.memory[6:8])
+
+
+def test_a_plan_that_drafts_lasts_for_one_step() -> None:
+    assert goodput.plan(COST, known(code=0.9), [SequenceState("code")], 3, None, STEADY).lasts == 1
+
+
 @pytest.mark.parametrize(("num_read", "rests"), [(0, False), (4, False), (100, True)])
 def test_where_many_prompts_come_at_once_and_none_is_to_be_drafted_for_the_draft_does_not_read_them(
     num_read: int, rests: bool

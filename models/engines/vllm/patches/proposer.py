@@ -33,7 +33,10 @@ from models.engines.vllm.patches import require
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
 
 # What the proposer reads of vLLM's runner and proposer.
-READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")
+READS = (
+    *("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids"),
+    *("num_spec_tokens", "_draft_token_ids", "_draft_token_req_ids"),
+)
 DRAFTER_READS = (
     *("propose", "_greedy_sample", "_last_draft_probs", "draft_model_config", "max_model_len", "parallel_drafting"),
     *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
@@ -61,11 +64,16 @@ class Planned:
         runner.propose_draft_token_ids = self.propose_unless_it_rests
         drafter.propose, drafter._greedy_sample = self.propose, self.greedy_sample
 
+    def look_up_alone(self, step: StepPlan) -> None:
+        """Look up what follows a plain step, after which vLLM proposes nothing."""
+        if step.num_looked_up and self._runner.num_spec_tokens:
+            self._runner._draft_token_ids = [row.packed() for row in self._look_up(step)]
+            self._runner._draft_token_req_ids = self._runner.input_batch.req_ids.copy()
+
     def propose_unless_it_rests(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Return packed rows; none where nothing is drafted: what vLLM prepares for a draft takes 2% of a step."""
         step = scheduler_output.num_spec_tokens_to_schedule
-        captures = self.ring is not None and any(self._captured())
-        if not isinstance(step, StepPlan) or not step.rests or captures:
+        if not isinstance(step, StepPlan) or not step.is_plain:
             return self._of_runner(scheduler_output, *args, **kwargs)
         return [row.packed() for row in self._look_up(step)] if step.num_looked_up else []
 
