@@ -79,6 +79,13 @@ print(pathlib.Path.home(), getpass.getuser())
     assert (done.returncode, done.stdout) == (0, f"{HOME}/cache/user {USER}\n"), done.stderr
 
 
+@pytest.mark.slow
+def test_who_would_lower_its_session_goes_on_where_nobody_may(tmp_path: Path) -> None:
+    code = "from infra.priority import lower_session; print(lower_session())"
+    done = run(("/usr/bin/setsid", sys.executable, "-c", code), volume(tmp_path / "volume"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_not_while_it_drains(tmp_path: Path) -> None:
@@ -112,4 +119,5 @@ def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_not_while
             assert pod.wait(120) == 0
         finally:
             pod.kill()
+    assert "restarting" not in (tmp_path / "log").read_text()
     assert "drained, 0 requests were cut off" in (home / "logs" / "service.log").read_text()

@@ -1,4 +1,4 @@
-"""The images can't be built here; what can be held is that they name what exists, and agree with each other."""
+"""No image is built here; what can be held is that they name what exists, and agree with each other."""
 
 import json
 import re
