@@ -42,7 +42,7 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
     if not unlike:
         return parts, {}
     for domain, one in unlike.items():
-        told = "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than in its own,"
+        told = "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than its own,"
         told += " at least %.2f; a draft learns from them, and is gated by the target's own answers"
         run_logger().warning(told, domain, -one.value, -one.high)
     held_to: tuple[Split, Split] = ("held_out", "regression")
@@ -63,11 +63,9 @@ def _with_answer(sample: Sample, own: Mapping[str, Sample]) -> Sample:
 def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> dict[str, Estimate]:
     def make(directory: Path, _: Path) -> None:
         device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
-        model, stops = load_model(target_dir, fast_dtype(device), device), stop_ids(target_dir)
-        rng = torch.Generator(device).manual_seed(recipe.seed)
+        model = load_model(target_dir, fast_dtype(device), device)
         found = {
-            domain: own_answers.compare(model, of_domain, stops, recipe.engine.max_model_len, rng)
-            for domain, of_domain in sorted(by_domain(asked).items())
+            domain: own_answers.compare(model, of_domain) for domain, of_domain in sorted(by_domain(asked).items())
         }
         (directory / FILE).write_text(json.dumps({domain: one.model_dump() for domain, one in found.items()}))
 

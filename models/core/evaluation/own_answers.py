@@ -1,14 +1,18 @@
 """Whether answers that came from elsewhere are like the target's own, which are all that a draft is asked to guess.
 
-A draft that learns another author's words may gain on more of these and give nothing in service. So the target answers
-some of the prompts itself, at the temperature that each row names, and both answers are scored by what the target says
-of them: the mean log-probability of a token, in nats, at temperature 1. Both are read up to so many tokens, and no
-further than where the answer from elsewhere was cut off: an answer of the target's own then differs from another one by
-chance alone. The difference is paired prompt by prompt.
+A draft that learns another author's words may gain on more of these and give nothing in service. So the target reads
+them and says at each place how likely the token is to it that came, and how likely its own token would be on average:
+
+    Σ_t (log p(x_t) − Σ_v p_T(v) log p(v)) / number of tokens
+
+in nats a token, with p_T the target's law at the temperature that the row names, after the same words. Of the target's
+own answers each term is 0 on average, whatever they say and however long they are. Log-probabilities alone would not
+tell: people write what is easier to foresee than what a small target says at temperature 1, so that their words, which
+it would not choose, are as likely as its own.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,20 +30,21 @@ ALPHA = 0.05
 BATCH = 16
 
 
-def difference(imported: Sequence[float], own: Sequence[float]) -> Estimate:
-    """Return how much likelier imported answers are to the target than its own, by Student's t over prompts.
+def difference(excess: Sequence[float], lengths: Sequence[int]) -> Estimate:
+    """Return how much likelier answers are to the target than its own at the same places, by Student's t over answers.
 
-    Both are [N] the mean log-probability of a token of each answer, to the same prompts. The difference is in nats a
-    token; each end is wrong with a chance of `ALPHA`. Of one prompt nothing is known. ValueError if there are no
-    answers, or not as many of one kind as of the other.
+    `excess` [N] is of each answer the sum of nats above what its tokens would have on average (`excess_log_probs`),
+    `lengths` [N] the number of its tokens. The difference is in nats a token; each end is wrong with a chance of
+    `ALPHA`. Of one answer nothing is known. ValueError if there are no answers, or another number of lengths.
     """
-    if not imported or len(imported) != len(own):
-        raise ValueError(f"wanted answers in pairs, got {len(imported)} imported and {len(own)} of the target's own")
-    differences = np.array(imported, dtype=np.float64) - np.array(own, dtype=np.float64)
-    value, num = float(differences.mean()), len(differences)
+    if not excess or len(excess) != len(lengths):
+        raise ValueError(f"wanted answers with their lengths, got {len(excess)} answers and {len(lengths)} lengths")
+    sums, tokens = np.array(excess, dtype=np.float64), np.array(lengths, dtype=np.float64)
+    value, num = float(sums.sum() / tokens.sum()), len(sums)
     if num == 1:
         return Estimate(value=value, low=-math.inf, high=math.inf)
-    return within(value, float(differences.std(ddof=1)) / math.sqrt(num), num - 1, ALPHA)
+    rest = (sums - value * tokens) / tokens.mean()
+    return within(value, float(np.sqrt((rest**2).sum() / (num - 1) / num)), num - 1, ALPHA)
 
 
 def unlike(found: Estimate) -> bool:
@@ -47,19 +52,10 @@ def unlike(found: Estimate) -> bool:
     return found.high < UNLIKE
 
 
-def read_of(sample: Sample, stops: Collection[int]) -> int:
-    """Return how many tokens of an answer, and of another one to its prompt, are compared."""
-    return MOST_TOKENS if sample.completion_ids[-1] in stops else min(len(sample.completion_ids), MOST_TOKENS)
-
-
-def compare(
-    model: PreTrainedModel, samples: Sequence[Sample], stops: frozenset[int], max_len: int, rng: torch.Generator
-) -> Estimate:
-    """Return how much likelier answers from elsewhere, one to a prompt, are to a target than its own."""
-    lengths = [read_of(sample, stops) for sample in samples]
-    cut = [one._replace(completion_ids=one.completion_ids[:num]) for one, num in zip(samples, lengths, strict=True)]
-    own = answer(model, cut, lengths, stops, max_len, rng)
-    return difference(mean_log_probs(model, cut), mean_log_probs(model, own))
+def compare(model: PreTrainedModel, samples: Sequence[Sample]) -> Estimate:
+    """Return how much likelier answers from elsewhere are to a target than its own, by their first tokens."""
+    cut = [one._replace(completion_ids=one.completion_ids[:MOST_TOKENS]) for one in samples]
+    return difference(excess_log_probs(model, cut), [len(one.completion_ids) for one in cut])
 
 
 def answer(
@@ -84,13 +80,17 @@ def answer(
 
 
 @torch.inference_mode()
-def mean_log_probs(model: PreTrainedModel, samples: Sequence[Sample]) -> list[float]:
-    """Return of each answer the mean log-probability of a token at temperature 1, given what is before it."""
+def excess_log_probs(model: PreTrainedModel, samples: Sequence[Sample]) -> list[float]:
+    """Return of each answer the sum of its tokens' log-probabilities less what those of the model's own would have."""
     found = []
     for sample in samples:
         said = torch.tensor(sample.completion_ids, device=model.device)
         read = torch.tensor([sample.token_ids], device=model.device)
-        logits = model(input_ids=read, use_cache=False, logits_to_keep=len(said) + 1).logits[0, :-1]
-        told = logits.float().log_softmax(-1).gather(-1, said[:, None])
-        found.append(float(told.mean()))
+        logits = model(input_ids=read, use_cache=False, logits_to_keep=len(said) + 1).logits[0, :-1].float()
+        told = logits.log_softmax(-1)
+        if sample.temperature > 0:
+            own = ((logits / sample.temperature).softmax(-1) * told).sum(-1)
+        else:
+            own = told.amax(-1)
+        found.append(float((told.gather(-1, said[:, None])[:, 0] - own).sum()))
     return found

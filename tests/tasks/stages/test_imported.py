@@ -55,8 +55,7 @@ def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
         assert after._replace(completion_ids=[]) == before._replace(completion_ids=[])
         assert after.completion_ids != before.completion_ids
     model = load_model(target.path)
-    found = own_answers.mean_log_probs(model, answered)
-    assert sum(found) / len(found) > own_answers.mean_log_probs(model, human[:1])[0] + 0.2
+    assert own_answers.compare(model, answered).value > own_answers.compare(model, human[:2]).value + 0.2
     assert gate_by_own_answers(RECIPE, target, parts) == (judged, unlike)
 
 

@@ -6,17 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation.own_answers import (
     BATCH,
-    MOST_TOKENS,
     NUM_PROMPTS,
     UNLIKE,
     answer,
     compare,
     difference,
-    read_of,
     unlike,
 )
 from models.core.learning.hidden import Sample
@@ -26,18 +25,19 @@ MAX_LEN = 256
 
 
 def test_a_case_worked_by_hand() -> None:
-    found = difference([-2.0, -3.0, -4.0], [-1.0, -1.0, -1.0])  # −1, −2, −3: mean −2, standard error 1 / √3
+    found = difference([-2.0, -4.0, -6.0], [2, 2, 2])  # −1, −2, −3 a token: mean −2, standard error 1 / √3
     assert found.value == -2.0
     assert found.high == pytest.approx(-2 + 2.919986 / math.sqrt(3), abs=1e-5)  # Student's t of 2 degrees, 95%
     assert unlike(found)
-    assert not unlike(difference([-9.0], [-1.0]))  # one prompt shows nothing
-    assert not unlike(difference([-1.0, -1.3], [-1.0, -1.0]))
+    assert not unlike(difference([-9.0], [1]))  # one answer shows nothing
+    assert not unlike(difference([0.0, -0.3], [1, 1]))
+    assert difference([-3.0, 0.0], [1, 5]).value == -0.5  # each token counts the same, or early ends would lean
 
 
-def test_what_does_not_come_in_pairs_is_refused() -> None:
-    for imported, own in (([], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="wanted answers in pairs"):
-            difference(imported, own)
+def test_answers_without_their_lengths_are_refused() -> None:
+    for excess, lengths in (([], []), ([1.0], [1, 2])):
+        with pytest.raises(ValueError, match="wanted answers with their lengths"):
+            difference(excess, lengths)
 
 
 @pytest.mark.parametrize("noise", ["normal", "skewed", "heavy"])
@@ -50,7 +50,7 @@ def test_a_warning_is_as_rare_as_it_says_and_references_are_found(noise: str) ->
     }[noise]
 
     def warned(truth: float, spread: float = 0.4) -> float:
-        found = (difference((truth + spread * draw()).tolist(), [0.0] * NUM_PROMPTS) for _ in range(runs))
+        found = (difference((truth + spread * draw()).tolist(), [1] * NUM_PROMPTS) for _ in range(runs))
         return sum(map(unlike, found)) / runs
 
     rates = {truth: warned(truth) for truth in (0.0, -0.1, UNLIKE, -0.4, -1.0)}
@@ -59,12 +59,6 @@ def test_a_warning_is_as_rare_as_it_says_and_references_are_found(noise: str) ->
     assert rates[UNLIKE] <= (0.13 if noise == "skewed" else 0.07)  # a tail upwards makes it twice as often
     assert rates[-0.4] > 0.9
     assert rates[-1.0] == 1.0
-
-
-def test_answers_are_compared_as_far_as_the_imported_one_went_if_it_was_cut() -> None:
-    ended, cut = Sample("a", "chat", [1], [5, 6, 2]), Sample("a", "chat", [1], [5, 6, 7])
-    assert [read_of(one, {2}) for one in (ended, cut)] == [MOST_TOKENS, 3]
-    assert read_of(cut._replace(completion_ids=[5] * 99), {2}) == MOST_TOKENS
 
 
 def prompts(number: int) -> list[Sample]:
@@ -78,14 +72,45 @@ def test_the_targets_own_answers_never_warn_and_those_of_others_do(tiny_target: 
         rng, temperature = torch.Generator().manual_seed(seed), (0.0, 0.7, 1.0, 1.0)[seed % 4]
         asked = [one._replace(temperature=temperature) for one in prompts(BATCH)]
         own = answer(model, asked, [20] * BATCH, stops, MAX_LEN, rng)
-        found = compare(model, own, stops, MAX_LEN, rng)
+        found = compare(model, own)
         assert not unlike(found), (seed, found)
         values.append(found.value)
     print(f"\nown answers: {np.mean(values):+.3f} nats a token, from {min(values):+.3f} to {max(values):+.3f}")
     assert abs(np.mean(values)) < 0.1  # what is compared does not lean to either side
-    rng = torch.Generator().manual_seed(0)
     for text in (b"The capital of France is Paris.", b"def f(x):\n    return x + 1"):
         written = [one._replace(completion_ids=[3 + byte for byte in text], temperature=1.0) for one in prompts(BATCH)]
-        found = compare(model, written, stops, MAX_LEN, rng)
+        found = compare(model, written)
         print(f"references: {found.value:+.2f} nats a token, at most {found.high:+.2f}")
         assert unlike(found)
+
+
+def test_words_that_the_target_would_not_choose_are_found_also_where_they_are_likelier_than_its_own(
+    tiny_target: Path,
+) -> None:
+    """To the target any token is as likely as another, but for A, which follows A; a writer says B after five of it."""
+    model, stops = load_model(tiny_target), stop_ids(tiny_target)
+    size, a, b = model.config.vocab_size, 100, 101
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:  # so that the last token alone is read
+                weight.zero_()
+        embedding = torch.zeros(size, model.config.hidden_size)
+        embedding[:, 1], embedding[a] = 1.0, torch.eye(model.config.hidden_size)[0]
+        model.get_input_embeddings().weight.copy_(embedding)
+        head = torch.zeros_like(embedding)
+        head[a, 0] = math.log(9 * size) / model.config.hidden_size**0.5  # after A its chance is 0.9
+        model.lm_head.weight = torch.nn.Parameter(head)
+    asked = [one._replace(temperature=1.0) for one in prompts(BATCH)]
+    own = answer(model, asked, [30] * BATCH, stops, MAX_LEN, torch.Generator().manual_seed(0))
+    written = [one._replace(completion_ids=[a, a, a, a, a, b] * 5) for one in asked]
+    assert mean_log_prob(model, written) > mean_log_prob(model, own) + 1
+    assert not unlike(compare(model, own))
+    assert unlike(compare(model, written))
+
+
+def mean_log_prob(model: PreTrainedModel, samples: list[Sample]) -> float:
+    """Return what is expected of a token of answers of one length at temperature 1."""
+    with torch.inference_mode():
+        read = torch.tensor([one.token_ids for one in samples if len(one.completion_ids) == 30])
+        told = model(read).logits[:, -31:-1].float().log_softmax(-1)
+        return float(told.gather(-1, read[:, -30:, None]).mean())
