@@ -91,7 +91,7 @@ def main() -> None:
         estimates = [Estimate(value=one["value"], low=one["low"], high=one["high"]) for one in own]
         theirs = compare(model, people)
         rows[domain] = {
-            "people": figures(theirs) + [unlike(theirs)],
+            "people": [*figures(theirs), unlike(theirs)],
             "people_likely": likely(model, people),
             "own_told_unlike": sum(map(unlike, estimates)),
             "own_least_upper_bound": round(min(one.high for one in estimates), 3),
