@@ -23,7 +23,7 @@ from models.core.learning.answering import Ask, go_on
 from models.core.learning.hidden import Sample
 from models.types import Estimate
 
-NUM_PROMPTS = 50
+NUM_PROMPTS = 100
 MOST_TOKENS = 64  # of an answer that are read
 UNLIKE = -0.2  # nats a token
 ALPHA = 0.05
@@ -88,9 +88,7 @@ def excess_log_probs(model: PreTrainedModel, samples: Sequence[Sample]) -> list[
         read = torch.tensor([sample.token_ids], device=model.device)
         logits = model(input_ids=read, use_cache=False, logits_to_keep=len(said) + 1).logits[0, :-1].float()
         told = logits.log_softmax(-1)
-        if sample.temperature > 0:
-            own = ((logits / sample.temperature).softmax(-1) * told).sum(-1)
-        else:
-            own = told.amax(-1)
+        law = (logits / sample.temperature).softmax(-1) if sample.temperature > 0 else None
+        own = told.amax(-1) if law is None else (law * told).sum(-1)
         found.append(float((told.gather(-1, said[:, None])[:, 0] - own).sum()))
     return found
