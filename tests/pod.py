@@ -31,6 +31,7 @@ OF_SERVICE = {
 }
 MAKE = """
 set -e
+umask 022
 root=$1; shift
 mount -t tmpfs -o mode=755 pod "$root"
 mkdir -p "$root/tmp" "$root/var/lib/redraft"

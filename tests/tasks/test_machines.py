@@ -49,7 +49,7 @@ def build(disk: Path, tiny_target: Path) -> None:
     version = register_target.fn(RECIPE, target)
     measured = judge({"chat": 0.0}).measured
     draft = register_draft.fn(
-        RECIPE, version, target, made(target.path, disk / "first", seed=1), samples_of(disk, 40), measured
+        RECIPE, version, target, made(target.path, disk / "first", seed=1), samples_of(disk), measured
     )
     promote_build.fn(version, draft)
 
@@ -80,7 +80,7 @@ def test_a_refresh_runs_where_no_disk_is_shared_with_the_build_nor_with_the_serv
     assert [len(sample.token_ids) for sample in first] == [31, 40]
     start = find_challenger.fn(RECIPE, pair, WINDOW)
     gates = judge({"chat": 0.0})  # undecided: the next refresh goes on from it
-    candidate = register_candidate.fn(RECIPE, pair, start, train(disk, pair), WINDOW, samples_of(disk, 30), gates)
+    candidate = register_candidate.fn(RECIPE, pair, start, train(disk, pair), WINDOW, samples_of(disk), gates)
     move("another worker")
     start = find_challenger.fn(RECIPE, champions(), WINDOW.model_copy(update={"first_seq": 61, "last_seq": 90}))
     assert start.version.number == candidate.number
@@ -99,9 +99,7 @@ def test_states_that_no_run_goes_on_from_leave_the_object_store_and_cost_a_fresh
     start, kept = find_challenger.fn(RECIPE, pair, WINDOW), set[str]()
     for _ in range(2):
         trained = train(disk, pair)
-        candidate = register_candidate.fn(
-            RECIPE, pair, start, trained, WINDOW, samples_of(disk, 30), judge({"chat": 0.0})
-        )
+        candidate = register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(disk), judge({"chat": 0.0}))
         kept.add(candidate.lineage.state_uri)
         shutil.rmtree(disk / "candidate")
     assert {f"{bucket.address}/{name.rpartition('/')[0]}" for name in bucket.names() if name.startswith(STATE)} == {

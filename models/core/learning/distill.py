@@ -246,7 +246,7 @@ class _Loop(Loop[list[Sample]]):
         teacher_dirs: Sequence[Path],
         kept: Sequence[Sample],
         show: Callable[[Progress], None],
-        workers: Workers,
+        workers: Workers = ALONE,
     ) -> None:
         trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         super().__init__(trained, params, seed, work_dir, workers)

@@ -13,7 +13,7 @@ from models import catalog
 from models.core.drafting.draft_families import family_named
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
-from models.drafts import ngram
+from models.drafts import Procedure, ngram
 from models.losses import Drafted, Minimum, cross_entropy
 from tests.models.drafts.answered import answers_of, prompts
 from tests.models.drafts.tiny import make_tiny
@@ -193,6 +193,8 @@ def test_a_loss_on_hidden_states_refuses_a_draft_that_has_none(
 ) -> None:
     class Learning(ngram.Ngram):
         """Prompt lookup with something to learn, so that the loop takes it."""
+
+        procedure = Procedure(cross_entropy.Params())
 
         def __init__(self, draft: ngram.Ngram) -> None:
             super().__init__(draft.params, draft.config)

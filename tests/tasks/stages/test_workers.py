@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,12 @@ Show = Callable[[distill.Progress], None]
 PARAMS = distill.Params(num_epochs=12, batch_tokens=120, num_threads=1, validation=0.2, checkpoint_s=0)
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:
     return answers_of(tiny_target, prompts(19))
@@ -32,9 +40,19 @@ def new_head(target: Path, samples: list[Sample]) -> eagle3.Eagle3:
     return eagle3.create(eagle3.Params(vocab_size=128), target, counts)
 
 
+def in_a_fresh_process(check: Callable[..., None], *given: object) -> None:
+    """Run a check where Ray was not imported: it reads the token that a cluster asks for then."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(check, *given).result()
+
+
 def test_a_lost_process_comes_back_and_the_draft_is_as_one_process_trains_it(
     tiny_target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
+    in_a_fresh_process(lose_a_process, tiny_target, samples, tmp_path)
+
+
+def lose_a_process(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
     lost, began = tmp_path / "lost", tmp_path / "began"
 
     def trained(settings: Train | None, name: str) -> tuple[distill.Report, dict[str, torch.Tensor], list[int]]:
@@ -79,6 +97,10 @@ def test_a_lost_process_comes_back_and_the_draft_is_as_one_process_trains_it(
 def test_an_error_that_would_come_again_is_not_tried_again(
     tiny_target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
+    in_a_fresh_process(meet_a_nan, tiny_target, samples, tmp_path)
+
+
+def meet_a_nan(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
     head, tried = new_head(tiny_target, samples), tmp_path / "tried"
     with torch.no_grad():
         head.midlayer["mlp"]["up_proj"].weight[0, 0] = float("nan")

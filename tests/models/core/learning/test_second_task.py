@@ -98,6 +98,8 @@ def test_nothing_to_learn_and_a_loop_of_its_own_are_refused(tiny_target: Path) -
     with pytest.raises(ValueError, match="none of 1 documents has two tokens"):
         SecondTask([[3]], 1.0, PARAMS, 0)
     loop = iterative_magnitude.Params()
-    with pytest.raises(ValueError, match='regime "iterative_magnitude" is a loop of its own and takes no other hooks'):
+    with pytest.raises(
+        ValueError, match='regime "iterative_magnitude" is a loop of its own: it takes one process and no other'
+    ):
         more = [SecondTask(SECOND, 1.0, PARAMS, 0)]
         training.train_by_name(model_of(tiny_target), FIRST, PARAMS, (loop,), 0, None, None, more)
