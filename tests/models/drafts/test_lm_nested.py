@@ -35,7 +35,8 @@ def loss_of(draft: lm.Lm, deep_target: Path, samples: list[Sample], work: Path) 
     states = hidden_states(draft, deep_target, samples, work)
     loop = distill._Loop(draft, deep_target, states, distill.Params(**SETTINGS), 2, work, 0, (), (), lambda _: None)
     loop.states = states
-    return float(loop._loss(samples, 0.0)[0].detach())
+    num_rows = sum(len(sample.completion_ids) - 1 for sample in samples)
+    return float(loop._loss(samples, 0.0, num_rows)[0].detach())
 
 
 def test_one_pass_says_what_each_nested_draft_says_by_itself(
