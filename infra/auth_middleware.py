@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from infra.home import close_to_others
 from infra.processes import hold_port
 from infra.secret import home_secret
 from infra.settings import load_settings
@@ -128,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with port as held, suppress(KeyboardInterrupt):
         guard = AuthMiddleware(_load(options.app), (*NAMES, *options.name), password)
+        if (copied := settings.home / "prefect" / "ui").is_dir():  # with the modes that it has in the package
+            close_to_others(copied)
         uvicorn.Server(uvicorn.Config(guard, log_level="warning")).run(sockets=[held])
     return 0
 

@@ -55,6 +55,7 @@ def forget_text(job: Job) -> None:
     search = _search(job, 0) if job.rows else None  # without, the text is gone, and nobody can look for it
     job.log.erasures.forget(job.certificate.number)
     _empty_wal(job)
+    job.log.close()  # a process that closes a file loses its locks on it, those of its connections too
     if (file := job.log.database.file) is not None and (search is None or search.stands_in(file)):
         job.log.database.vacuum()
         _empty_wal(job)

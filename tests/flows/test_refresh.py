@@ -61,6 +61,7 @@ def test_after_an_erasure_nothing_of_a_persons_rows_is_left_and_the_next_refresh
     said_by_others = [text_of(row) for row in rows if row not in mine]
 
     def found(needles: Iterable[bytes]) -> list[str]:
+        log.close()  # else what is read here takes its locks away
         files = [file.read_bytes() for file in home.rglob("*") if file.is_file()]
         return [needle.decode() for needle in needles if any(needle in file for file in files)]
 
