@@ -61,6 +61,10 @@ class DatabaseTorn(DatabaseUnavailable):
     """The file is no database any more."""
 
 
+class OtherSchema(ValueError):
+    """Its tables are of another version than this one reads."""
+
+
 class Database:
     """One database, made at first use. Safe to use from several threads, processes and, on Postgres, hosts."""
 
@@ -87,7 +91,7 @@ class Database:
     def reading(self) -> Iterator[Connection]:
         """Read what is committed at one moment.
 
-        ValueError if the schema is of another version, DatabaseUnavailable if it can't be read.
+        OtherSchema if the tables are of another version, DatabaseUnavailable if it can't be read.
         """
         options: dict[str, Any] = {} if self.file else {"isolation_level": "REPEATABLE READ"}
         with self._connected(**options) as connection:
@@ -192,14 +196,14 @@ class Database:
             raise
 
     def _bring_up_to_date(self, connection: Connection) -> None:
-        """Make the tables, or migrate older ones, in one transaction; ValueError if this version can't read them."""
+        """Make the tables, or migrate older ones, in one transaction; OtherSchema if this version can't read them."""
         version = self._version(connection)
         connection.rollback()
         if version == SCHEMA_VERSION:
             return
         if version > SCHEMA_VERSION or 0 < version < FIRST_VERSION:
             reads = f"this version of redraft reads {SCHEMA_VERSION} alone: {OTHER_FORMAT}"
-            raise ValueError(f"{self} has schema version {version}, and {reads}")
+            raise OtherSchema(f"{self} has schema version {version}, and {reads}")
         with connection.execution_options(**{BEGIN: "BEGIN IMMEDIATE"}).begin():
             self._exclude_writers(connection)
             version = self._version(connection)  # another process may have done it just now

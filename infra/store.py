@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.database import DatabaseUnavailable
+from infra.database import DatabaseUnavailable, OtherSchema
 from infra.settings import QUIET_MLFLOW, sqlite_file
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def translated(doing: str) -> Iterator[None]:
 
     try:
         yield
-    except (SQLAlchemyError, sqlite3.Error, DatabaseUnavailable) as error:  # torn, or locked for long
+    except (SQLAlchemyError, sqlite3.Error, DatabaseUnavailable, OtherSchema) as error:  # torn, or locked for long
         raise StoreUnavailable(f"{doing}: {str(error).splitlines()[0]}") from error
     except MlflowException as error:
         # An alias that does not exist is an invalid value to MLflow.

@@ -165,13 +165,14 @@ def small_disk(folder: Path, num_bytes: int = LOG_BYTES) -> Iterator[bool]:
 
 
 @contextmanager
-def filled(folder: Path) -> Iterator[None]:
-    """Leave nothing free on the disk of a folder."""
+def filled(folder: Path, but_bytes: int = 0) -> Iterator[None]:
+    """Leave nothing free on the disk of a folder, or so little."""
     filler = folder / "filler"
     try:
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
+        os.truncate(filler, filler.stat().st_size - but_bytes)
         yield
     finally:
         filler.unlink()
