@@ -27,9 +27,8 @@ from infra.cache import fetched
 from infra.files import flush, renamed_when_complete, write_atomic
 from infra.object_store import SCHEME, ObjectStore
 from infra.settings import load_settings
-from models.types import Frozen
+from models.types import MANIFEST_NAME, Frozen
 
-MANIFEST_NAME = "manifest.json"
 WEIGHTS = ".safetensors"
 # Below it reading what was remembered takes as long as reading the file.
 REMEMBERED_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from infra import history
-from infra.artifacts import MANIFEST_NAME, Manifest, forget, path_of
+from infra.artifacts import Manifest, forget, path_of
 from infra.cache import remove_unheld
 from infra.files import LEFTOVER, discard, files_under, lock_folder
 from infra.home import COPIES
@@ -30,6 +30,7 @@ from infra.store import translated
 from infra.trigger_store import TriggerStore
 from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable, same_files
 from infra.windows import Window
+from models.types import MANIFEST_NAME
 
 DAY_S, YOUNG_DAYS = 24 * 3600.0, 1.0
 NUM_COPIES, NUM_COMPILED = 5, 8

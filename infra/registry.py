@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import MANIFEST_NAME, check_manifest, get, path_of, put
+from infra.artifacts import check_manifest, get, path_of, put
 from infra.cache import fetched
 from infra.champions import Champion, Champions
 from infra.database import Database
@@ -36,6 +36,7 @@ from infra.versions import (
     is_usable,
     written_tags,
 )
+from models.types import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -18,7 +18,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from models import catalog
 from models.core.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.engines import EngineParams
-from models.params import BaseParams, TrainingParams, did_you_mean, require_unsaid, validate, without_defaults
+from models.params import BaseParams, did_you_mean, validate, without_defaults
+from models.recipe_unread import require_read
 from models.serving import Serve
 from models.stages import (
     TABLES,
@@ -31,7 +32,6 @@ from models.stages import (
     Text,
     Train,
     require_chain,
-    require_workers,
 )
 from models.types import Frozen, GateParams
 
@@ -40,7 +40,6 @@ _FOLDER = Path(__file__).parent / "recipes"
 # Of a run that another one goes on from.
 GOES_ON = {"schedule": "constant", "average": 0.3}
 
-_TRAINING = [key for key in TrainingParams.model_fields if key != "max_length"]  # that is read in calibrating, too
 DOMAIN = r"^[a-z0-9_-]{1,32}$"  # what requests name, and the query log takes
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 
@@ -323,66 +322,13 @@ class Recipe(Frozen):
             )
         self._require_lessons()
         catalog.load("engines", self.engine.name).require_draft(self.draft, self.engine)
-        _require_read(self)
+        require_read(self)
         if self.serve != Serve() or self.demo is not None:
             self.require_served()
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
             if domain not in self.traffic:
                 raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')
         return self
-
-
-def _require_read(recipe: Recipe) -> None:
-    """Raise ValueError if nothing reads a table or key of a recipe, since tables decide it for each other; names it."""
-    _require_read_stages(recipe)
-    first: Any = recipe.distill
-    refresh: Any = recipe.refresh_distill()
-    _require_learnt(recipe.draft, first, "[distill]", type(first).model_fields)
-    _require_learnt(recipe.draft, refresh, "[refresh] distill", recipe.refresh.distill)
-    if not (first.validation or refresh.validation):
-        require_unsaid(refresh, ["patience"], "[distill]", "validation is 0")
-    used = {value.name for _, value in recipe.engine if isinstance(value, BaseParams)}
-    for family, method in (*first.heads, *refresh.heads):
-        if method.name not in used:
-            raise ValueError(
-                f'[distill] {family} = "{method.name}" fits a head that engine "{recipe.engine.name}" would not read: '
-                f"it decodes by {', '.join(sorted(used))}"
-            )
-
-
-def _require_read_stages(recipe: Recipe) -> None:
-    require_workers(recipe.train, recipe.pretrain, recipe.finetune)
-    reads = recipe.pretrain is not None or recipe.finetune is not None
-    for family in ("shrink", "prune", "quantize"):
-        if (table := getattr(recipe, family)) is None:
-            continue
-        others = [form for form in getattr(table, "exceptions", {}).values() if isinstance(form, BaseParams)]
-        own, *further = [catalog.load(family, method.name) for method in (table.method, *others)]
-        trains = hasattr(own, "Hooks") or getattr(own, "TRAINS", False)
-        calibrates = isinstance(table, Shrink) and getattr(table.method, "measures", True)
-        calibrates = calibrates or any(getattr(module, "CALIBRATED", False) for module in (own, *further))
-        reads = reads or trains or calibrates
-        keys = [*(() if trains else _TRAINING), *(() if calibrates else ("num_documents",))]
-        keys += [] if trains or calibrates else ["max_length"]
-        why = f"{table.method.name} {'only trains' if trains else 'only calibrates' if calibrates else 'reads no text'}"
-        require_unsaid(table, [key for key in keys if key in type(table).model_fields], f"[{family}]", why)
-    if (select := recipe.select) is None:
-        return
-    if not reads:
-        raise ValueError("[select] chooses text, and no later stage of this recipe reads any")
-    if not catalog.load("select", select.method.name).TRAINS:
-        require_unsaid(select, [*_TRAINING, "proxy"], "[select]", f"{select.method.name} trains no proxy")
-
-
-def _require_learnt(draft: BaseParams, params: BaseParams, where: str, keys: Any) -> None:
-    from models.core.drafting.draft_families import class_of, family_named  # torch
-
-    kind = class_of(family_named(draft.name))
-    if kind.procedure is None:
-        require_unsaid(params, keys, where, f"a draft of family {draft.name} has no weights to train")
-    elif kind.max_unroll == 1:
-        later = {"step_decay", "follow"}
-        require_unsaid(params, sorted(later & set(keys)), where, f"a draft of family {draft.name} is unrolled once")
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -39,7 +39,7 @@ class Text(Frozen):
 class Train(Frozen):
     """Processes of a Ray cluster that train drafts, [pretrain] and [finetune] together, each on its share of a batch.
 
-    Ray's variable `RAY_ADDRESS` names the cluster; without it they run on this machine.
+    Ray's variable `RAY_ADDRESS` names the cluster, whose nodes share the home; without it they run on this machine.
 
     Attributes:
         workers: how many.

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Lists a directory's files with their sha256 and sizes (`infra.artifacts`).
+MANIFEST_NAME = "manifest.json"
 ALL = ""  # the finding on all domains together
 # Tokens of an answer: one that the prompt gives, one that is drafted and one after it. A shorter one teaches nothing.
 MIN_COMPLETION = 3

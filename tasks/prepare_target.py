@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.artifacts import MANIFEST_NAME, Artifact, open_artifact
+from infra.artifacts import Artifact, open_artifact
 from models import catalog
 from models.core.evaluation.golden import FILE
 from models.params import BaseParams
+from models.types import MANIFEST_NAME
 from tasks.stages import cached_step, local_content
 from tasks.stages.task import task
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, TypeVar
 
-from infra.artifacts import MANIFEST_NAME
 from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
 from infra.files import LEFTOVER
+from models.types import MANIFEST_NAME
 
 ERRORS = "errors of attempts at windows"  # the name in a certificate of what is in the log itself
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own

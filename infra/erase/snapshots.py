@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from infra.artifacts import MANIFEST_NAME, check_manifest, path_of, publish, staged
+from infra.artifacts import check_manifest, path_of, publish, staged
 from infra.consent import row_of
 from infra.erase.job import Job
 from infra.erasures import Rewritten
@@ -19,6 +19,7 @@ from infra.files import sweep_staging
 from infra.registry import open_registry
 from infra.store import translated
 from infra.versions import Version
+from models.types import MANIFEST_NAME
 
 PARTS = ("train", "held_out", "regression")
 # Tag of an address, and that of the digest of its directory; a window's digest is that of its rows.

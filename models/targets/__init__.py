@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from models.types import Frozen
+from models.types import MANIFEST_NAME, Frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,7 +24,6 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of a model without a chat template: each message's text in a line of its own, for the model to go on.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' if not loop.last }}{% endfor %}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-MANIFEST_NAME = "manifest.json"
 
 
 class TargetCard(Frozen):

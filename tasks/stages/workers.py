@@ -1,8 +1,8 @@
 """Training by several processes of a Ray cluster, through Ray Train's `TorchTrainer`, which starts a lost group again.
 
 Ray's own variable `RAY_ADDRESS` names the cluster; without it Ray runs on this machine for as long as the training
-does. What the processes need travels through Ray. The first one's checkpoints lie in the step's folder, and from the
-newest every process goes on.
+does. What the processes need travels through Ray. The first one's checkpoints lie in the step's folder, which all nodes
+must reach, and from the newest every process goes on.
 """
 
 import os
@@ -21,12 +21,12 @@ from torch import nn
 from infra.secret import home_secret
 from infra.serving import ray_folder
 from infra.settings import load_settings
+from models.core.learning import hidden
 from models.core.learning.parallel import ALONE, Workers
 from models.stages import Train
 
 MAX_FAILURES = 3
 OBJECT_STORE_BYTES = 512 << 20  # for a model and what it learns from
-STATES = "hidden"  # of `models.core.learning.hidden`: large, and each process's own
 WEIGHTS = "weights.safetensors"
 ProgressT = TypeVar("ProgressT")
 T = TypeVar("T")
@@ -111,9 +111,10 @@ def _report(rank: int, folder: Path) -> None:
     if rank:
         train.report({})
         return
+    # Without the states, which are large and each process's own.
     with TemporaryDirectory(dir=folder.parent) as temporary:
         kept = Path(temporary) / "kept"
-        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns(STATES), copy_function=os.link)
+        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns(hidden.FOLDER), copy_function=os.link)
         train.report({}, checkpoint=train.Checkpoint.from_directory(kept))
 
 

@@ -228,3 +228,21 @@ def test_settings_of_what_is_off_are_refused(tmp_path: Any) -> None:
         Reasoning(model=str(tmp_path), engine={"name": "torch", "trees": {"name": "dynamic"}})
     assert Reasoning(model=str(tmp_path), engine={"name": "torch", "num_draft_tokens": 0}).model
     assert Structured(enabled=True, max_depth=9).max_depth == 9 and Capture(share=1, keep_days=1).keep_days == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "distill", "message"),
+    [
+        ({"sharded": True}, {}, r"\[train\] sharded is for \[pretrain\] and \[finetune\], and the recipe has neither"),
+        ({}, {"device": "cpu"}, r'\[distill\]: key "device" would do nothing, since \[train\] gpus says what trains'),
+        ({}, {"answers": {"name": "on_policy"}}, 'answers "on_policy" are written by the draft as it learns'),
+    ],
+)
+def test_what_processes_of_a_cluster_would_not_read_is_refused(
+    train: dict[str, Any], distill: dict[str, Any], message: str
+) -> None:
+    tables = recipe(distill={**recipe()["distill"], **distill})
+    with pytest.raises(ValueError, match=message):
+        parse_recipe({**tables, "train": {"workers": 2, **train}}, "r")
+    if not train:
+        parse_recipe(tables, "r")

@@ -36,6 +36,7 @@ from models.types import MIN_COMPLETION
 
 # Of one forward pass; four times as many leave a processor's caches and cost a fifth of the speed.
 BATCH_TOKENS = 1024
+FOLDER = "hidden"  # of a run's work directory
 USUAL = 0.99  # of texts are learnt to their ends, unless memory does not suffice
 ItemT = TypeVar("ItemT")
 
@@ -291,7 +292,7 @@ def hidden_states(
     """
     config = target_config(target_dir)
     layers = sorted({*draft.taps, config.num_hidden_layers})
-    folder = work_dir / "hidden" / "-".join(map(str, layers))
+    folder = work_dir / FOLDER / "-".join(map(str, layers))
     states = HiddenStates(folder, samples, layers, config.hidden_size)
     states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
     return states
