@@ -18,7 +18,7 @@ from rich.table import Table
 from flows.bench import advise, bench
 from flows.command import RecipeName, command_of, complete_erasures, logged, open_settings, prepare
 from flows.compare import compare
-from flows.home_commands import backup, clean, erase, restore, retain
+from flows.home_commands import backup, clean, erase, move_home, restore, retain
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
 from flows.service_commands import attach, down, logs, record, serve, status, traffic, up
@@ -342,7 +342,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Every day": (build, serve, attach, record, refresh, up, down, status, logs, report, doctor),
     "Drafts": (promote, rollback, diff, import_draft, export_draft, publish, import_logs),
     "Privacy": (erase, retain),
-    "Home": (backup, restore, clean),
+    "Home": (backup, restore, move_home, clean),
     MEASURE: (demo, traffic, advise, compare),
 }
 for panel, functions in PANELS.items():

@@ -52,6 +52,25 @@ def clean(
     out.print(f"{len(going)} parts, {total:,.1f} MiB {'would go' if dry_run else 'went'}", markup=False)
 
 
+def move_home() -> None:
+    """Move log, versions and registry to where REDRAFT_QUERYLOG, REDRAFT_ARTIFACTS and REDRAFT_MLFLOW_URI say.
+
+    Each row is compared afterwards. A move that was stopped goes on; until it is complete nothing else opens the log.
+
+    Example: redraft move-home
+    """
+    settings = open_settings()
+    from infra.move_home import move_home as move
+
+    with working("moving the home") as tell:
+        moved = move(settings, tell)
+    for what, counted in (("rows", moved.rows), ("versions", moved.versions)):
+        if counted:
+            told = ", ".join(f"{name} {number:,}" for name, number in counted.items() if number)
+            out.print(f"{what}: {told}", soft_wrap=True, markup=False)
+    out.print(f"the home's own files of these: {moved.copies}", soft_wrap=True, markup=False)
+
+
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `redraft backup` wrote.")],
     wait_s: Annotated[

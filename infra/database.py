@@ -28,6 +28,7 @@ from infra.tables import COUNTERS, METADATA, SCHEMA_VERSION, alembic_version, co
 
 BUSY_TIMEOUT_S, CONNECT_TIMEOUT_S = 5.0, 5
 STUCK_S = 30  # after which Postgres ends a transaction that writes, and whose process stands still
+MOVING = -1  # instead of a schema's version: a home is being moved in (infra/move_home.py)
 FIRST_VERSION = 8  # older ones were of no release, and are not brought up to date
 MIGRATIONS = Path(__file__).parent / "migrations"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -68,8 +69,9 @@ class OtherSchema(ValueError):
 class Database:
     """One database, made at first use. Safe to use from several threads, processes and, on Postgres, hosts."""
 
-    def __init__(self, address: Path | str) -> None:
+    def __init__(self, address: Path | str, moves_in: bool = False) -> None:
         """Take a file, or `postgresql://user@host/database?schema=NAME`; ValueError if it is neither."""
+        self._moves_in = moves_in
         self.file = address if isinstance(address, Path) else None
         self._engine, self.schema = (_sqlite(address), "") if isinstance(address, Path) else _postgres(address)
         self._name = str(address) if isinstance(address, Path) else self._engine.url.render_as_string()
@@ -199,8 +201,10 @@ class Database:
         """Make the tables, or migrate older ones, in one transaction; OtherSchema if this version can't read them."""
         version = self._version(connection)
         connection.rollback()
-        if version == SCHEMA_VERSION:
+        if version == SCHEMA_VERSION or (version == MOVING and self._moves_in):
             return
+        if version == MOVING:
+            raise OtherSchema(f"{self} holds a part of a home that is being moved; complete it: redraft move-home")
         if version > SCHEMA_VERSION or 0 < version < FIRST_VERSION:
             reads = f"this version of redraft reads {SCHEMA_VERSION} alone: {OTHER_FORMAT}"
             raise OtherSchema(f"{self} has schema version {version}, and {reads}")

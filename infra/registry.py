@@ -118,7 +118,7 @@ class Registry:
         places = ", ".join(f"[{file.name}]({folder}/{file.name})" for file in files)
         with translated(f"registering {directory} as {kind}"):
             model = None if source else self._logged_model(kind, directory, run_id)
-            _create_registered_model(self.store, kind)
+            self.require_model(kind)
             version = self.store.client.create_model_version(
                 kind,
                 source=source if model is None else model.artifact_location,
@@ -135,6 +135,16 @@ class Registry:
             if model is not None:
                 self.store.client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
         return as_version(version)
+
+    def require_model(self, kind: Kind) -> None:
+        """Make the model whose versions those of a kind are, unless it is there."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.store.client.create_registered_model(kind)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
 
     def _logged_model(self, kind: Kind, directory: Path, run_id: str) -> "LoggedModel":
         model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
@@ -400,16 +410,6 @@ def _tell_put_back(kind: Kind, row: Champion, why: str) -> None:
         events = Emitter(orchestrator)
         events.emit(ALIAS_PUT_BACK, kind, {"text": told}, REGISTRY_RESOURCE)
         events.close()
-
-
-def _create_registered_model(store: Store, kind: Kind) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        store.client.create_registered_model(kind)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
 
 
 def _require_digest(directory: Path, version: Version) -> None:

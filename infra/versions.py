@@ -207,7 +207,8 @@ Kind = Literal["target", "draft"]
 SHA256 = r"^[0-9a-f]{64}$"
 CLEANED = "cleaned"
 COUNT = "lineage_tags"
-OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced", CLEANED, COUNT)
+ADDRESS = "address"  # of a version's files, where they were moved since MLflow was told
+OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced", ADDRESS, CLEANED, COUNT)
 FIRST = "none"  # before the first champion
 
 
@@ -265,7 +266,8 @@ class Version(Frozen):
     @property
     def address(self) -> str:
         """Where its files lie for whoever wants them, "" where MLflow keeps them and hands them out."""
-        return "" if "model_id" in self.tags or not self.source.startswith(("file:", "s3:")) else self.source
+        logged = "model_id" in self.tags or not self.source.startswith(("file:", "s3:"))
+        return self.tags.get(ADDRESS, "" if logged else self.source)
 
     @property
     def cleaned(self) -> str:

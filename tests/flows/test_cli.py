@@ -23,7 +23,7 @@ from tests.models.families import write_family
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
-    "import-draft", "import-logs", "compare", "erase", "retain", "backup", "restore", "clean",
+    "import-draft", "import-logs", "compare", "erase", "retain", "backup", "restore", "move-home", "clean",
 )  # fmt: skip
 PANELS = ("Every day", "Drafts", "Privacy", "Home", "Measure", "Keys")
 
