@@ -152,7 +152,7 @@ def _of_version(version: Version, registry: Registry) -> Item:
     uri = version.address
     if not uri:
         with translated(f"looking for the files of draft {version.number}"):
-            uri = registry.store.client.get_model_version_download_uri("draft", str(version.number))
+            uri = registry.store.client.get_model_version_download_uri(registry.model("draft"), str(version.number))
     stored = path_of(uri) if uri.startswith(("file:", "/")) else None
     there = () if stored is None or not stored.is_dir() else (stored,)  # a server's files are the server's to clean
     age_days = (time.time() - version.created_ms / 1000) / DAY_S
@@ -220,7 +220,9 @@ def _digest(folder: Path) -> str:
 def _remove(item: Item, registry: Registry) -> None:
     if item.version is not None:  # the tag first: what is half gone is never taken for whole
         with translated(f"cleaning draft {item.version.number}"):
-            registry.store.client.set_model_version_tag("draft", str(item.version.number), CLEANED, time.strftime("%F"))
+            registry.store.client.set_model_version_tag(
+                registry.model("draft"), str(item.version.number), CLEANED, time.strftime("%F")
+            )
         if item.version.address.startswith("s3:") and not same_files(registry.versions("draft"), item.version):
             forget(item.version.address)
     if item.day:

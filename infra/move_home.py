@@ -69,6 +69,8 @@ def move_home(settings: Settings, tell: Tell) -> Moved:
     if is_served(own.home):
         raise ValueError(f"{served_by(own.home)}: stop it first")
     held, registry = QueryLog(own.querylog), open_registry(own)
+    if has_registry and not registry.versions("draft"):  # it has these names already
+        registry = open_registry(own.model_copy(update={"model": settings.model}))
     with held.unread(wait_s=0), registry.alone():
         if TriggerStore(own.querylog).state().running:
             raise TimeoutError("a refresh runs; wait for its end, or stop it")
@@ -160,20 +162,21 @@ def _move_versions(own: Registry, into: Registry, settings: Settings, tell: Tell
     moved = {}
     for kind in get_args(Kind):
         versions = own.versions(kind)[::-1]
+        is_same = (own.store.uri, own.model(kind)) == (into.store.uri, into.model(kind))
         for version in versions:
             tell(f"{kind} {version.number}")
             address, tags = _move_files(own, version, settings)
-            if own.store.uri != into.store.uri:
+            if not is_same:
                 _register_again(own, into, version, address, tags)
                 continue
             for name, value in tags.items():
                 into.tag(version, name, value)
             if address.startswith("s3:") and address != version.address:
                 with translated(f"naming where {kind} {version.number} lies"):
-                    into.store.client.set_model_version_tag(kind, str(version.number), ADDRESS, address)
-        if own.store.uri != into.store.uri and (champion := own.champion(kind)) is not None:
+                    into.store.client.set_model_version_tag(into.model(kind), str(version.number), ADDRESS, address)
+        if not is_same and (champion := own.champion(kind)) is not None:
             with translated(f"naming the champion of {kind}"):
-                into.store.client.set_registered_model_alias(kind, CHAMPION, str(champion.number))
+                into.store.client.set_registered_model_alias(into.model(kind), CHAMPION, str(champion.number))
         moved[kind] = len(versions)
     return moved
 
@@ -206,14 +209,15 @@ def _register_again(own: Registry, into: Registry, version: Version, address: st
     written = {name: value for name, value in (version.tags | tags).items() if name not in ("model_id", ADDRESS)}
     with translated(f"tagging {kind} {number}"):
         for name in sorted(written, key="sha256".__eq__):  # which comes last: without it nobody takes it for a version
-            into.store.client.set_model_version_tag(kind, str(number), name, written[name])
+            into.store.client.set_model_version_tag(into.model(kind), str(number), name, written[name])
 
 
 def _create(own: Registry, into: Registry, version: Version, address: str) -> None:
     kind, number, client = version.kind, version.number, into.store.client
+    name = into.model(kind)
     into.require_model(kind)
     with translated(f"moving {kind} {number}"), tempfile.TemporaryDirectory() as folder:
-        old = own.store.client.get_model_version(kind, str(number))
+        old = own.store.client.get_model_version(own.model(kind), str(number))
         run = own.store.client.get_run(str(old.run_id))
         listed = own.store.client.list_artifacts(run.info.run_id)
         files = [Path(own.store.client.download_artifacts(run.info.run_id, one.path, folder)) for one in listed]
@@ -221,9 +225,9 @@ def _create(own: Registry, into: Registry, version: Version, address: str) -> No
         told = (old.description or "").replace(run.info.run_id, run_id)
         told = told.replace(f"#/experiments/{own.store.experiment_id}/", f"#/experiments/{into.store.experiment_id}/")
         while True:  # MLflow numbers them; what was deleted here leaves its number free there, too
-            made = int(client.create_model_version(kind, source=address, run_id=run_id, description=told).version)
+            made = int(client.create_model_version(name, source=address, run_id=run_id, description=told).version)
             if made == number:
                 return
-            client.delete_model_version(kind, str(made))
+            client.delete_model_version(name, str(made))
             if made > number:
                 raise ValueError(f"{into.store.uri} had a {kind} {made - 1} already, so none becomes {number} there")

@@ -16,7 +16,7 @@ from infra.settings import Settings
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import STATE, ProcessRecord, UpState, read_state
 from infra.trigger_store import TriggerStore
-from infra.versions import Version
+from infra.versions import Version, model_name
 from infra.views.gate import DATA
 from infra.waiting import Queue, Runner, Waiting, waiting_for
 from models.types import Frozen, GateReport
@@ -148,8 +148,9 @@ def links(settings: Settings, state: UpState | None, champion: Version | None) -
     if settings.mlflow_uri.startswith("http") and "@" not in settings.mlflow_uri:  # a password is nobody's to read
         mlflow = settings.mlflow_uri.rstrip("/")
     report = settings.home / REPORT
+    drafts = model_name(settings.model, "draft")
     found = {
-        "MLflow": mlflow and f"{mlflow}/#/models/draft{f'/versions/{champion.number}' if champion else ''}",
+        "MLflow": mlflow and f"{mlflow}/#/models/{drafts}{f'/versions/{champion.number}' if champion else ''}",
         "Prefect": prefect and f"{prefect}/runs",
         "report": report.as_uri() if report.is_file() else "",
     }

@@ -34,6 +34,7 @@ from infra.versions import (
     cached,
     is_quarantined,
     is_usable,
+    model_name,
     written_tags,
 )
 from models.types import MANIFEST_NAME
@@ -59,10 +60,12 @@ class Registry:
         database: Database,
         object_store: str = "",
         cache_gib: float = math.inf,
+        model: str = "",
     ) -> None:
-        """Take MLflow's store, the query log's database, and where versions lie and how large their cache may be."""
+        """Take MLflow's store, the query log's database, where versions lie and how large their cache may be, and what
+        begins the names of its models."""
         self.store, self._cache_gib = Store(uri, artifact_root, object_store), cache_gib
-        self._champions = Champions(database)
+        self._champions, self._model = Champions(database), model
         self._threads = threading.RLock()
         self._depth = 0
 
@@ -81,6 +84,10 @@ class Registry:
                 yield
             finally:
                 self._depth -= 1
+
+    def model(self, kind: Kind) -> str:
+        """Return the name of the model in MLflow whose versions those of a kind are."""
+        return model_name(self._model, kind)
 
     def register(
         self,
@@ -120,7 +127,7 @@ class Registry:
             model = None if source else self._logged_model(kind, directory, run_id)
             self.require_model(kind)
             version = self.store.client.create_model_version(
-                kind,
+                self.model(kind),
                 source=source if model is None else model.artifact_location,
                 run_id=run_id,
                 tags={
@@ -133,7 +140,9 @@ class Registry:
                 model_id=model.model_id if model is not None and self.store.uri.startswith("http") else None,
             )
             if model is not None:
-                self.store.client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
+                self.store.client.set_logged_model_tags(
+                    model.model_id, {"version": f"{version.name}/{version.version}"}
+                )
         return as_version(version)
 
     def require_model(self, kind: Kind) -> None:
@@ -141,7 +150,7 @@ class Registry:
         from mlflow.exceptions import MlflowException
 
         try:
-            self.store.client.create_registered_model(kind)
+            self.store.client.create_registered_model(self.model(kind))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -165,7 +174,7 @@ class Registry:
         """Return one version; NotFound if there is no such number."""
         try:
             with translated(f"looking up {kind} {number}"):
-                return as_version(self.store.client.get_model_version(kind, str(number)))
+                return as_version(self.store.client.get_model_version(self.model(kind), str(number)))
         except NotFound as error:
             raise NotFound(f"the registry has no {kind} {number}") from error
 
@@ -175,7 +184,7 @@ class Registry:
         token = None
         with translated(f"listing versions of {kind}"):
             while True:
-                page = self.store.client.search_model_versions(f"name = '{kind}'", page_token=token)
+                page = self.store.client.search_model_versions(f"name = '{self.model(kind)}'", page_token=token)
                 for version in page:
                     with suppress(ForeignVersion):
                         found.append(as_version(version))
@@ -186,7 +195,7 @@ class Registry:
         """Return a text file that was registered with a version, None if there is none of that name (any more)."""
         try:
             with translated(f"reading {name} of {version.kind} {version.number}"):
-                run_id = self.store.client.get_model_version(version.kind, str(version.number)).run_id
+                run_id = self.store.client.get_model_version(self.model(version.kind), str(version.number)).run_id
                 assert run_id is not None  # `register` makes every version of a run
                 return self.store.read_text(run_id, name)
         except NotFound:  # somebody deleted the run
@@ -211,7 +220,7 @@ class Registry:
                 self.require_champion(kind, expected_champion)
             if forced:
                 with translated(f"promoting {kind} {number}"):
-                    self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
+                    self.store.client.set_model_version_tag(self.model(kind), str(number), "forced", forced)
             self._move(kind, row, number, row.version)
 
     def require_promotable(self, version: Version) -> None:
@@ -268,7 +277,7 @@ class Registry:
         if name in OWN_TAGS:
             raise ValueError(f"the registry sets the tag {name} itself")
         with translated(f"tagging {version.kind} {version.number}"):
-            self.store.client.set_model_version_tag(version.kind, str(version.number), name, value)
+            self.store.client.set_model_version_tag(self.model(version.kind), str(version.number), name, value)
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
         """Mark a version as never to be served; the first reason stays; ValueError without version or reason."""
@@ -277,7 +286,7 @@ class Registry:
         with self.alone():
             if not is_quarantined(self.get(kind, number)):
                 with translated(f"quarantining {kind} {number}"):
-                    self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
+                    self.store.client.set_model_version_tag(self.model(kind), str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path, owner: str = "") -> Path:
         """Return a local directory with the version's files, checked against its digest.
@@ -309,7 +318,7 @@ class Registry:
         with translated(f"fetching {version.kind} {version.number}"):
             from mlflow.artifacts import download_artifacts
 
-            uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
+            uri = self.store.client.get_model_version_download_uri(self.model(version.kind), str(version.number))
             # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
             downloaded = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
         for path in Path(downloaded).iterdir():
@@ -355,16 +364,16 @@ class Registry:
 
     def _copy(self, kind: Kind, row: Champion) -> Champion:
         """Write in MLflow what a row says, and return it; where somebody deleted the version there is none any more."""
-        number, client = row.version, self.store.client
+        name, number, client = self.model(kind), row.version, self.store.client
         try:
             with translated(f"making {kind} {number} the champion in MLflow"):
                 if number is None:
-                    client.delete_registered_model_alias(kind, CHAMPION)
+                    client.delete_registered_model_alias(name, CHAMPION)
                 else:
                     if not row.copied:
                         former = FIRST if row.previous is None else str(row.previous)
-                        client.set_model_version_tag(kind, str(number), "previous", former)
-                    client.set_registered_model_alias(kind, CHAMPION, str(number))
+                        client.set_model_version_tag(name, str(number), "previous", former)
+                    client.set_registered_model_alias(name, CHAMPION, str(number))
         except NotFound:
             if number is not None:
                 log.warning("%s %s, the champion, is gone from MLflow: there is none now", kind, number)
@@ -375,7 +384,7 @@ class Registry:
     def _alias(self, kind: Kind) -> "ModelVersion | None":
         try:
             with translated(f"looking up the champion of {kind}"):
-                return self.store.client.get_model_version_by_alias(kind, CHAMPION)
+                return self.store.client.get_model_version_by_alias(self.model(kind), CHAMPION)
         except NotFound:
             return None
 
@@ -393,7 +402,9 @@ class Registry:
 def open_registry(settings: Settings | None = None) -> Registry:
     settings = settings or load_settings()
     database = Database(settings.querylog)
-    return Registry(settings.mlflow_uri, settings.mlflow_files, database, settings.object_store, settings.cache_gib)
+    return Registry(
+        settings.mlflow_uri, settings.mlflow_files, database, settings.object_store, settings.cache_gib, settings.model
+    )
 
 
 def _require_usable(version: Version) -> None:

@@ -289,6 +289,11 @@ class Pair(Frozen):
     draft_files: Artifact
 
 
+def model_name(prefix: str, kind: Kind) -> str:
+    """Return the name of the model in MLflow whose versions those of a kind are."""
+    return f"{prefix}-{kind}" if prefix else kind
+
+
 def written_tags(kind: Kind, tags: Mapping[str, str]) -> dict[str, str]:
     """Return what is written of a version's tags: those that say something, and of a draft how many its lineage has."""
     told = {name: value for name, value in tags.items() if value not in ("", "{}")}
@@ -303,7 +308,7 @@ def as_version(version: "ModelVersion") -> Version:
     if re.fullmatch(SHA256, sha256) is None:
         raise ForeignVersion(f"{version.name} {version.version}: tag sha256 is {sha256[:60]!r}, wanted a digest")
     return Version(
-        kind=version.name,
+        kind=version.name.rpartition("-")[2],
         number=int(version.version),
         sha256=sha256,
         tags=version.tags,

@@ -17,7 +17,6 @@ from infra.erase.job import Job
 from infra.erasures import Rewritten
 from infra.files import sweep_staging
 from infra.registry import open_registry
-from infra.store import translated
 from infra.versions import Version
 from models.types import MANIFEST_NAME
 
@@ -105,13 +104,12 @@ def _rewritten(job: Job, directory: Path, num_rows: int) -> Rewritten:
 
 def _point(job: Job, rewritten: Rewritten) -> None:
     registry = open_registry(job.settings)
-    with translated(f"naming what is left of {rewritten.snapshot}"):
-        for version in registry.versions("draft"):
-            for uri, sha256 in TAGS.items():
-                if version.tags.get(uri) == rewritten.snapshot:
-                    changed = {uri: rewritten.became, **({sha256: rewritten.became_sha256} if sha256 else {})}
-                    for name, value in changed.items():
-                        registry.store.client.set_model_version_tag("draft", str(version.number), name, value)
+    for version in registry.versions("draft"):
+        for uri, sha256 in TAGS.items():
+            if version.tags.get(uri) == rewritten.snapshot:
+                registry.tag(version, uri, rewritten.became)
+                if sha256:
+                    registry.tag(version, sha256, rewritten.became_sha256)
 
 
 def _descendants(versions: Sequence[Version], drafts: dict[int, dict[str, int]]) -> list[int]:

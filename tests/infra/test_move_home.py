@@ -146,7 +146,7 @@ def test_versions_get_their_numbers_reports_and_champion_in_another_mlflow(
 ) -> None:
     wanted = told(open_registry(home))
     other = sqlite_address(tmp_path / "other" / "mlflow.db")
-    settings = Settings(home=home.home, artifacts=bucket.address, mlflow_uri=other)
+    settings = Settings(home=home.home, artifacts=bucket.address, mlflow_uri=other, model="llama-8b")
     assert move(settings).versions == {"target": 0, "draft": 2}
     shutil.rmtree(home.local_artifacts)
     registry = open_registry(settings)
@@ -188,5 +188,8 @@ def test_what_can_not_be_moved_is_told_before_anything_is(home: Settings, tmp_pa
     settings = Settings(home=home.home, artifacts="s3://bucket/prefix")
     with serving(home.home, "http://127.0.0.1:8"), pytest.raises(ValueError, match=r"http://127\.0\.0\.1:8: stop it"):
         move(settings)
-    with TriggerStore(home.querylog).run(Retry(first_s=1, most_s=2)), pytest.raises(TimeoutError, match="a refresh runs"):
+    with (
+        TriggerStore(home.querylog).run(Retry(first_s=1, most_s=2)),
+        pytest.raises(TimeoutError, match="a refresh runs"),
+    ):
         move(settings)

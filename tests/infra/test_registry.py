@@ -307,3 +307,20 @@ def test_versions_in_an_object_store_are_fetched_by_machines_that_share_nothing_
     with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
         replica.download(champion, tmp_path / "elsewhere")
     assert not [*(tmp_path / "elsewhere" / "draft").glob("[!.]*")]
+
+
+def test_targets_that_share_an_mlflow_have_versions_and_champions_of_their_own(
+    store: Path, tmp_path: Path, checkpoint: Make
+) -> None:
+    (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
+    large, small = (
+        Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "files", Database(tmp_path / f"{name}.db"), model=name)
+        for name in ("llama-8b", "llama-1b")
+    )
+    for content in ("one", "two"):
+        large.register("draft", checkpoint(content), LINEAGE)
+    small.register("draft", checkpoint("three"), LINEAGE)
+    large.promote("draft", 2)
+    small.promote("draft", 1)
+    assert [(champion_number(one), len(one.versions("draft"))) for one in (large, small)] == [(2, 2), (1, 1)]
+    assert {one.name for one in large.store.client.search_registered_models()} == {"llama-8b-draft", "llama-1b-draft"}
