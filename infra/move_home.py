@@ -88,17 +88,10 @@ def move_home(settings: Settings, tell: Tell) -> Moved:
 
 def _move_log(file: Path, address: str, tell: Tell) -> dict[str, int]:
     source, into = Database(file), Database(address, moves_in=True)
-    with source.reading() as read, _closed_to_others(into):
-        for table in GROWING:
-            _move_growing(read, into, table, tell)
-        with into.writing() as write:
-            for table in reversed(OTHERS):
-                write.execute(delete(table))
-            for table in OTHERS:
-                with _rows(read, table) as rows:
-                    if found := [row._asdict() for row in rows]:
-                        write.execute(insert(table), found)
-        moved = {}
+    moved = {}
+    with source.reading() as read, _closed_to_others(into) as is_whole:
+        if not is_whole:
+            _copy(read, into, tell)
         for table in (*GROWING, *OTHERS):
             tell(f"comparing {table.name}")
             moved[table.name] = _compare(read, into, table)
@@ -107,17 +100,32 @@ def _move_log(file: Path, address: str, tell: Tell) -> dict[str, int]:
 
 
 @contextmanager
-def _closed_to_others(into: Database) -> Iterator[None]:
-    """Keep all others from a database until such a block ended without an error, in this process or a later one."""
+def _closed_to_others(into: Database) -> Iterator[bool]:
+    """Keep all others from a database until such a block ended without an error, in this process or a later one.
+
+    Yields whether a whole log is in it already: then it stays open.
+    """
     version = tables.alembic_version.c.version_num
     with into.writing() as write:
-        if write.execute(select(version)).scalar_one() != str(MOVING):
-            if any(write.execute(select(one).limit(1)).first() for one in (tables.rows, tables.champions)):
-                raise ValueError(f"{into} holds a log already: name another schema")
+        is_begun = write.execute(select(version)).scalar_one() == str(MOVING)
+        used = any(write.execute(select(one).limit(1)).first() for one in (tables.rows, tables.champions))
+        if not used:
             write.execute(update(tables.alembic_version).values(version_num=str(MOVING)))
-    yield
+    yield used and not is_begun
     with into.writing() as write:
         write.execute(update(tables.alembic_version).values(version_num=str(tables.SCHEMA_VERSION)))
+
+
+def _copy(read: Connection, into: Database, tell: Tell) -> None:
+    for table in GROWING:
+        _move_growing(read, into, table, tell)
+    with into.writing() as write:
+        for table in reversed(OTHERS):
+            write.execute(delete(table))
+        for table in OTHERS:
+            with _rows(read, table) as rows:
+                if found := [row._asdict() for row in rows]:
+                    write.execute(insert(table), found)
 
 
 def _move_growing(read: Connection, into: Database, table: Table, tell: Tell) -> None:
@@ -143,7 +151,7 @@ def _compare(read: Connection, into: Database, table: Table) -> int:
                 at = row if moved is None else moved
                 key = ", ".join(f"{one.name} {getattr(at, one.name)!r}" for one in table.primary_key)
                 fault = f"{table.name} with {key} is not as in the home's file"
-                raise ValueError(f"{into}: {fault}; drop the schema, and move the home again")
+                raise ValueError(f"{into}: {fault}; name another schema, or drop this one and run it again")
             num += 1
     return num
 
