@@ -37,7 +37,8 @@ def judged(tau: float, requests: int, domain: str = "chat", promised: dict[str, 
         ("chat", 1.4, 40, True),
         ("chat", 1.8, 200, None),  # neither fallen nor where it should be
         ("chat", 1.95, 10, False),
-        ("chat", 1.4, 9, None),  # too few to say
+        ("chat", 1.95, 9, None),  # too few to say
+        ("chat", 1.4, 9, None),
         ("code", 1.2, 40, True),
         ("code", 1.4, 40, None),
         ("sql", 1.5, 40, None),  # a domain that the draft never saw has nothing to lose

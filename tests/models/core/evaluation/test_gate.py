@@ -66,7 +66,7 @@ def test_what_learned_a_lot_and_then_fell_back_does_not_pass() -> None:
 
 def test_the_champion_itself_is_never_decided_on() -> None:
     found = Evidence.start(K)
-    for _ in range(200):
+    for _ in range(100):
         champion = conversations(50)
         found = found.after(champion, champion)
     report = decide(found, {}, PARAMS)

@@ -51,7 +51,7 @@ def test_what_was_said_in_time_is_the_beginning(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_drawn_tokens_follow_the_models_law_at_the_temperature_of_their_row(model: PreTrainedModel) -> None:
-    [prompt], number = prompts(1), 4000
+    [prompt], number = prompts(1), 2000
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0, -1].double()
     for temperature in (0.3, 1.0):

@@ -166,7 +166,7 @@ def head(target: Path) -> eagle3.Eagle3:
 def test_a_run_killed_while_it_wrote_or_learnt_ends_the_same(
     target: Path, learnt: list[Sample], tmp_path: Path
 ) -> None:
-    settings = {"learning_rate": 4e-3, "checkpoint_s": 0.0, "answers": {"name": "mixed_tokens", "rounds": 2}}
+    params = short(num_epochs=2, checkpoint_s=0.0, answers={"name": "mixed_tokens", "rounds": 2})
 
     def run(folder: str, stage: str = "", at: int = 0) -> eagle3.Eagle3:
         made, told = head(target), iter(range(at))
@@ -175,7 +175,7 @@ def test_a_run_killed_while_it_wrote_or_learnt_ends_the_same(
             if progress.stage == stage and next(told, None) is None:
                 raise Killed
 
-        distill.train(made, target, learnt, short(**settings), K, tmp_path / folder, on_progress=on_progress)
+        distill.train(made, target, learnt, params, K, tmp_path / folder, on_progress=on_progress)
         return made
 
     for stage, at in (("answers", 30), ("hidden states", 0)):  # the former in the second round
@@ -191,7 +191,7 @@ def test_a_draft_learns_from_text_that_it_helped_to_write(
 ) -> None:
     held_out, draft = planted.answers(target, 8, 0.0, seed=1), head(target)
     before = tau_of(draft, target, held_out, K, tmp_path)
-    params = short(num_epochs=24, learning_rate=4e-3, answers={"name": name})
+    params = short(num_epochs=14, learning_rate=4e-3, answers={"name": name})
     distill.train(draft, target, learnt, params, K, tmp_path / name)
     after = tau_of(draft, target, held_out, K, tmp_path)
     assert before < 1.5 < 1.9 < after, (before, after)

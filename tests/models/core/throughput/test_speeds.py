@@ -5,7 +5,7 @@ from models.core.throughput.speeds import BATCH, LEAST_BATCHES, MAX_DOMAINS, Dom
 from models.types import Speed
 
 ENOUGH = int(BATCH * LEAST_BATCHES)
-CHANCES, RUNS = (0.3, 0.4, 0.5, 0.6), 120
+CHANCES, RUNS = (0.3, 0.4, 0.5, 0.6), 60
 
 
 def test_a_request_that_emits_two_tokens_a_step_is_as_fast_as_its_steps_allow() -> None:
