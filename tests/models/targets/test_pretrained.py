@@ -1,9 +1,6 @@
 import importlib.metadata
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,8 +54,9 @@ def test_weights_of_another_format_than_is_wanted_are_written_anew(tiny_target: 
     assert {one.dtype for one in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
-@pytest.mark.slow
-def test_what_was_fetched_from_a_hub_stays_in_its_cache(tiny_target: Path, made: Path, tmp_path: Path) -> None:
+def test_what_was_fetched_from_a_hub_stays_in_its_cache(
+    tiny_target: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository, commit = tmp_path / "models--an--own", "ab" * 20
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
@@ -67,9 +65,9 @@ def test_what_was_fetched_from_a_hub_stays_in_its_cache(tiny_target: Path, made:
     for file in tiny_target.iterdir():
         shutil.copy(file, repository / "blobs" / f"blob-{file.name}")
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", f"blob-{file.name}"))
-    code = "import sys; from models.targets.pretrained import *\nbuild(Params(path='an/own'), Path(sys.argv[1]))"
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", code, str(made)], env=environment, check=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    build(Params(path="an/own"), made)
     assert (made / "model.safetensors").readlink() == repository / "blobs" / "blob-model.safetensors"
     assert describe(made).sha256 == describe(tiny_target).sha256
 

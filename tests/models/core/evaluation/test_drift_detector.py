@@ -90,14 +90,17 @@ def test_the_gate_passes_a_planted_gain_with_enough_rows_in_most_refreshes_and_w
     wanted, rng = enough_rows(lost, num_rows, held_out, bound, ALPHA), np.random.default_rng(0)
     assert wanted < num_rows
 
-    def passes(of_domain: int) -> bool:
+    def passed(of_domain: int) -> float:
         rows = [*conversations(of_domain, "a", "code", 1.5), *conversations(num_rows - of_domain, "b", "chat", 1.5)]
-        before = [one for one, held in zip(rows, rng.random(num_rows) < held_out, strict=True) if held]
-        after = changed(before, [rng.normal(SHARE_BACK * lost * (one.domain == "code"), SPREAD) for one in before])
-        shares = {"code": of_domain / num_rows, "chat": 1 - of_domain / num_rows}
-        return decide(Evidence.start(bound).after(before, after, shares), {}, GateParams()).verdict == "passed"
+        shares, verdicts = {"code": of_domain / num_rows, "chat": 1 - of_domain / num_rows}, []
+        for _ in range(200):
+            before = [rows[place] for place in np.flatnonzero(rng.random(num_rows) < held_out)]
+            after = changed(before, [rng.normal(SHARE_BACK * lost * (one.domain == "code"), SPREAD) for one in before])
+            evidence = Evidence.start(bound).after(before, after, shares)
+            verdicts.append(decide(evidence, {}, GateParams()).verdict)
+        return verdicts.count("passed") / 200
 
-    shown, fewer = (sum(passes(of_domain) for _ in range(200)) / 200 for of_domain in (wanted, wanted // 3))
+    shown, fewer = passed(wanted), passed(wanted // 3)
     print(f"{wanted} of {num_rows} rows: passed {shown:.0%}, with a third {fewer:.0%}")
     assert shown >= 0.7
     assert fewer < 0.3
