@@ -175,7 +175,7 @@ def test_where_noise_hides_what_a_pass_takes_the_other_numbers_of_sequences_tell
 def test_how_far_a_plain_step_may_be_off_is_known(every: int) -> None:
     """Points are 10% off and a pass is 30%; one step in `every` is plain. Its error is within two of the doubt's."""
     rng, within, doubts = np.random.default_rng(0), 0, []
-    for _ in range(40):
+    for _ in range(60):
         truth = [10.0, 13.0, 2.0]
         off = np.exp(rng.standard_normal(3) * [0.1, 0.1, 0.3])
         one, four, a_pass = (ms * by for ms, by in zip(truth, off, strict=True))
@@ -184,8 +184,8 @@ def test_how_far_a_plain_step_may_be_off_is_known(every: int) -> None:
             cost = cost.after(noisy(PLAIN if number % every == every - 1 else DRAFTED, rng))
         within += abs(math.log(cost.step_ms(1, 1, 0) / 10)) < 2 * cost.doubt(1)
         doubts.append(cost.doubt(1))
-    print(f"one plain step in {every}: within two of its doubt in {within} of 40, doubt {np.mean(doubts):.3f}")
-    assert within >= 36
+    print(f"one plain step in {every}: within two of its doubt in {within} of 60, doubt {np.mean(doubts):.3f}")
+    assert within >= 54
     assert np.mean(doubts) < {4: 0.03, 40: 0.06, 10**9: 0.3}[every]
 
 
