@@ -14,18 +14,42 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import AutoTokenizer
 
 from infra.machine import describe_machine
-from infra.processes import free_port
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.core.learning.parallel import Workers
 from models.drafts import eagle3
-from tests.models.core.learning.test_parallel import Summed, Unweighted, of_one, of_two, off
+from tests.models.core.learning.test_parallel import of_one, of_two, off
 
 NUM_DRAFT_TOKENS = 3
 PROMPT, WHOLE = 24, (64, 128)  # tokens
+
+
+class Summed(Workers):
+    """The mistake of adding up gradients of which the mean is wanted."""
+
+    def joined(self, module: nn.Module) -> nn.Module:
+        joined = super().joined(module)
+        joined.register_comm_hook(None, _summed)
+        return joined
+
+
+class Unweighted(Workers):
+    """The mistake of taking each process's own mean for its part of the batch's."""
+
+    def share(self, batch):  # type: ignore[no-untyped-def]
+        own, weight = super().share(batch)
+        return own, weight * len(batch) / (self.size * len(own))
+
+
+def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def texts(target: Path) -> list[Sample]:
@@ -60,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         one = of_one(run, given.target, samples, Path(folder) / "one")
         for name, made in {"two": Workers, "summed": Summed, "unweighted": Unweighted}.items():
-            two = of_two(run, made, given.target, samples, Path(folder) / name, free_port())
+            two = of_two(run, made, given.target, samples, Path(folder) / name)
             losses, gradients = off(one, two)
             figures[name] = {"loss": float(f"{losses:.2g}"), "gradients": float(f"{gradients:.2g}")}
             print(name, figures[name], f"of {len(one.losses)} steps", flush=True)

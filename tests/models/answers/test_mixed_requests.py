@@ -1,15 +1,11 @@
-"""As many answers as asked are the draft's, others in each round; the rest stay the target's, token for token."""
-
 from pathlib import Path
 
-import pytest
 import torch
 
 from models.answers import mixed_requests
 from models.core.drafting.draft_families import family_named
 from models.core.learning.hidden import Sample
 from models.core.learning.rollouts import Rollouts
-from models.params import validate
 from tests.models.drafts.tiny import make_tiny
 
 
@@ -30,9 +26,3 @@ def test_answers_that_the_draft_does_not_write_stay_as_they_are(tiny_target: Pat
     assert sum(one == sample for one, sample in zip(found, samples, strict=True)) == 3
     assert [one.prompt_ids for one in found] == [one.prompt_ids for one in samples]
     assert [one.completion_ids[0] for one in found] == [40] * 6
-
-
-def test_a_share_of_all_or_none_is_another_source() -> None:
-    for share in (0, 1):
-        with pytest.raises(ValueError, match='key "share"'):
-            validate(mixed_requests.Params, {"share": share}, "answers")

@@ -1,5 +1,3 @@
-"""Answers of two tasks: how they are weighed by hand, a weight of 0, and what the second teaches."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -74,13 +72,8 @@ def test_a_draft_learns_the_second_task_by_its_weight(tiny_target: Path, tmp_pat
     accepted = {}
     for weight in (0.0, 1.0):
         draft = lm.create(lm.Params(num_layers=1), tiny_target, np.ones(259))
-        params = distill.Params(
-            num_epochs=30,
-            batch_tokens=256,
-            learning_rate=3e-3,
-            num_threads=1,
-            answers={"name": "rationales", "domain": "why", "weight": weight},
-        )
+        answers = {"name": "rationales", "domain": "why", "weight": weight}
+        params = distill.Params(num_epochs=30, batch_tokens=256, learning_rate=3e-3, num_threads=1, answers=answers)
         distill.train(draft, tiny_target, samples, params, 2, tmp_path / str(weight))
         scores = score(draft, tiny_target, samples, 2, tmp_path / "scored")
         for task in ("chat", "why"):

@@ -1,5 +1,3 @@
-"""People's chats, one prompt a conversation."""
-
 import importlib.util
 from collections.abc import Callable
 
@@ -16,7 +14,6 @@ def turn(*lines: str) -> list[dict[str, str]]:
 def test_turns_alternate_and_end_on_the_user() -> None:
     turns = [turn("Hello", "How are you doing today?"), turn("fine"), turn("I just took a nap."), turn("oh wow")]
     prompt = _prompt("chitchat:1", turns, Params(num_user_turns=4))
-    assert prompt is not None
     assert prompt.messages == (
         Message(role="user", content="Hello\nHow are you doing today?"),
         Message(role="assistant", content="fine"),
@@ -27,9 +24,7 @@ def test_turns_alternate_and_end_on_the_user() -> None:
 
 def test_num_user_turns_limits_the_prompt() -> None:
     turns = [turn("What did you do yesterday?"), turn("sleep"), turn("And what else did you do?")]
-    prompt = _prompt("chitchat:1", turns, Params(num_user_turns=1))
-    assert prompt is not None
-    assert len(prompt.messages) == 1
+    assert len(_prompt("chitchat:1", turns, Params(num_user_turns=1)).messages) == 1
 
 
 @pytest.mark.parametrize(

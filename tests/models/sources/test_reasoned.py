@@ -1,5 +1,3 @@
-"""Workings and answers as two tasks: by hand, of GSM8K, and what is refused."""
-
 import json
 from pathlib import Path
 

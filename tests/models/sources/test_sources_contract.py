@@ -1,5 +1,3 @@
-"""What every prompt source keeps, and what they share."""
-
 import json
 import subprocess
 import sys
@@ -51,9 +49,7 @@ def stream(name: str, default_stream: Callable[[str], list[Prompt]]) -> list[Pro
     return default_stream(name)
 
 
-def test_a_stream_has_prompts_of_one_domain_and_several_groups_without_copies_that_end_on_a_user(
-    stream: list[Prompt],
-) -> None:
+def test_a_stream_has_one_domain_several_groups_no_copies_and_ends_on_users(stream: list[Prompt]) -> None:
     assert len({prompt.id for prompt in stream}) == len(stream) > 50
     assert len({prompt.domain for prompt in stream}) == 1
     assert len({prompt.group for prompt in stream}) > 10
@@ -63,13 +59,11 @@ def test_a_stream_has_prompts_of_one_domain_and_several_groups_without_copies_th
 
 
 @pytest.mark.slow
-def test_a_stream_is_the_same_in_another_process(
-    name: str, stream: list[Prompt], elsewhere: dict[str, list[list[str]]]
-) -> None:
+def test_a_stream_is_the_same_elsewhere(name: str, stream: list[Prompt], elsewhere: dict[str, list[list[str]]]) -> None:
     assert elsewhere[name] == [[prompt.id, prompt.group] for prompt in stream]
 
 
-def test_documents_are_many_without_copies_and_of_the_prompts_domain_and_groups(
+def test_documents_are_many_and_of_the_prompts_domain_and_groups(
     name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
 ) -> None:
     found = default_documents(name)
@@ -81,7 +75,7 @@ def test_documents_are_many_without_copies_and_of_the_prompts_domain_and_groups(
     assert groups & {prompt.group for prompt in stream}
 
 
-def test_documents_are_split_as_prompts_are_so_that_no_group_sits_on_both_sides(
+def test_documents_are_split_as_prompts(
     name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
 ) -> None:
     shares = {"train": 0.7, "held_out": 0.3}
@@ -90,35 +84,22 @@ def test_documents_are_split_as_prompts_are_so_that_no_group_sits_on_both_sides(
     assert not trained & {prompt.group for prompt in prompts["held_out"]}
 
 
-def test_a_document_is_a_text_or_a_chat_and_survives_json() -> None:
-    text = Document(content="a", domain="d", group="g")
-    chat = Document(content=(Message(role="user", content="a"),), domain="d", group="g")
-    assert text.id != chat.id
-    for document in (text, chat):
-        assert Document.model_validate_json(document.model_dump_json()) == document
-    for empty in ("", ()):
-        with pytest.raises(ValidationError):
-            Document(content=empty, domain="d", group="g")
-
-
-def test_the_id_depends_on_the_messages_alone() -> None:
-    assert make("a").id == make("a", group="h", domain="code").id
-    assert make("a").id != make("b").id
-    assert len(make("a").id) == 64
-    assert make("a").id == "050d8ef56e888db0b0d78ce3ce7aa59c1b25d47405bef6cc26988e90209be021"
-
-
-def test_moving_text_between_messages_changes_the_id() -> None:
+def test_the_id_depends_on_the_messages_alone_and_on_where_they_end() -> None:
     def chat(*texts: str) -> Prompt:
         return Prompt(messages=tuple(Message(role="user", content=text) for text in texts), domain="chat", group="g")
 
-    assert len({chat("ab").id, chat("a", "b").id, chat("a\nb").id, chat('a"], ["user", "b').id}) == 4
+    assert make("a", group="h", domain="code").id == make("a").id
+    assert make("a").id == "050d8ef56e888db0b0d78ce3ce7aa59c1b25d47405bef6cc26988e90209be021"
+    assert len({chat("ab").id, chat("a", "b").id, chat("a\nb").id, chat('a"], ["user', "b").id, make("a").id}) == 5
 
 
-@pytest.mark.parametrize("messages", [(), (Message(role="assistant", content="hi"),)])
-def test_a_prompt_needs_a_message_to_answer(messages: tuple[Message, ...]) -> None:
-    with pytest.raises(ValidationError):
-        Prompt(messages=messages, domain="chat", group="g")
+def test_a_prompt_needs_a_message_to_answer_and_a_document_some_text() -> None:
+    for said in ((), (Message(role="assistant", content="hi"),)):
+        with pytest.raises(ValidationError):
+            Prompt(messages=said, domain="chat", group="g")
+    for empty in ("", ()):
+        with pytest.raises(ValidationError):
+            Document(content=empty, domain="d", group="g")
 
 
 def test_unique_keeps_the_first_of_each_copy_in_order() -> None:
@@ -126,36 +107,26 @@ def test_unique_keeps_the_first_of_each_copy_in_order() -> None:
     assert [prompt.group for prompt in unique(prompts)] == ["1", "2", "4"]
 
 
-def test_a_group_never_straddles_a_split_and_nothing_is_lost() -> None:
-    prompts = [make(f"{i}", group=f"g{i % 40}") for i in range(400)]
-    parts = split(prompts, {"train": 0.7, "held_out": 0.3}, seed=1)
+def test_a_group_never_straddles_a_split_nor_changes_sides_when_data_is_added_and_nothing_is_lost() -> None:
+    prompts, shares = [make(f"{i}", group=f"g{i % 40}") for i in range(400)], {"train": 0.7, "held_out": 0.3}
+    parts, early = split(prompts, shares, seed=1), split(prompts[:20], shares, seed=1)
     groups = {part: {prompt.group for prompt in members} for part, members in parts.items()}
     assert not groups["train"] & groups["held_out"]
     assert sorted(prompt.id for members in parts.values() for prompt in members) == sorted(one.id for one in prompts)
+    assert [prompt for prompt in parts["held_out"] if prompt in prompts[:20]] == early["held_out"]
 
 
 def test_a_split_keeps_its_shares_on_average_and_another_seed_splits_otherwise() -> None:
-    prompts = [make(f"{i}", group=f"g{i}") for i in range(4000)]
-    parts = split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=1)
+    prompts, shares = [make(f"{i}", group=f"g{i}") for i in range(4000)], {"a": 0.5, "b": 0.3, "c": 0.2}
+    parts = split(prompts, shares, seed=1)
     assert [len(parts[part]) / 4000 for part in "abc"] == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
-    assert split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=1) == parts
-    assert split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=2) != parts
-
-
-def test_no_group_changes_sides_when_data_is_added() -> None:
-    prompts = [make(f"{i}", group=f"g{i}") for i in range(200)]
-    early = split(prompts[:100], {"train": 0.8, "held_out": 0.2}, seed=1)
-    late = split(prompts, {"train": 0.8, "held_out": 0.2}, seed=1)
-    assert [prompt for prompt in late["held_out"] if prompt in prompts[:100]] == early["held_out"]
+    assert split(prompts, shares, seed=1) == parts != split(prompts, shares, seed=2)
 
 
 @pytest.mark.parametrize("fractions", [{}, {"a": 0.5}, {"a": 1.5, "b": -0.5}, {"a": 1.0, "b": 0.0}])
-def test_shares_that_do_not_sum_to_one_are_refused(fractions: dict[str, float]) -> None:
+def test_shares_that_do_not_sum_to_one_and_empty_parts_are_refused(fractions: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="above 0 and sum to 1"):
         split([make("a")], fractions, seed=0)
-
-
-def test_an_empty_part_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r'part "(train|held_out)" of the split is empty: 1 items in 1 groups'):
         split([make("a")], {"train": 0.5, "held_out": 0.5}, seed=0)
 
@@ -193,9 +164,12 @@ def whole(**changed: object) -> Prompt:
 
 def test_all_of_a_chat_survives_json_and_belongs_to_its_id() -> None:
     prompt = whole()
-    assert Prompt.model_validate_json(prompt.model_dump_json()) == prompt
     without = [whole(tools=()), whole(template_arguments={}), whole(messages=(Message(role="user", content="a"),))]
     assert len({one.id for one in (prompt, *without)}) == 4
+    texts = [Document(content=content, domain="d", group="g") for content in ("a", prompt.messages)]
+    assert texts[0].id != texts[1].id
+    for one in (prompt, *texts):
+        assert type(one).model_validate_json(one.model_dump_json()) == one
 
 
 def test_all_of_a_chat_is_in_its_ids() -> None:

@@ -1,5 +1,3 @@
-"""Requests for functions, mined from docstrings, and the functions themselves."""
-
 import ast
 from collections.abc import Callable
 from pathlib import Path
@@ -42,11 +40,6 @@ def functions(tmp_path: Path) -> list[_Mined]:
     return list(_mine(tmp_path, package / "plane.py", Params()))
 
 
-@pytest.fixture
-def mined(functions: list[_Mined]) -> list[Prompt]:
-    return [_prompt(one) for one in functions]
-
-
 def test_a_document_is_the_whole_function_without_its_indentation(functions: list[_Mined]) -> None:
     area, draw = (one.source for one in functions)
     assert area.startswith('def area(width: float, *, height=1.0) -> float:\n    """Return the area')
@@ -62,21 +55,15 @@ def test_a_form_feed_or_another_encoding_moves_no_line(tmp_path: Path) -> None:
     assert one.source == 'def f():\n    """Say what is \xe9 here at length."""\n'
 
 
-def test_a_prompt_holds_signature_and_docstring_and_no_body(mined: list[Prompt]) -> None:
-    assert mined[0].messages[0].content == (
+def test_a_prompt_of_functions_and_methods_holds_signature_and_docstring_and_no_body(functions: list[_Mined]) -> None:
+    area, draw = map(_prompt, functions)
+    assert area.messages[0].content == (
         "Write the Python function below.\n```python\n"
         "def area(width: float, *, height=1.0) -> float:\n"
         '    """Return the area of a rectangle.\n\n    Both in metres."""\n```'
     )
-
-
-def test_methods_are_mined_and_classes_and_undocumented_functions_are_not(mined: list[Prompt]) -> None:
-    assert len(mined) == 2
-    assert "async def draw(self, /, canvas):" in mined[1].messages[0].content
-
-
-def test_the_group_is_the_top_level_module(mined: list[Prompt]) -> None:
-    assert {prompt.group for prompt in mined} == {"stdlib:shapes"}
+    assert "async def draw(self, /, canvas):" in draw.messages[0].content
+    assert area.group == draw.group == "stdlib:shapes"
 
 
 def test_a_long_docstring_is_cut(tmp_path: Path) -> None:
@@ -90,11 +77,8 @@ def library(default_stream: Callable[[str], list[Prompt]]) -> list[Prompt]:
     return default_stream("stdlib_code")
 
 
-def test_the_library_gives_thousands_of_prompts(library: list[Prompt]) -> None:
+def test_the_library_gives_thousands_of_prompts_and_tests_and_installed_packages_none(library: list[Prompt]) -> None:
     assert len(library) > 4000
-
-
-def test_tests_and_installed_packages_are_not_mined(library: list[Prompt]) -> None:
     groups = {prompt.group.removeprefix("stdlib:") for prompt in library}
     assert {"asyncio", "json", "textwrap"} <= groups
     assert not groups & {"test", "idlelib", "site-packages", "encodings", "pydantic", "torch"}

@@ -1,5 +1,3 @@
-"""Prompts made from nothing."""
-
 import pytest
 
 from models.sources import Prompt

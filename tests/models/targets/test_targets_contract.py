@@ -1,5 +1,3 @@
-"""What every target keeps: a directory that loads whole, with the tokenizer that it offers by itself."""
-
 import hashlib
 import shutil
 from pathlib import Path
@@ -23,16 +21,11 @@ def params_of(name: str, other: Path) -> BaseParams:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_is_a_directory_that_loads_whole(name: str, tiny_target: Path, tmp_path: Path) -> None:
-    catalog.load("targets", name).build(params_of(name, tiny_target), tmp_path)
+    module, params = catalog.load("targets", name), params_of(name, tiny_target)
+    module.build(params, tmp_path)
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert describe(tmp_path).vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_configuration_by_itself_is_that_of_the_directory(name: str, tiny_target: Path, tmp_path: Path) -> None:
-    module, params = catalog.load("targets", name), params_of(name, tiny_target)
-    module.build(params, tmp_path)
     built, alone = target_config(tmp_path).to_dict(), module.config(params).to_dict()
     written = {"architectures", "dtype", "_name_or_path", "transformers_version", "redraft"}  # by whoever saves it
     assert {key: alone[key] for key in alone.keys() - written} == {key: built[key] for key in built.keys() - written}
@@ -45,14 +38,13 @@ def test_the_tokenizer_by_itself_has_a_chat_template_and_an_end(name: str, tiny_
     assert tokenizer.eos_token_id is not None
 
 
-def test_weights_are_hashed_once_and_again_when_they_were_changed(
+def test_weights_are_hashed_once_and_if_changed(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
     [weights] = target.glob("*.safetensors")
     before = describe(target)
-    hashed: list[object] = []
-    real = hashlib.file_digest
+    hashed, real = [], hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *read: (hashed.append(read), real(*read))[1])
     assert describe(target) == before
     assert not hashed

@@ -1,5 +1,3 @@
-"""Model directories: quantized weights are read as floats, another quantization is refused."""
-
 import json
 from pathlib import Path
 
@@ -45,9 +43,7 @@ def test_another_quantization_is_refused_by_name(tmp_path: Path) -> None:
         ("input_activations", None, "format 'int-quantized' .* inputs None can't be read"),
     ],
 )
-def test_what_the_format_can_say_and_is_not_read_is_refused(
-    tmp_path: Path, key: str, value: object, fault: str
-) -> None:
+def test_what_the_format_can_say_and_is_unread_is_refused(tmp_path: Path, key: str, value: object, fault: str) -> None:
     write(tmp_path, "compressed-tensors")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"][key] = value
@@ -56,9 +52,6 @@ def test_what_the_format_can_say_and_is_not_read_is_refused(
         read_tensors(tmp_path)
 
 
-def test_the_vocabulary_is_the_most_frequent_tokens_in_ascending_order() -> None:
+def test_the_vocabulary_is_the_most_frequent_tokens_in_ascending_order_and_of_equals_the_smaller_ids() -> None:
     assert choose_vocabulary(np.array([1, 9, 0, 9, 3]), 3).tolist() == [1, 3, 4]
-
-
-def test_of_equally_frequent_tokens_the_smaller_id_is_kept() -> None:
     assert choose_vocabulary(np.array([0, 2, 0, 0]), 3).tolist() == [0, 1, 2]

@@ -1,5 +1,3 @@
-"""Targets as models and back."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The parts of models of many layouts, held against the library's own forward pass."""
-
 from pathlib import Path
 
 import pytest
@@ -29,11 +27,6 @@ def test_the_last_residual_stream_read_out_gives_the_models_logits(model_type: s
         assert torch.equal(model(IDS).logits[0], wanted)
     assert torch.equal(input_embedding(tmp_path), model.get_input_embeddings().weight)
     assert torch.equal(output_embedding(tmp_path), model.get_output_embeddings().weight)
-
-
-@pytest.mark.parametrize(("model_type", "scale"), [("llama", 1.0), ("granite", 0.125), ("phi", 1.0), ("gemma", 1.0)])
-def test_a_familys_scale_of_logits_is_told(model_type: str, scale: float, tmp_path: Path) -> None:
-    assert Readout.load(write_family(model_type, tmp_path)).scale == scale
 
 
 @pytest.mark.parametrize(("model_type", "added"), [("llama", 0.0), ("gpt2", 0.0), ("gemma", 1.0)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from models.drafts import eagle
-from models.losses import feature_regression
 from models.targets import describe
 from tests.conftest import shake
 from tests.models.drafts.tiny import require_refused, rows_at, save_tiny
@@ -25,12 +24,8 @@ def test_a_feature_is_sampled_by_hand() -> None:
     sampler = eagle.Sampler(2, 2, 0.0)
     with torch.no_grad():
         sampler.post_attention_layernorm.weight.copy_(torch.tensor([1.0, 2.0]))
-        for name, weight in (
-            ("gate_proj", torch.eye(2)),
-            ("up_proj", torch.eye(2)),
-            ("down_proj", torch.eye(2).flip(0)),
-        ):
-            sampler.mlp[name].weight.copy_(weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            sampler.mlp[name].weight.copy_(torch.eye(2).flip(0) if name == "down_proj" else torch.eye(2))
         found = sampler(torch.tensor([3.0, 4.0]), torch.tensor([2.0, -1.0]))
     silu = {value: value / (1 + 2.718281828**-value) for value in (2.0, -1.0)}
     first, second = silu[2.0] * 3 / 12.5**0.5, silu[-1.0] * 2 * 4 / 12.5**0.5
@@ -60,20 +55,6 @@ def test_what_says_a_token_is_not_what_is_aligned_nor_what_the_next_step_reads(t
         assert torch.equal(said[step].logits, changed[1][step].logits) == (step == 0)
 
 
-@pytest.mark.parametrize("partly", [False, True])
-def test_only_partial_alignment_keeps_the_two_parts_of_the_loss_from_the_same_weights(
-    tiny_target: Path, partly: bool
-) -> None:
-    draft = make(tiny_target, scale=0.1, partial_alignment=partly)
-    assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
-    (one,) = draft.unroll(rows_at(5), 1)
-    weight = draft.layer["mlp"]["down_proj"].weight
-    aligned, told = (torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in (one.hidden, one.logits))
-    assert bool(((aligned != 0) & (told != 0)).any()) != partly
-    assert bool((aligned != 0).any())
-    assert bool((told != 0).any())
-
-
 def test_the_options_are_kept_and_a_swap_can_not_change_them(tiny_target: Path, tmp_path: Path) -> None:
     draft = make(tiny_target, scale=0.1, **BOTH)
     plain, kept = tmp_path / "plain", tmp_path / "kept"
@@ -88,6 +69,8 @@ def test_the_options_are_kept_and_a_swap_can_not_change_them(tiny_target: Path, 
         assert torch.equal(again.state_dict()[name], stored), name
     with pytest.raises(ValueError, match="differs from the served draft in feature_sampling, partial_alignment"):
         eagle.check(kept, plain, describe(tiny_target))
+    message = "partial_alignment must be true or false; got 'yes'"
+    require_refused(eagle, tiny_target, tmp_path / "tiny", message, partial_alignment="yes")
 
 
 def test_vllm_is_not_given_what_it_does_not_compute(tiny_target: Path, tmp_path: Path) -> None:
@@ -101,11 +84,6 @@ def test_vllm_is_not_given_what_it_does_not_compute(tiny_target: Path, tmp_path:
         with pytest.raises(ValueError, match=message):
             eagle.vllm_config(tmp_path / "one")
     eagle.require_served(eagle.Params(vocab_size=0), 3)
-
-
-def test_an_option_that_is_neither_true_nor_false_is_refused(tiny_target: Path, tmp_path: Path) -> None:
-    message = "partial_alignment must be true or false; got 'yes'"
-    require_refused(eagle, tiny_target, tmp_path, message, partial_alignment="yes")
 
 
 def test_the_engine_drafts_with_both_as_training_unrolls(tiny_target: Path) -> None:

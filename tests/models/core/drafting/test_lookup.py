@@ -1,9 +1,9 @@
-"""Look-up: the longest match wins, costs what was added, and never reads another key's text."""
-
 import numpy as np
 import pytest
 
 from models.core.drafting.lookup import Answers, Match, NgramIndex, Sequence, Store
+
+NOTHING = Match(0, [])
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,9 @@ from models.core.drafting.lookup import Answers, Match, NgramIndex, Sequence, St
         ([2, 3, 7, 0, 2, 3, 8, 1, 2, 3], 1, Match(2, [8])),  # of equally long ones the latest
         ([5, 6, 7, 5, 6, 7, 5, 6], 7, Match(5, [7, 5, 6, 7, 5, 6, 7])),  # what repeats itself goes on doing so
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 6, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1, Match(8, [6])),  # as long as is looked for
-        *((token_ids, 4, Match(0, [])) for token_ids in ([], [1], [1, 2], [1, 2, 3, 4])),
-        ([1, 2, 1, 2], 0, Match(0, [])),
+        ([], 4, NOTHING),
+        ([1, 2, 3, 4], 4, NOTHING),
+        ([1, 2, 1, 2], 0, NOTHING),
     ],
 )
 def test_what_followed_the_last_tokens_is_drafted(token_ids: list[int], num_tokens: int, found: Match) -> None:
@@ -25,25 +26,20 @@ def test_what_followed_the_last_tokens_is_drafted(token_ids: list[int], num_toke
 
 
 def test_added_step_by_step_it_finds_what_a_search_of_the_whole_finds() -> None:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 4, size=300).tolist()
+    tokens = np.random.default_rng(0).integers(0, 4, size=300).tolist()
     grown = Sequence(3, 5)
-    for end in range(len(tokens)):
-        grown.extend([tokens[end]])
-        found, known = grown.look_up(1), tokens[: end + 1]
-        best = max(
-            (
-                (size, start)
-                for size in range(3, 6)
-                for start in range(size, end + 1)
-                if known[start - size : start] == known[-size:]
-            ),
-            default=None,
-        )
+    for end, token in enumerate(tokens):
+        grown.extend([token])
+        known = tokens[: end + 1]
+        starts = {
+            size: [start for start in range(size, end + 1) if known[start - size : start] == known[-size:]]
+            for size in range(3, 6)
+        }
+        best = max((size for size, found in starts.items() if found), default=None)
         if best is None:
-            assert found == Match(0, [])
-        elif len([1 for start in range(3, end + 1) if known[start - 3 : start] == known[-3:]]) <= 16:
-            assert found == Match(best[0], [known[best[1]]])
+            assert grown.look_up(1) == NOTHING
+        elif len(starts[3]) <= 16:
+            assert grown.look_up(1) == Match(best, [known[starts[best][-1]]])
 
 
 def test_sizes_that_can_not_be_are_refused() -> None:
@@ -63,26 +59,29 @@ def looked_up(library: NgramIndex, request_id: str, key: str, token_ids: list[in
     return sequence.look_up(num_tokens)
 
 
-def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never() -> None:
-    library = NgramIndex(shortest=2, longest=8, capacity=100)
+@pytest.fixture
+def library() -> NgramIndex:
+    return NgramIndex(shortest=2, longest=8, capacity=100)
+
+
+def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never(library: NgramIndex) -> None:
     answered(library, "first", "alice", [1, 2, 10, 11, 12, 13])
     assert looked_up(library, "second", "alice", [10, 11], 2) == Match(2, [12, 13])
-    assert looked_up(library, "third", "bob", [10, 11], 2) == Match(0, [])
+    assert looked_up(library, "third", "bob", [10, 11], 2) == NOTHING
 
 
-def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
-    library = NgramIndex(shortest=2, longest=8, capacity=100)
+def test_an_answer_of_a_running_request_is_not_looked_up_by_others(library: NgramIndex) -> None:
     library.sequence("first", "alice", 1).extend([10, 11, 12])
     second = library.sequence("second", "alice", 1)
     second.extend([10, 11])
     library.close_all_but(["first", "second"])
-    assert second.look_up(1) == Match(0, [])
+    assert second.look_up(1) == NOTHING
 
 
 def test_without_capacity_only_the_sequence_itself_is_looked_up() -> None:
     library = NgramIndex(shortest=2, longest=8, capacity=0)
     answered(library, "first", "alice", [10, 11, 12])
-    assert looked_up(library, "second", "alice", [10, 11]) == Match(0, [])
+    assert looked_up(library, "second", "alice", [10, 11]) == NOTHING
 
 
 def test_no_more_than_the_capacity_is_remembered_and_the_oldest_goes_first() -> None:
@@ -101,18 +100,17 @@ def test_keys_beyond_the_limit_are_forgotten_the_least_recent_first() -> None:
         answered(library, f"of-{key}", key, [10 * number, 10 * number + 1, 10 * number + 2])
     assert looked_up(library, "again-bob", "bob", [10, 11]) == Match(2, [12])
     assert looked_up(library, "again-carol", "carol", [20, 21]) == Match(2, [22])
-    assert looked_up(library, "again-alice", "alice", [0, 1]) == Match(0, [])
+    assert looked_up(library, "again-alice", "alice", [0, 1]) == NOTHING
 
 
-def test_forgetting_leaves_nothing_of_other_requests() -> None:
-    library = NgramIndex(shortest=2, longest=8, capacity=100)
+def test_forgetting_leaves_nothing_of_other_requests(library: NgramIndex) -> None:
     answered(library, "first", "alice", [10, 11, 12])
     second = library.sequence("second", "alice", 1)
     assert library.forget() == 3
     second.extend([10, 11])
-    assert second.look_up(1) == Match(0, [])
+    assert second.look_up(1) == NOTHING
     library.close_all_but([])  # it ended before, and nobody had noticed yet
-    assert looked_up(library, "third", "alice", [10]) == Match(0, [])
+    assert looked_up(library, "third", "alice", [10]) == NOTHING
     answered(library, "third", "alice", [11, 12])
     assert looked_up(library, "fourth", "alice", [10, 11]) == Match(2, [12])
 

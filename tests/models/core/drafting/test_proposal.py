@@ -1,5 +1,3 @@
-"""A proposal is a tree whose parents stand before their children."""
-
 import pytest
 import torch
 
@@ -15,12 +13,12 @@ def test_a_tree_by_hand() -> None:
     assert (proposal.num_tokens, proposal.depth) == (6, 3)
 
 
-def test_a_chain_is_the_tree_without_branches() -> None:
+def test_a_chain_is_the_tree_without_branches_and_a_token_without_chance_has_a_single_1() -> None:
     q = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
     proposal = Proposal.chain([1, 0], list(q))
-    assert proposal.parents == (-1, 0)
-    assert proposal.paths == ((), (0,), (0, 1))
+    assert (proposal.parents, proposal.paths) == ((-1, 0), ((), (0,), (0, 1)))
     assert torch.equal(proposal.distributions(2), q[None])
+    assert Proposal.chain([2, 0], [None, None]).distributions(3).tolist() == [[[0, 0, 1], [1, 0, 0]]]
 
 
 def test_nothing_can_be_proposed() -> None:
@@ -29,14 +27,9 @@ def test_nothing_can_be_proposed() -> None:
     assert nothing.distributions(5).shape == (1, 0, 5)
 
 
-def test_a_token_without_chance_has_a_single_1() -> None:
-    assert Proposal.chain([2, 0], [None, None]).distributions(3).tolist() == [[[0, 0, 1], [1, 0, 0]]]
-
-
 @pytest.mark.parametrize(
     ("parents", "fault"),
     [
-        ((-1, 2, 0), "the parent of node 1 must be from -1 to 0, got 2"),
         ((0, 0, 1), "the parent of node 0 must be from -1 to -1, got 0"),
         ((-1, 1, 0), "the parent of node 1 must be from -1 to 0, got 1"),
         ((-1, 0, -2), "the parent of node 2 must be from -1 to 1, got -2"),

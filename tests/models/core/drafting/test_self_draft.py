@@ -1,13 +1,10 @@
-"""What drafts that are the target itself share: one cache, of which nothing is read that the target did not write."""
-
 import asyncio
 from pathlib import Path
 
 import torch
 
-from models.core.drafting.drafters import SelfDrafter
 from models.core.drafting.self_draft import read_aside
-from models.core.layers.decoder import Begun, Cache, Decoder, Sublayers
+from models.core.layers.decoder import Cache, Decoder, Sublayers
 from models.drafts import early_exit
 from models.engines.torch import Params, TorchEngine
 from tests.models.drafts.answered import GREEDY, prompts
@@ -31,8 +28,7 @@ def test_what_is_read_aside_leaves_the_cache_as_it_was(tiny_target: Path) -> Non
     part = read_aside(decoder, tokens(20)[12:], cache, 12, Sublayers(frozenset({1}), NONE))
     assert (part - whole).abs().max() > 0.1
     assert cache.length == 20
-    assert torch.equal(cache.keys, before[0])
-    assert torch.equal(cache.values, before[1])
+    assert torch.equal(cache.keys, before[0]) and torch.equal(cache.values, before[1])
 
 
 class Counting(Decoder):
@@ -63,18 +59,3 @@ def test_no_row_of_the_shared_layers_is_computed_twice(tmp_path: Path) -> None:
     assert asyncio.run(answer()) == ((3, 3, 3), (3, 3, 3))
     rows = [sum(count for number, count in decoder.seen if number == layer) for layer in range(4)]
     assert rows == [len(prompt) + 12] * 4  # the text's last token is read by nobody
-
-
-def test_a_drafter_hands_on_the_layers_that_are_whole(tiny_target: Path) -> None:
-    draft = early_exit.create(early_exit.Params(exit_layer=1), tiny_target, None)
-    drafter = draft.drafter(30)
-    assert isinstance(drafter, SelfDrafter)
-    with torch.inference_mode():
-        drafter.extend(tokens(10), torch.zeros(9, 0))
-        assert drafter.begun() is None
-        drafter.propose(3, lambda logits: (int(logits.argmax()), None))
-        begun = drafter.begun()
-        assert isinstance(begun, Begun)
-        assert (begun.num_layers, len(begun.states)) == (1, 3)
-        drafter.expand([5], [-1], [-1, 0])
-        assert drafter.begun() is None

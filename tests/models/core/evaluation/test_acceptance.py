@@ -1,5 +1,3 @@
-"""The one definition of acceptance."""
-
 import numpy as np
 import pytest
 
@@ -53,17 +51,17 @@ def test_a_place_counts_the_steps_that_reached_it_and_not_those_of_a_shorter_dra
     assert [estimate.value for estimate in rates] == pytest.approx([1.0, 1 / 2])
 
 
-def test_figures_that_do_not_exist_are_refused() -> None:
+def test_figures_and_counts_that_can_not_be_are_refused() -> None:
     with pytest.raises(ValueError, match="1 traces have no verification step"):
         mean_accepted_length([trace("a", [], [])])
     with pytest.raises(ValueError, match="wanted traces, got none"):
         summarise([])
-
-
-@pytest.mark.parametrize(("drafted", "accepted"), [([2], [3]), ([2], [-1]), ([2, 2], [1]), ([-1], [-1])])
-def test_counts_that_cannot_be_are_refused(drafted: list[int], accepted: list[int]) -> None:
-    with pytest.raises(ValueError, match="drafted"):
-        trace("a", drafted, accepted)
+    for use in (summarise, lambda twice: difference(HAND, twice)):
+        with pytest.raises(ValueError, match="request_id occurs twice"):
+            use([HAND[0], HAND[0]])
+    for drafted, accepted in (([2], [3]), ([2], [-1]), ([2, 2], [1])):
+        with pytest.raises(ValueError, match="drafted"):
+            trace("a", drafted, accepted)
 
 
 def test_a_summary_without_any_draft_has_tau_and_no_rate() -> None:
@@ -87,18 +85,18 @@ def test_a_summary_shows_what_loops_flatter_and_nothing_where_there_are_only_loo
     assert summary.rate_without_loops is None
 
 
-def test_a_summary_is_seeded() -> None:
+def test_the_interval_holds_the_truth_about_as_often_as_it_says_and_a_seed_repeats_it() -> None:
+    taus = [summarise(population(40, 0.5, seed), num_resamples=300).tau for seed in range(200)]
+    held = sum(tau.low <= 2.0 <= tau.high for tau in taus) / 200
+    assert 0.89 <= held <= 0.99  # 0.95 nominal, less the percentile interval's shortfall at 40 requests
     traces = population(30, 0.5, seed=0)
-    assert summarise(traces, seed=1) == summarise(traces, seed=1)
-    assert summarise(traces, seed=1) != summarise(traces, seed=2)
+    assert summarise(traces, seed=1) == summarise(traces, seed=1) != summarise(traces, seed=2)
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    hits = 0
-    for seed in range(200):
-        tau = summarise(population(40, 0.5, seed), num_resamples=300).tau
-        hits += tau.low <= 2.0 <= tau.high
-    assert 0.89 <= hits / 200 <= 0.99  # 0.95 nominal, less the percentile interval's shortfall at 40 requests
+def test_lists_of_other_lengths_can_be_compared_and_no_change_is_a_difference_of_nothing() -> None:
+    gain = difference(population(80, 0.3, seed=1), population(50, 0.6, seed=2, prefix="s"))
+    assert 0.3 < gain.low < gain.high < 0.9
+    assert difference(HAND, HAND) == Estimate(value=0.0, low=0.0, high=0.0)
 
 
 def test_equal_requests_are_paired_and_their_interval_is_narrower() -> None:
@@ -114,49 +112,24 @@ def test_equal_requests_are_paired_and_their_interval_is_narrower() -> None:
     assert paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
 
 
-def test_no_change_is_a_difference_of_nothing() -> None:
-    assert difference(HAND, HAND) == Estimate(value=0.0, low=0.0, high=0.0)
-
-
-def test_lists_of_other_lengths_can_be_compared() -> None:
-    gain = difference(population(80, 0.3, seed=1), population(50, 0.6, seed=2, prefix="s"))
-    assert gain.low > 0.3
-    assert gain.high < 0.9
-
-
-def test_a_request_that_occurs_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="request_id occurs twice"):
-        difference(HAND, [HAND[0], HAND[0]])
-    with pytest.raises(ValueError, match="request_id occurs twice"):
-        summarise([HAND[0], HAND[0]])
-
-
 @pytest.mark.parametrize(
     ("token_ids", "looping"),
     [
         ((), False),
         ((5,) * 31, False),
-        ((5,) * 32, True),
         (tuple(range(100)) + (5,) * 32 + tuple(range(100)), True),
         ((1, 2, 3) * 10, False),
         ((1, 2, 3) * 11, True),
         (tuple(range(20)) * 3, False),
-        (tuple(range(20)) * 4, True),
-        (tuple(range(64)) * 4, True),
         (tuple(range(64)) * 4 + (99,), True),
         ((tuple(range(64)) * 4)[:-1], False),
         (tuple(range(65)) * 8, False),
-        (tuple(range(500)), False),
+        (tuple(np.random.default_rng(0).integers(0, 50, 600)), False),
     ],
     ids=lambda value: f"{len(value)} tokens" if isinstance(value, tuple) else None,
 )
 def test_a_loop_is_four_turns_and_thirty_two_tokens(token_ids: tuple[int, ...], looping: bool) -> None:
     assert is_looping(token_ids) is looping
-
-
-def test_random_text_is_no_loop() -> None:
-    rng = np.random.default_rng(0)
-    assert not any(is_looping(rng.integers(0, 50, 600)) for _ in range(20))
 
 
 def test_resampled_sums_draw_as_many_rows_as_there_are() -> None:

@@ -1,12 +1,10 @@
-"""A mean's bounds that hold however often one looks."""
-
 import itertools
 import math
 
 import numpy as np
 import pytest
 
-from models.core.evaluation.betting import BETS, PARTS, MeanTest, log_growth, log_wealth
+from models.core.evaluation.betting import MeanTest, log_growth, log_wealth
 
 VALUES = [0.5, -0.25, 0.125, 0.0, 0.375, -0.0625, 0.25, 0.5, -0.5, 0.1875] * 3
 
@@ -19,13 +17,7 @@ def test_the_wealth_is_that_of_the_authors_own_package(mean: float, expected: fl
 
 def test_on_average_nobody_gets_rich_by_betting_on_a_mean_that_is_not_there() -> None:
     # All outcomes of five values, whose means differ and average 0: the expected wealth, exactly.
-    laws = [
-        {1.0: 0.5, -1.0: 0.5},
-        {0.5: 2 / 3, -1.0: 1 / 3},
-        {1.0: 0.3, 0.0: 0.4, -1.0: 0.3},
-        {0.25: 1.0},
-        {-0.25: 1.0},
-    ]
+    laws = [{1.0: 0.5, -1.0: 0.5}, {0.5: 2 / 3, -1.0: 1 / 3}, {1.0: 0.3, 0: 0.4, -1.0: 0.3}, {0.25: 1.0}, {-0.25: 1.0}]
     expected = 0.0
     for outcome in itertools.product(*(law.items() for law in laws)):
         values, chances = zip(*outcome, strict=True)
@@ -69,28 +61,19 @@ def test_rounding_only_ever_widens_the_bounds() -> None:
 def test_nothing_is_known_before_the_first_value() -> None:
     test = MeanTest(bound=3)
     assert (test.lower(0.05), test.upper(0.05), test.mean, test.log_wealth()) == (-3, 3, 0, pytest.approx(0))
-    assert PARTS.sum() == pytest.approx(1)
-    assert 0 < BETS.min() < BETS.max() < 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster_size", [1, 30])
+@pytest.mark.parametrize("cluster_size", [1, 25])
 def test_a_mean_of_zero_is_left_no_more_often_than_allowed_though_one_looks_at_each_value(cluster_size: int) -> None:
     rng, num_runs, num_values = np.random.default_rng(2), 1000, 1000
     values = np.where(rng.random((num_runs, num_values)) < 0.1, -2.7, 0.3)  # gains mostly, and sometimes loses much
-    values += rng.choice([-0.3, 0.3], (num_runs, num_values // cluster_size + 1)).repeat(cluster_size, 1)[
-        :, :num_values
-    ]
-    values = values.reshape(num_runs, -1, 1) if cluster_size == 1 else _means(values, cluster_size)
+    values += rng.choice([-0.3, 0.3], (num_runs, num_values // cluster_size)).repeat(cluster_size, 1)
+    values = values.reshape(num_runs, -1, cluster_size).mean(axis=2)[:, :, None]
     for signed in (values, -values):
         growth = log_growth(signed, np.ones_like(signed), 0.0, 3.0).cumsum(axis=1)
         left = (log_wealth(growth).max(axis=1) >= -math.log(0.05)).mean()
         assert left <= 0.05 + 3 * (0.05 * 0.95 / num_runs) ** 0.5
-
-
-def _means(values: np.ndarray, size: int) -> np.ndarray:
-    whole = values[:, : values.shape[1] // size * size]
-    return whole.reshape(len(values), -1, size).mean(axis=2)[:, :, None]
 
 
 def test_what_is_no_value_is_refused() -> None:

@@ -1,13 +1,10 @@
-"""The rule by hand, and its false alarms in simulated weeks."""
-
 import numpy as np
 import pytest
 
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.canary import Answer, Finding, Params, judge, lost_on_canaries, lost_on_traffic
 
-PARAMS = Params()
-K = 3
+PARAMS, K = Params(), 3
 
 
 def answer(token_ids: list[int], accepted: list[int]) -> Answer:
@@ -18,17 +15,12 @@ def tallies(accepted: int, num: int = 32, domain: str = "chat") -> list[Acceptan
     return [AcceptanceCount(index, domain, steps=4, drafted=4 * K, accepted=4 * accepted) for index in range(num)]
 
 
-def test_the_share_of_the_gain_that_is_missing_is_what_is_lost() -> None:
+def test_the_share_of_the_gain_that_is_missing_is_what_is_lost_up_to_where_outputs_part() -> None:
     then, now = answer([*range(121)], [2] * 40), answer([*range(121)], [1] * 60)
     assert lost_on_canaries([then], [now]) == pytest.approx(0.5)
-    assert lost_on_canaries([then], [then]) == 0
     assert lost_on_canaries([now], [then]) == pytest.approx(-1)
-
-
-def test_what_comes_after_outputs_part_does_not_count() -> None:
-    then = answer([*range(121)], [2] * 40)
-    now = answer([*range(100), *[0] * 21], [2] * 33 + [0] * 21)
-    assert lost_on_canaries([then], [now]) == 0
+    parted = answer([*range(100), *[0] * 21], [2] * 33 + [0] * 21)
+    assert lost_on_canaries([then], [parted]) == lost_on_canaries([then], [then]) == 0
 
 
 @pytest.mark.parametrize(
@@ -76,34 +68,24 @@ class World:
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
-        self.rng, self.chance = rng, 0.45
-        chances = rng.beta(8 * self.chance, 8 * (1 - self.chance), 20_000)
+        self.rng = rng
+        chances = rng.beta(8 * 0.45, 8 * 0.55, 20_000)
         self.promised = 1 + float(np.mean(chances + chances**2 + chances**3))
-        self.reference = [self.answer(self.chance) for _ in range(8)]
+        self.reference = [answer(rng.integers(1, 9, 96).tolist(), self.steps(0.45)) for _ in range(8)]
 
     def steps(self, chance: float, num_tokens: int = 96) -> list[int]:
         accepted = np.cumprod(self.rng.random((num_tokens, K)) < chance, axis=1).sum(axis=1)
         emitted = np.cumsum(accepted + 1)
         return accepted[: int(np.searchsorted(emitted, num_tokens - 1)) + 1].tolist()
 
-    def answer(self, chance: float) -> Answer:
-        return answer(self.rng.integers(1, 9, 96).tolist(), self.steps(chance))
-
-    def again(self, then: Answer, chance: float | None = None) -> Answer:
+    def again(self, then: Answer, chance: float | None) -> Answer:
         """Return a prompt's answer now; with another chance if the draft no longer is what it was."""
-        token_ids = list(then.token_ids)
-        if self.rng.random() < 1 / 3:
-            token_ids[int(self.rng.integers(96)) :] = [0] * (96 - int(self.rng.integers(96)))
-            token_ids = (token_ids + [0] * 96)[:96]
+        parts = int(self.rng.integers(96)) if self.rng.random() < 1 / 3 else 96
+        token_ids = [*then.token_ids[:parts], *[0] * (96 - parts)]
         if chance is not None:
             return answer(token_ids, self.steps(chance))
         flipped = self.rng.random(len(then.accepted)) < 0.02
-        return answer(token_ids, [0 if flip else count for flip, count in zip(flipped, then.accepted, strict=True)])
-
-    def requests(self, chance: float) -> list[AcceptanceCount]:
-        chances = self.rng.beta(8 * chance, 8 * (1 - chance), PARAMS.num_requests)
-        counts = [self.steps(one, 60) for one in chances]
-        return [AcceptanceCount(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(counts)]
+        return answer(token_ids, np.where(flipped, 0, then.accepted).tolist())
 
     def look(self, canaries: float | None, traffic: float) -> Finding:
         """Take one look, twice where the first sees a fall."""
@@ -111,10 +93,10 @@ class World:
             lost = lost_on_canaries(self.reference, [self.again(then, canaries) for then in self.reference])
             if judge(lost, None, PARAMS) is Finding.SOUND:
                 return Finding.SOUND
-        return judge(lost, lost_on_traffic({"chat": self.promised}, self.requests(traffic), PARAMS), PARAMS)
-
-
-NUM_LOOKS = 1008  # a week of one in ten minutes
+        chances = self.rng.beta(8 * traffic, 8 * (1 - traffic), PARAMS.num_requests)
+        steps = [self.steps(one, 60) for one in chances]
+        counts = [AcceptanceCount(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(steps)]
+        return judge(lost, lost_on_traffic({"chat": self.promised}, counts, PARAMS), PARAMS)
 
 
 def simulate(canaries: float | None, traffic: float, num_looks: int, seed: int) -> dict[Finding, float]:
@@ -126,7 +108,7 @@ def simulate(canaries: float | None, traffic: float, num_looks: int, seed: int) 
 @pytest.mark.slow
 def test_a_week_in_which_nothing_happens_or_traffic_drifts_raises_no_alarm() -> None:
     for seed, traffic in enumerate([0.45, 0.45, 0.1, 0.1]):
-        shares = simulate(None, traffic, NUM_LOOKS, seed)
+        shares = simulate(None, traffic, 1008, seed)  # a week of looks, one in ten minutes
         print(f"traffic at {traffic}: {shares}")
         assert shares[Finding.SOUND] == 1
 

@@ -1,5 +1,3 @@
-"""Clusters: what belongs together, what does not, and who can tell."""
-
 import random
 from collections import Counter
 
@@ -31,12 +29,7 @@ def words(number: int, length: int = 40) -> list[int]:
     return [rng.randrange(50_000) for _ in range(length)]
 
 
-def names(
-    turns: list[list[int]],
-    domains: list[str] | None = None,
-    secret: bytes = SECRET,
-    groups: list[str | None] | None = None,
-) -> list[str]:
+def names(turns, domains=None, secret=SECRET, groups=None) -> list[str]:
     domains = domains or ["code"] * len(turns)
     alike = join([sketch(turn, secret) for turn in turns], domains)
     return join_groups(alike, domains, groups or [None] * len(turns))
@@ -72,16 +65,15 @@ def test_a_template_is_common_in_its_own_domain_only():
     assert len(set(named)) == 401
 
 
+def test_a_sketch_is_small_however_long_the_turn_and_there_is_one_of_the_shortest():
+    assert [len(sketch(turn, SECRET).grams) for turn in (words(0, 5000), [1], [])] == [SKETCH_SIZE, 1, 1]
+    assert join([], []) == join_groups([], [], []) == []
+
+
 def test_nobody_without_the_secret_can_tell_names_or_sketches():
     turn = words(0)
     assert names([turn]) == names([turn]) != names([turn], secret=b"t" * 32)
     assert not set(sketch(turn, SECRET).grams) & set(sketch(turn, b"t" * 32).grams)
-
-
-def test_a_sketch_is_small_however_long_the_turn_and_there_is_one_of_the_shortest():
-    assert len(sketch(words(0, 5000), SECRET).grams) == SKETCH_SIZE
-    assert len(sketch([1], SECRET).grams) == len(sketch([], SECRET).grams) == 1
-    assert join([], []) == join_groups([], [], []) == []
 
 
 @pytest.mark.parametrize(("kept", "joined"), [(30, True), (5, False)])
@@ -123,11 +115,9 @@ def test_copies_with_a_token_changed_are_one_cluster_however_many_they_are():
 
 
 def test_a_group_is_one_cluster_with_all_that_its_members_resemble_and_others_are_not():
-    turns = [words(n) for n in range(6)]
-    turns.append([*turns[0][:20], 7, *turns[0][20:]])  # a near copy that nobody put into the group
+    turns = [*map(words, range(6)), [*words(0)[:20], 7, *words(0)[20:]]]  # the last a near copy without a group
     named = names(turns, groups=["a", None, "a", "b", "b", None, None])
-    assert named[0] == named[2] == named[6]
-    assert named[3] == named[4]
+    assert named[0] == named[2] == named[6] and named[3] == named[4]
     assert len(set(named)) == 4
 
 
@@ -141,8 +131,9 @@ def test_a_group_of_more_than_a_quarter_of_its_domain_joins_nothing(held, asked)
     assert names(turns, groups=inside) == names(turns)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"a": 20}, {"a": 21}, {"a": 30, "b": 8, "c": 90}, {"a": 1, "b": 1}])
-@pytest.mark.parametrize("alone", [0, 3, 200])
+@pytest.mark.parametrize(
+    ("sizes", "alone"), [({}, 0), ({"a": 20}, 0), ({"a": 21}, 3), ({"a": 30, "b": 8, "c": 90}, 200), ({"a": 1}, 3)]
+)
 def test_as_many_conversations_count_as_groups_leave_clusters(sizes, alone):
     groups = [name for name, size in sizes.items() for _ in range(size)] + [None] * alone
     turns = [words(number) for number in range(len(groups))]
@@ -158,16 +149,11 @@ def test_a_group_of_several_domains_joins_those_of_which_it_is_a_small_part():
 
 
 @pytest.mark.slow
-@given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.none() | st.sampled_from(["x", "y", "z"])), max_size=30
-    ),
-    secret=st.binary(min_size=32, max_size=32),
-)
-def test_what_is_alike_or_grouped_is_together_and_groups_only_ever_join(rows, secret):
+@given(rows=st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.sampled_from([None, *"xyz"])), max_size=30))
+def test_what_is_alike_or_grouped_is_together_and_groups_only_ever_join(rows):
     turns, domains = [words(number) for number, _, _ in rows], [domain for _, domain, _ in rows]
     groups = [group for _, _, group in rows]
-    named, alone = names(turns, domains, secret, groups), names(turns, domains, secret)
+    named, alone = names(turns, domains, groups=groups), names(turns, domains)
     held, sizes = Counter(zip(domains, groups, strict=True)), Counter(domains)
     small = {key for key, number in held.items() if number <= max(MOST_OF_FEW, MAX_GROUP_SHARE * sizes[key[0]])}
     for one in range(len(rows)):
@@ -185,13 +171,9 @@ def test_what_is_alike_or_grouped_is_together_and_groups_only_ever_join(rows, se
 TOKENIZER = byte_tokenizer()
 
 
-def encode(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-def first_of(*turns: tuple[str, str]) -> str:
-    ids = ChatEncoder.of(TOKENIZER).encode([{"role": role, "content": content} for role, content in turns])
-    return str(TOKENIZER.decode(first_turn(ids, turn_marks(TOKENIZER))))
+def first_of(*turns: tuple[str, str], tokenizer=TOKENIZER) -> str:
+    ids = ChatEncoder.of(tokenizer).encode([{"role": role, "content": content} for role, content in turns])
+    return str(tokenizer.decode(first_turn(ids, turn_marks(tokenizer))))
 
 
 def test_the_first_turn_is_what_the_user_said_first_whatever_stands_around_it() -> None:
@@ -201,13 +183,11 @@ def test_the_first_turn_is_what_the_user_said_first_whatever_stands_around_it() 
 
 
 def test_a_prompt_without_the_templates_marks_is_its_own_first_turn() -> None:
-    assert first_turn(encode("plain text"), turn_marks(TOKENIZER)) == encode("plain text")
-    bare = byte_tokenizer()
-    bare.chat_template = None
-    strict = byte_tokenizer()
-    strict.chat_template = "{{ raise_exception('no chats') }}"
-    for tokenizer in (bare, strict):
-        assert first_turn([1, 2, 3], turn_marks(tokenizer)) == [1, 2, 3]
+    bare, strict = byte_tokenizer(), byte_tokenizer()
+    bare.chat_template, strict.chat_template = None, "{{ raise_exception('no chats') }}"
+    for tokenizer in (TOKENIZER, bare, strict):
+        ids = tokenizer.encode("plain text", add_special_tokens=False)
+        assert first_turn(ids, turn_marks(tokenizer)) == ids
 
 
 def test_a_template_that_marks_later_turns_otherwise_than_the_first_is_understood() -> None:
@@ -217,6 +197,4 @@ def test_a_template_that_marks_later_turns_otherwise_than_the_first_is_understoo
         "{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% else %}{{ message['content'] + ' ' }}{% endif %}"
         "{% endfor %}"
     )
-    asked = (("user", "hello"), ("assistant", "yes?"), ("user", "more"))
-    ids = ChatEncoder.of(tokenizer).encode([{"role": role, "content": content} for role, content in asked])
-    assert tokenizer.decode(first_turn(ids, turn_marks(tokenizer))) == "hello"
+    assert first_of(("user", "hello"), ("assistant", "yes?"), ("user", "more"), tokenizer=tokenizer) == "hello"

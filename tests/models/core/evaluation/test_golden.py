@@ -1,5 +1,3 @@
-"""The rule of equal output, case by case."""
-
 import random
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Divergence, agreement and the draft's τ: worked by hand where a model is its own target, and felt where it is not."""
-
 import copy
 from pathlib import Path
 
@@ -15,10 +13,15 @@ DOCUMENTS = torch.randint(3, 259, (6, 24), generator=torch.Generator().manual_se
 DOCUMENTS[2] = DOCUMENTS[2][:9]
 
 
-def test_a_model_is_its_target_and_a_changed_one_is_measured_token_by_token(model: PreTrainedModel) -> None:
-    assert [one[:2] for one in likeness(model, model, DOCUMENTS)] == [(0, 1)] * len(DOCUMENTS)
+def change(model: PreTrainedModel) -> PreTrainedModel:
     changed = copy.deepcopy(model)
     changed.model.layers[0].mlp.up_proj.weight.data *= 4
+    return changed
+
+
+def test_a_model_is_its_target_and_a_changed_one_is_measured_token_by_token(model: PreTrainedModel) -> None:
+    assert [one[:2] for one in likeness(model, model, DOCUMENTS)] == [(0, 1)] * len(DOCUMENTS)
+    changed = change(model)
     found = likeness(changed, model, DOCUMENTS, batch_size=2)
     for document, one_found in zip(DOCUMENTS, found, strict=True):
         with torch.no_grad():
@@ -30,9 +33,7 @@ def test_a_model_is_its_target_and_a_changed_one_is_measured_token_by_token(mode
         likeness(model, model, [[3]])
 
 
-def test_a_draft_that_is_the_target_is_accepted_whole_and_less_of_it_by_another_model(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_draft_that_is_the_target_is_accepted_whole_less_by_another(model: PreTrainedModel, tmp_path: Path) -> None:
     draft, prompts = lm.Lm(copy.deepcopy(model)), [document[:8] for document in DOCUMENTS]
 
     def tau(one: PreTrainedModel, name: str) -> float:
@@ -41,17 +42,12 @@ def test_a_draft_that_is_the_target_is_accepted_whole_and_less_of_it_by_another_
 
     # 13 tokens: the first comes from the prompt, then 4 steps of 3.
     assert tau(model, "own") == pytest.approx(3, rel=1e-6)
-    changed = copy.deepcopy(model)
-    changed.model.layers[0].mlp.up_proj.weight.data *= 4
-    assert 1 <= tau(changed, "changed") < 2.9
+    assert 1 <= tau(change(model), "changed") < 2.9
     quantized = int8_dynamic.quantize(copy.deepcopy(model), [], int8_dynamic.Params()).model
     assert tau(quantized, "quantized") > 2.5
-    with pytest.raises(ValueError, match=r"prompts must be of one length; got \[3, 8\]"):
-        accepted(draft, model, [*prompts, [5, 6, 7]], 2, 13, tmp_path / "odd")
-
-
-def test_a_draft_reads_a_model_of_its_targets_shape(model: PreTrainedModel) -> None:
-    other = copy.deepcopy(model)
+    other = change(model)
     assert fits(other, model)
     other.config.num_hidden_layers = 1
     assert not fits(other, model)
+    with pytest.raises(ValueError, match=r"prompts must be of one length; got \[3, 8\]"):
+        accepted(draft, model, [*prompts, [5, 6, 7]], 2, 13, tmp_path / "odd")

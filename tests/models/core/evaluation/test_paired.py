@@ -1,13 +1,14 @@
-"""What a window's clusters say, and how much each counts."""
+from typing import Any
 
 import numpy as np
 import pytest
 
 from models.core.evaluation.paired import Score, clusters, gain
+from tests.models.core.evaluation.conversations import changed
 
 
-def score(name: str, accepted: float, domain: str = "chat", cluster: str = "") -> Score:
-    return Score(id=name, domain=domain, cluster=cluster, steps=10, accepted=accepted)
+def score(name: str, accepted: float, domain: str = "chat", cluster: str = "", weight: float = 1.0) -> Score:
+    return Score(id=name, domain=domain, cluster=cluster, weight=weight, steps=10, accepted=accepted)
 
 
 def window(*sizes: int, domain: str = "chat") -> list[Score]:
@@ -44,11 +45,10 @@ def test_a_domain_counts_by_its_share_of_traffic_not_by_its_clusters() -> None:
 
 
 def test_a_cluster_tells_the_gain_of_as_many_requests_as_it_stands_for_and_counts_once_in_the_test() -> None:
-    group = [score(f"g{member}", 10, cluster="g").model_copy(update={"weight": 2.5}) for member in range(4)]
+    group = [score(f"g{member}", 10, cluster="g", weight=2.5) for member in range(4)]
     alone = [score(f"a{number}", 10) for number in range(30)]
-    better = [one.model_copy(update={"accepted": 10.0 + 4 * place}) for place, one in enumerate(group)]
     for shares in (None, {"chat": 1.0}):
-        found = clusters(group + alone, better + alone, shares)
+        found = clusters(group + alone, changed(group, [0.0, 0.4, 0.8, 1.2]) + alone, shares)
         assert found.weights.tolist() == pytest.approx([1.0] * 31)
         assert sorted(found.shares.tolist()) == pytest.approx([1 / 40] * 30 + [10 / 40])
         assert found.differences.max() == pytest.approx(0.6)
@@ -66,22 +66,11 @@ def test_unequal_clusters_widen_the_interval_as_much_as_they_amount_to_fewer() -
     rng, held = np.random.default_rng(0), 0
     for _ in range(1000):
         sizes = np.floor(10 ** rng.random(12))
-        before = [
-            score(f"{number}", 10).model_copy(update={"weight": size}) for number, size in enumerate(sizes.tolist())
-        ]
-        after = [
-            one.model_copy(update={"accepted": 10.0 + change})
-            for one, change in zip(before, rng.normal(2, 1, 12).tolist(), strict=True)
-        ]
-        found = gain(clusters(before, after))
+        before = [score(f"{number}", 10, weight=size) for number, size in enumerate(sizes.tolist())]
+        found = gain(clusters(before, changed(before, rng.normal(0.2, 0.1, 12))))
         held += found.low <= 0.2 <= found.high
     print("held", held)
     assert 935 <= held <= 970
-
-
-def test_one_cluster_alone_has_no_interval() -> None:
-    found = gain(clusters([score("a", 10)], [score("a", 12)]))
-    assert (found.low, found.value, found.high) == pytest.approx((0.2, 0.2, 0.2))
 
 
 def test_shares_of_traffic_outweigh_what_was_held_out() -> None:
@@ -95,30 +84,29 @@ def test_shares_of_traffic_outweigh_what_was_held_out() -> None:
 
 
 def test_the_gain_of_one_window_is_the_mean_with_an_interval_over_clusters() -> None:
-    rng = np.random.default_rng(0)
-    champion = window(*[1] * 30)
-    changes = rng.normal(0.1, 0.2, 30)
-    challenger = [
-        one.model_copy(update={"accepted": one.accepted + 10 * float(change)})
-        for one, change in zip(champion, changes, strict=True)
-    ]
-    found = gain(clusters(champion, challenger))
+    champion, changes = window(*[1] * 30), np.random.default_rng(0).normal(0.1, 0.2, 30)
+    found = gain(clusters(champion, changed(champion, changes)))
     assert found.value == pytest.approx(changes.mean())
     # Student's t with 29 degrees of freedom, 97.5%.
     assert found.high - found.value == pytest.approx(2.045 * changes.std(ddof=1) / 30**0.5, rel=1e-3)
+    alone = gain(clusters(champion[:1], changed(champion[:1], 0.2)))
+    assert (alone.low, alone.value, alone.high) == pytest.approx((0.2, 0.2, 0.2))  # which has no interval
 
 
-def test_lists_that_do_not_match_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        ({"domain": "code"}, '"chat2-0" is of domain .chat. and .code.'),
+        ({"cluster": ""}, "of cluster 'chat2' and ''"),
+        ({"weight": 0.5}, '"chat2-0" is of weight 1.0 and 0.5'),
+        ({"id": "chat2-1"}, "unmatched: chat2-0"),
+        ({"id": "chat1-0"}, "each id once"),
+    ],
+)
+def test_lists_that_do_not_match_are_refused(other: dict[str, Any], fault: str) -> None:
     scores = window(1, 1, 1)
-    with pytest.raises(ValueError, match="unmatched: chat2-0"):
-        clusters(scores, scores[:-1])
-    with pytest.raises(ValueError, match='"chat2-0" is of domain .chat. and .code.'):
-        clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"domain": "code"})])
-    with pytest.raises(ValueError, match="of cluster 'chat2' and ''"):
-        clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"cluster": ""})])
-    with pytest.raises(ValueError, match='"chat2-0" is of weight 1.0 and 0.5'):
-        clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"weight": 0.5})])
-    with pytest.raises(ValueError, match="each id once"):
-        clusters([*scores, scores[0]], [*scores, scores[0]])
-    with pytest.raises(ValueError, match="at least one conversation"):
-        clusters([], [])
+    with pytest.raises(ValueError, match=fault):
+        clusters(scores, [*scores[:-1], scores[-1].model_copy(update=other)])
+    for first in ([], [*scores, scores[0]]):
+        with pytest.raises(ValueError, match="at least one conversation, and each id once"):
+            clusters(first, scores)

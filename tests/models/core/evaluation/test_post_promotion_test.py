@@ -1,12 +1,12 @@
-"""Whether a draft lost, on made-up requests of which the truth is known."""
-
 import math
 
 import numpy as np
 import pytest
 
 from models.core.evaluation.post_promotion_test import Floats, Params, findings
+from models.recipe import load_recipe
 from models.types import ALL
+from tests.benchmarks.rollback_delay import SHARES, WITHIN, Rules, Truth, requests_until_rolled_back
 
 K = 3
 ALPHA = Params().alpha
@@ -65,3 +65,27 @@ def test_the_errors_of_all_findings_add_up_to_alpha_at_most() -> None:
 def test_what_is_no_pair_of_costs_is_refused(domains: list[str], drawn: Floats, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         findings(domains, drawn, K, floor=0.05, alpha=ALPHA)
+
+
+# On simulated requests: how often it errs, and how soon it finds a loss.
+RECIPE = load_recipe("smollm2-cpu")
+RULES = Rules(RECIPE.num_draft_tokens, RECIPE.gate.floor, Params().alpha, Params().per_look)
+
+
+def taken_back(tau: float, kept: float, num_looks: int, rules: Rules = RULES) -> Floats:
+    truth = Truth(tau, dict.fromkeys(SHARES, kept))
+    return np.array(requests_until_rolled_back(truth, rules, num_looks, 500, np.random.default_rng(0)))
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_no_worse_is_hardly_ever_taken_back() -> None:
+    found = taken_back(1.6, 1.0, num_looks=600)
+    print(f"taken back without a loss: {np.isfinite(found).mean():.1%}")
+    assert np.isfinite(found).mean() <= 2 * RULES.alpha  # 500 runs can't show 1% more closely
+
+
+@pytest.mark.parametrize(("tau", "num_draft_tokens"), [(1.6, 3), (2.0, 3), (2.0, 7), (3.0, 3)])
+def test_a_loss_of_a_tenth_is_found_within_200_requests(tau: float, num_draft_tokens: int) -> None:
+    found = taken_back(tau, 0.9, 13, RULES._replace(num_draft_tokens=num_draft_tokens))
+    print(f"τ {tau}: half of the runs after {np.median(found):.0f} requests, {(found <= WITHIN).mean():.1%} after 200")
+    assert (found <= WITHIN).mean() > 0.95

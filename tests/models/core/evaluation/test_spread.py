@@ -1,5 +1,3 @@
-"""Means over documents and seeds: by hand, and by a simulation in which the truth is known."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Integers: grids by hand, exact products, packing as compressed-tensors packs."""
-
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -16,6 +14,14 @@ def test_a_symmetric_grid_by_hand() -> None:
     assert torch.equal(found.floats(), ROW)
 
 
+def test_each_group_has_its_own_scale_and_one_of_zeros_stays_zero() -> None:
+    found = integers.quantize(torch.cat([ROW, 8 * ROW], 1), bits=4, group_size=4, symmetric=True)
+    assert found.scales.tolist() == [[0.5, 4.0]]
+    assert found.values.tolist() == [[1, -3, 6, 7] * 2]
+    for symmetric in (True, False):
+        assert not integers.quantize(torch.zeros(2, 8), 4, 4, symmetric).floats().any()
+
+
 def test_a_grid_with_a_zero_point_by_hand() -> None:
     found = integers.quantize(ROW, bits=2, group_size=None, symmetric=False)
     assert found.scales.item() == pytest.approx(5 / 3)  # −1.5 … 3.5 over 3 steps
@@ -23,18 +29,7 @@ def test_a_grid_with_a_zero_point_by_hand() -> None:
     assert found.values.tolist() == [[-1, -2, 1, 1]]
 
 
-def test_each_group_has_its_own_scale() -> None:
-    found = integers.quantize(torch.cat([ROW, 8 * ROW], 1), bits=4, group_size=4, symmetric=True)
-    assert found.scales.tolist() == [[0.5, 4.0]]
-    assert found.values.tolist() == [[1, -3, 6, 7] * 2]
-
-
-def test_a_group_of_zeros_stays_zero() -> None:
-    for symmetric in (True, False):
-        assert not integers.quantize(torch.zeros(2, 8), 4, 4, symmetric).floats().any()
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_no_error_is_above_half_a_step(bits: int, symmetric: bool) -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(bits))
@@ -54,7 +49,7 @@ def test_packing_is_the_formats_own_and_comes_back(bits: int) -> None:
     assert torch.equal(integers.unpack(words, bits, 37), values)
 
 
-@pytest.mark.parametrize("width", [100, 1024, 5000])
+@pytest.mark.parametrize("width", [100, 5000])
 def test_products_are_exact_where_floats_would_round(width: int) -> None:
     rng = torch.Generator().manual_seed(0)
     left, right = (torch.randint(100, 128, (3, width), generator=rng).to(torch.int8) for _ in range(2))

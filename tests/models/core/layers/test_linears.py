@@ -1,13 +1,21 @@
-"""The walk over linear layers, and what they read on the way."""
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from models.core.layers.linears import Gram, Rows, calibrate, inverse_factor, linears, replace
 
 DOCUMENTS = [[5, 9, 30, 41], [7, 8, 9]]
+SECOND = "model.layers.1.self_attn.q_proj"
+
+
+def read_by(model: PreTrainedModel, kind: type) -> dict[str, Any]:
+    """Return what each layer reads of the documents."""
+    seen: dict[str, Any] = {}
+    calibrate(model, DOCUMENTS, kind, lambda name, layer, read: seen.update({name: read}))
+    return seen
 
 
 def test_every_matrix_of_a_block_is_walked_over_and_no_other(model: PreTrainedModel) -> None:
@@ -25,29 +33,23 @@ def test_a_layer_that_is_no_linear_one_is_named(model: PreTrainedModel) -> None:
 
 
 def test_a_layer_is_visited_with_what_it_reads_of_each_token(model: PreTrainedModel) -> None:
-    seen: dict[str, Tensor] = {}
-    calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: seen.update({name: read.inputs}))
+    seen = read_by(model, Rows)
     assert seen.keys() == {name for name, _ in linears(model)}
-    embedded = model.model.embed_tokens(torch.tensor([token for document in DOCUMENTS for token in document]))
-    assert torch.allclose(seen["model.layers.0.self_attn.q_proj"], model.model.layers[0].input_layernorm(embedded))
+    ids = torch.tensor([*DOCUMENTS[0], *DOCUMENTS[1]])
+    normed = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+    assert torch.allclose(seen["model.layers.0.self_attn.q_proj"].inputs, normed)
 
 
 def test_a_block_reads_what_the_changed_blocks_before_it_put_out(model: PreTrainedModel) -> None:
-    def read() -> Tensor:
-        seen: dict[str, Tensor] = {}
-        calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: seen.update({name: read.inputs}))
-        return seen["model.layers.1.self_attn.q_proj"]
-
     def zero_first(name: str, layer: nn.Linear, read: Rows) -> None:
-        found.update({name: read.inputs})
+        changed.update({name: read.inputs})
         if name.startswith("model.layers.0."):
             layer.weight.zero_()
 
-    before, found = read(), {}
+    before, changed = read_by(model, Rows), {}
     calibrate(model, DOCUMENTS, Rows, zero_first)
-    changed = found["model.layers.1.self_attn.q_proj"]
-    assert not torch.allclose(before, changed)
-    assert torch.allclose(changed, read())
+    assert not torch.allclose(before[SECOND].inputs, changed[SECOND])
+    assert torch.allclose(changed[SECOND], read_by(model, Rows)[SECOND].inputs)
 
 
 def test_what_can_not_be_calibrated_on_is_refused(model: PreTrainedModel) -> None:
@@ -58,13 +60,10 @@ def test_what_can_not_be_calibrated_on_is_refused(model: PreTrainedModel) -> Non
         calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: None)
 
 
-def test_inner_products_are_summed_document_by_document_and_shared_by_layers_that_read_the_same(
+def test_inner_products_are_summed_over_documents_and_shared_by_layers_that_read_alike(
     model: PreTrainedModel,
 ) -> None:
-    rows: dict[str, Rows] = {}
-    grams: dict[str, Gram] = {}
-    calibrate(model, DOCUMENTS, Rows, lambda name, layer, read: rows.update({name: read}))
-    calibrate(model, DOCUMENTS, Gram, lambda name, layer, read: grams.update({name: read}))
+    rows, grams = read_by(model, Rows), read_by(model, Gram)
     for name, gram in grams.items():
         assert gram.num_tokens == 7
         torch.testing.assert_close(gram.matrix, rows[name].inputs.T @ rows[name].inputs)

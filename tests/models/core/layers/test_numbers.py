@@ -1,7 +1,3 @@
-"""Number formats against cases worked by hand, brute force, the float8 of torch, and tests of their mean."""
-
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +10,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_rounding_to_the_nearest_takes_ties_to_even() -> None:
+def test_rounding_takes_ties_to_even_or_stochastically_one_of_the_two_neighbours_and_leaves_integers() -> None:
     assert rounded(torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 2.6])).tolist() == [0, 2, 2, 0, -2, 3]
-
-
-def test_stochastic_rounding_gives_one_of_the_two_neighbours_and_leaves_integers() -> None:
     values = torch.tensor([0.25, -0.25, 7.0, -3.0, 2.999]).repeat(1000, 1)
     drawn = rounded(values, torch.Generator().manual_seed(0))
     assert ((drawn == values.floor()) | (drawn == values.ceil())).all()
@@ -47,7 +40,7 @@ def test_block_floating_point_by_hand() -> None:
 
 
 @pytest.mark.parametrize("rng", [None, torch.Generator().manual_seed(1)], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("mantissa_bits", [1, 4, 8, 16])
+@pytest.mark.parametrize("mantissa_bits", [1, 8, 16])
 def test_mantissas_of_a_block_are_integers_that_fit_and_use_their_bits(mantissa_bits: int, rng) -> None:
     values = normal(50, 31) * 10.0 ** normal(50, 31, seed=1)
     kept, exponents = block_floating_point(values, mantissa_bits, 7, rng)
@@ -61,23 +54,11 @@ def test_mantissas_of_a_block_are_integers_that_fit_and_use_their_bits(mantissa_
         assert largest.min() >= 2 ** (mantissa_bits - 1)
 
 
-def test_equal_steps_come_of_one_exponent_bit_and_a_wide_mantissa_is_nearly_exact() -> None:
-    values = normal(48, 48)
-    assert (block_floating_point(values, 23, 24)[0] - values).abs().max() < 2.0**-20
-    values = normal(1000).clamp(-1.5, 1.5)
-    assert torch.equal(minifloat(values, 1, 1, 0), fixed_point(values, 3, 1.5))
-
-
 def magnitudes(exponent_bits: int, mantissa_bits: int, top: int) -> Tensor:
     """All numbers of a format from its bits, as the standard reads them."""
-    lowest = top - (2**exponent_bits - 2)
-    fields = itertools.product(range(2**exponent_bits), range(2**mantissa_bits))
-    return torch.tensor(
-        [
-            (mantissa / 2**mantissa_bits + (exponent > 0)) * 2.0 ** (lowest + max(exponent - 1, 0))
-            for exponent, mantissa in fields
-        ]
-    )
+    lowest, steps = top - (2**exponent_bits - 2), torch.arange(2**mantissa_bits) / 2**mantissa_bits
+    of_each = [(steps + (bits > 0)) * 2.0 ** (lowest + max(bits - 1, 0)) for bits in range(2**exponent_bits)]
+    return torch.cat(of_each)
 
 
 @pytest.mark.parametrize(("exponent_bits", "mantissa_bits", "top"), [(1, 4, 0), (2, 1, 0), (3, 0, -5), (4, 3, 8)])

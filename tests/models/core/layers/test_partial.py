@@ -1,18 +1,14 @@
-"""A partial block computes for the rows that are chosen what it would for them alone."""
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.core.layers.partial import PartialBlock, make_partial, make_whole
 
 
 @pytest.fixture
-def model(tiny_target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).train()
+def model(model: PreTrainedModel) -> PreTrainedModel:
+    return model.train()
 
 
 def states(model: PreTrainedModel, rows: list[list[int]], **settings: Tensor) -> Tensor:

@@ -1,5 +1,3 @@
-"""Layers that multiply in another way are swapped in and out without a trace."""
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,30 +5,18 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from models.core.layers.linears import linears
-from models.core.layers.numbers import rounded
 from models.core.layers.products import ProductLinear, ProductRegime, on_gradient, straight_through
-
-DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(12)]
 
 
 class Noisy(ProductRegime):
-    """Rounds gradients stochastically to a coarse grid."""
-
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        return on_gradient(functional.linear(inputs, weight), self.coarse)
-
-    def coarse(self, gradient: Tensor) -> Tensor:
-        return rounded(gradient * 1e5, self.rng) / 1e5
-
-
-def noisy(seed: int = 0) -> Noisy:
-    return Noisy(None, torch.Generator().manual_seed(seed))
+        return functional.linear(inputs, weight) + 1
 
 
 def test_the_very_same_layers_and_parameters_come_back(model: PreTrainedModel) -> None:
     layers, names = dict(linears(model)), list(model.state_dict())
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-    regime = noisy()
+    regime = Noisy(None, torch.Generator())
     regime.start(model, 1)
     assert all(type(layer) is ProductLinear for _, layer in linears(model))
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
@@ -45,9 +31,6 @@ def test_a_layer_adds_its_bias_and_is_plain_in_evaluation_mode() -> None:
     assert torch.allclose(changed(inputs), 2 * (layer(inputs) - layer.bias) + layer.bias)
     changed(inputs).sum().backward()
     assert layer.bias.grad.tolist() == [20, 20]
-    layer, inputs = nn.Linear(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    changed = ProductLinear(layer, lambda x, w: 2 * functional.linear(x, w))
-    assert not torch.equal(changed(inputs), layer(inputs))
     assert torch.equal(changed.eval()(inputs), layer(inputs))
 
 

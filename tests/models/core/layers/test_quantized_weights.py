@@ -1,5 +1,3 @@
-"""Matrices on the grid that they were published on."""
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ def test_a_weight_is_scale_times_integer_plus_the_least_of_its_32() -> None:
 
 def test_grids_come_back_as_they_were_written_two_integers_of_four_bits_in_a_byte(tmp_path) -> None:
     grids = {"a.weight": random_grid(8, 64, 4), "b.weight": random_grid(8, 64, 8)}
+    assert load(tmp_path) == {}
     save(grids, tmp_path)
     found = load(tmp_path)
     assert found.keys() == grids.keys()
@@ -35,10 +34,6 @@ def test_floats_are_rounded_to_255_steps_of_each_groups_largest(size: float) -> 
     largest = weight.unflatten(1, (-1, GROUP)).abs().amax(dim=2).repeat_interleave(GROUP, dim=1)
     assert bool(((grid.floats() - weight).abs() <= largest * 1.001 / 254).all())
     assert bool((grid.floats()[2, :GROUP] == 0).all())
-
-
-def test_where_nothing_was_written_there_is_no_grid(tmp_path) -> None:
-    assert load(tmp_path) == {}
 
 
 def test_a_grid_holds_the_weights_it_says_in_any_number_format_and_no_others() -> None:

@@ -1,5 +1,3 @@
-"""The 8-bit layer: by hand, with a fixed scale, with a bias."""
-
 import torch
 from torch import nn
 
@@ -23,10 +21,6 @@ def test_a_fixed_scale_clips_what_is_larger() -> None:
     assert layer(torch.tensor([[1000.0, 0.4]])).tolist() == [[73.5, -742.0]]
 
 
-def test_a_token_of_zeros_has_a_scale() -> None:
-    assert token_scales(torch.zeros(1, 4)).tolist() == [[1.0]]
-
-
 def test_a_token_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
     outputs = IntegerLinear(WEIGHT, None, input_scale=None)(torch.tensor([[float("nan"), 1.0], [127.0, -1.0]]))
     assert outputs[0].isnan().all()
@@ -41,12 +35,13 @@ def test_rounding_is_to_the_nearest_of_its_numbers_ties_to_even() -> None:
     assert values.float().tolist() == [[448.0, 16.0, 20.0, 24.0, 2.0**-9, 0.0, -448.0, 0.3125]]
 
 
+def test_zeros_have_a_scale() -> None:
+    assert token_scales(torch.zeros(1, 4)).tolist() == [[1.0]]
+    values, scales = to_float8(torch.zeros(1, 4))
+    assert scales.item() == 1.0 and not values.float().any()
+
+
 def test_each_token_and_each_row_has_its_own_scale() -> None:
     values, scales = to_float8(torch.tensor([[1.0, 0.5], [4.0, 2.0]]))
     layer = Float8Linear(values, scales, None)
     assert torch.allclose(layer(torch.tensor([[100.0, 50.0]])), torch.tensor([[125.0, 500.0]]))
-
-
-def test_zeros_have_a_scale() -> None:
-    values, scales = to_float8(torch.zeros(1, 4))
-    assert scales.item() == 1.0 and not values.float().any()

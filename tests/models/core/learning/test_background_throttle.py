@@ -1,5 +1,3 @@
-"""Work that gives way: when it stands still, what it gets in any case, and that its results stay what they are."""
-
 import itertools
 from collections.abc import Callable
 
@@ -10,32 +8,30 @@ from models.core.learning.background_throttle import LOOK_S, MOST_OWED_S, POLL_S
 
 
 class Moments:
-    """A clock that a sleep and each operation set forward, and a service that is busy at times."""
+    """A clock that a sleep and each operation set forward, and a service that is busy at times.
 
-    def __init__(
-        self, busy_from_s: float = 0.0, busy_to_s: float = 0.0, operation_s: float = 0.01, core: float = 1.0
-    ) -> None:
-        """An operation takes so many seconds of the processor, and longer where it gets a part of a core only."""
-        self.now_s, self.operation_s, self.core = 0.0, operation_s, core
-        self.got_s = 0.0
-        self.busy_from_s, self.busy_to_s = busy_from_s, busy_to_s
-        self.slept_s = 0.0
+    An operation takes 10 ms of the processor, and longer where it gets a part of a core only.
+    """
 
-    def busy(self) -> bool:
-        return self.busy_from_s <= self.now_s < self.busy_to_s
-
-    def clock(self) -> float:
-        return self.now_s
+    def __init__(self, busy_from_s: float = 0.0, busy_to_s: float = 0.0, core: float = 1.0) -> None:
+        self.busy_from_s, self.busy_to_s, self.core = busy_from_s, busy_to_s, core
+        self.now_s = self.got_s = self.slept_s = 0.0
+        self.way = BackgroundThrottle(
+            lambda: self.busy_from_s <= self.now_s < self.busy_to_s, lambda: self.now_s, lambda: self.got_s, self.sleep
+        )
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
         self.slept_s += seconds
 
-    def processor(self) -> float:
-        return self.got_s
-
-    def way(self) -> BackgroundThrottle:
-        return BackgroundThrottle(self.busy, clock=self.clock, processor=self.processor, sleep=self.sleep)
+    def work(self, until_s: float) -> float:
+        """Work until a time; return the seconds that operations took."""
+        before_s = self.got_s
+        while self.now_s < until_s:
+            self.way.wait()
+            self.now_s += 0.01 / self.core
+            self.got_s += 0.01
+        return self.got_s - before_s
 
 
 def ticking(seconds: float = 1.0) -> Callable[[], float]:
@@ -44,44 +40,25 @@ def ticking(seconds: float = 1.0) -> Callable[[], float]:
     return lambda: seconds * next(moments)
 
 
-def work(moments: Moments, way: BackgroundThrottle, until_s: float) -> float:
-    """Work until a time; return the seconds that operations took."""
-    worked_s = 0.0
-    while moments.now_s < until_s:
-        way.wait()
-        moments.now_s += moments.operation_s / moments.core
-        moments.got_s += moments.operation_s
-        worked_s += moments.operation_s
-    return worked_s
-
-
 def test_it_stands_still_while_others_are_answered_and_goes_on_when_they_were() -> None:
     moments = Moments(busy_from_s=1.0, busy_to_s=3.0)
-    way = moments.way()
-    assert work(moments, way, 1.0) == pytest.approx(1.0)
-    way.wait()
+    assert moments.work(1.0) == pytest.approx(1.0)
+    moments.way.wait()
     assert moments.now_s == pytest.approx(3.0, abs=2 * POLL_S)
-    assert way.waited_s == pytest.approx(moments.slept_s)
+    assert moments.way.waited_s == pytest.approx(moments.slept_s)
 
 
-def test_beside_a_service_that_is_never_idle_it_gets_its_share() -> None:
-    moments = Moments(busy_to_s=1e9)
-    assert work(moments, moments.way(), 200.0) == pytest.approx(SHARE * 200.0, rel=0.1)
-
-
-def test_where_its_priority_leaves_it_a_part_of_a_core_it_gets_its_share_of_the_processor() -> None:
-    for core in (0.2, SHARE):
-        moments = Moments(busy_to_s=1e9, core=core)
-        assert work(moments, moments.way(), 400.0) == pytest.approx(SHARE * 400.0, rel=0.1)
+@pytest.mark.parametrize("core", [1.0, 0.2, SHARE])
+def test_beside_a_service_that_is_never_idle_it_gets_its_share_of_the_processor(core: float) -> None:
+    assert Moments(busy_to_s=1e9, core=core).work(400.0) == pytest.approx(SHARE * 400.0, rel=0.1)
 
 
 def test_what_it_gets_between_answers_counts() -> None:
     moments, worked_s = Moments(), 0.0
-    way = moments.way()
     for second in range(0, 100, 2):  # a second of every two is idle: nothing is ever due
         moments.busy_from_s, moments.busy_to_s = second + 1.0, second + 2.0
-        worked_s += work(moments, way, second + 1.0)
-        way.wait()
+        worked_s += moments.work(second + 1.0)
+        moments.way.wait()
     assert worked_s == pytest.approx(50, rel=0.02)
     assert moments.slept_s == pytest.approx(50, rel=0.02)
 
@@ -99,8 +76,8 @@ def test_what_is_owed_is_paid_off_in_one_go() -> None:
 
 
 def test_every_operation_waits_in_training_too_and_none_is_changed() -> None:
-    def trained(seed: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
+    def trained() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
         weight = torch.randn(8, 8, generator=generator).requires_grad_()
         optimizer = torch.optim.AdamW([weight], lr=0.1)
         for _ in range(3):
@@ -118,9 +95,8 @@ def test_every_operation_waits_in_training_too_and_none_is_changed() -> None:
 
 
 def test_what_runs_backward_waits_as_well() -> None:
-    weight = torch.randn(4, 4, requires_grad=True)
+    weight, looked = torch.randn(4, 4, requires_grad=True), []
     loss = (weight @ weight).sum()
-    looked = []
     with BackgroundThrottle(lambda: bool(looked.append(1)), clock=ticking()):
         loss.backward()
     assert len(looked) >= 3

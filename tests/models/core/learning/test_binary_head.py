@@ -1,5 +1,3 @@
-"""A head that is fit says what its examples say, moved by the weight of a no as the formula has it."""
-
 from pathlib import Path
 
 import pytest

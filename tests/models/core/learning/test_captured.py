@@ -22,12 +22,9 @@ def test_what_was_written_is_read_and_only_its_owner_may(file: Path) -> None:
     found = read(file, TARGET, LAYERS, TOKENS)
     assert found.first == 2
     assert torch.equal(found.states, STATES)
+    assert torch.equal(read(file, TARGET, (2,), TOKENS).states, STATES[:, 4:])  # of one of the layers
     assert file.stat().st_mode & 0o777 == 0o600
     assert [one.name for one in file.parent.iterdir()] == [file.name]
-
-
-def test_some_of_the_layers_can_be_read(file: Path) -> None:
-    assert torch.equal(read(file, TARGET, (2,), TOKENS).states, STATES[:, 4:])
 
 
 @pytest.mark.parametrize(
@@ -39,9 +36,7 @@ def test_some_of_the_layers_can_be_read(file: Path) -> None:
         (TARGET, LAYERS, [*TOKENS, 99], "of other tokens"),
     ],
 )
-def test_states_of_something_else_are_refused(
-    file: Path, target: str, layers: tuple[int, ...], tokens: list[int], why: str
-) -> None:
+def test_states_of_something_else_are_refused(file: Path, target: str, layers: tuple, tokens: list, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         read(file, target, layers, tokens)
 
@@ -50,11 +45,10 @@ def test_states_of_something_else_are_refused(
 def test_a_damaged_file_is_refused(file: Path, damage: str) -> None:
     content = file.read_bytes()
     body = content.index(b"\n") + 1
-    flipped = content[:body] + bytes([content[body] ^ 1]) + content[body + 1 :]
     damaged = {
         "emptied": b"",
         "cut": content[:-3],
-        "flipped": flipped,
+        "flipped": content[:body] + bytes([content[body] ^ 1]) + content[body + 1 :],
         "not a header": b'{"format": 1}\n' + content[body:],
         "no line": bytes(20_000),
     }

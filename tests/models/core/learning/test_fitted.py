@@ -1,5 +1,3 @@
-"""Heads are fit behind a draft's training, on answers kept from it, and the engine finds them beside the draft."""
-
 import asyncio
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ from models.engines.torch import TorchEngine
 from models.lengths import specdec_pp
 from models.params import validate
 from models.verify import judge
-from tests.models.drafts.answered import answer_all, answers_of, prompts
+from tests.models.drafts.answered import answers_of, prompts
 from tests.models.drafts.tiny import make_tiny
 
 MARKS = [{"token_ids": list(range(3, 43)), "good": {str(place): place % 2 == 0 for place in range(40)}}] * 3
@@ -29,24 +27,15 @@ def draft(tiny_target: Path) -> Draft:
 
 
 @pytest.fixture(scope="module")
-def samples(tiny_target: Path) -> list[Sample]:
-    return answers_of(tiny_target, prompts(8))
-
-
-@pytest.fixture
-def marks(tmp_path: Path) -> Path:
-    (tmp_path / "marks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MARKS))
-    return tmp_path / "marks.jsonl"
-
-
-@pytest.fixture
-def directory(tiny_target: Path, draft: Draft, samples: list[Sample], marks: Path, tmp_path: Path) -> Path:
+def directory(tiny_target: Path, draft: Draft, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft's, with both heads."""
-    params = distill.Params(lengths=specdec_pp.Params(), verify=judge.Params(marks=marks))
-    (tmp_path / "draft").mkdir()
-    family_named("lm").save(draft, tmp_path / "draft")
-    fitted.fit(params.heads, draft, tiny_target, samples[:4], 3, tmp_path / "draft", tmp_path / "work", 0)
-    return tmp_path / "draft"
+    folder, samples = tmp_path_factory.mktemp("fitted"), answers_of(tiny_target, prompts(4))
+    (folder / "marks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MARKS))
+    params = distill.Params(lengths=specdec_pp.Params(), verify=judge.Params(marks=folder / "marks.jsonl"))
+    (folder / "draft").mkdir()
+    family_named("lm").save(draft, folder / "draft")
+    fitted.fit(params.heads, draft, tiny_target, samples, 3, folder / "draft", folder / "work", 0)
+    return folder / "draft"
 
 
 def test_heads_lie_in_a_folder_of_their_own_and_the_draft_loads_as_ever(directory: Path, tiny_target: Path) -> None:
@@ -55,7 +44,7 @@ def test_heads_lie_in_a_folder_of_their_own_and_the_draft_loads_as_ever(director
     family_named("lm").load(directory, tiny_target)
 
 
-def test_an_engine_finds_the_heads_of_its_draft_and_of_one_that_is_swapped_in(
+def test_an_engine_finds_the_heads_of_its_draft(
     directory: Path, tiny_target: Path, draft: Draft, tmp_path: Path
 ) -> None:
     bare = tmp_path / "bare"
@@ -67,18 +56,8 @@ def test_an_engine_finds_the_heads_of_its_draft_and_of_one_that_is_swapped_in(
     assert engine.rules[True][1].head == directory / fitted.FOLDER / judge.FILE
     asyncio.run(engine.swap_draft(bare, "bare"))
     assert engine.lengths[1].head is None and engine.rules[True][1].head is None
-
-
-def test_steps_stop_where_the_kept_head_says_so(directory: Path, tiny_target: Path, draft: Draft) -> None:
-    kept = fitted.found("lengths", specdec_pp.Params(threshold=0.0), directory)
-    (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=3, lengths=kept)
-    assert set(answer.drafted) == {1}
-
-
-def test_a_head_that_settings_name_comes_before_the_kept_one(directory: Path, tmp_path: Path) -> None:
-    own = specdec_pp.Params(head=tmp_path / "mine")
+    own = specdec_pp.Params(head=tmp_path / "mine")  # what settings name comes first
     assert fitted.found("lengths", own, directory) is own
-    assert fitted.found("lengths", specdec_pp.Params(), None).head is None
 
 
 def test_one_answer_in_eight_is_kept_from_the_draft_and_none_without_heads() -> None:
@@ -114,7 +93,6 @@ def test_a_recipe_that_no_head_can_be_fit_by_is_refused_when_it_is_read(keys: di
 
 def test_marks_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "marks.jsonl").write_text('{"token_ids": [5]}\n')
-    with pytest.raises(ValueError, match="holds no marked texts such as"):
-        judge.read_marks(tmp_path / "marks.jsonl")
-    with pytest.raises(ValueError, match="holds no marked texts such as"):
-        judge.read_marks(tmp_path / "none.jsonl")
+    for name in ("marks", "none"):
+        with pytest.raises(ValueError, match="holds no marked texts such as"):
+            judge.read_marks(tmp_path / f"{name}.jsonl")

@@ -1,5 +1,3 @@
-"""Batches of a draft: which rows they hold, and what is padded."""
-
 from pathlib import Path
 
 import torch
@@ -11,11 +9,10 @@ from tests.models.drafts.tiny import make_tiny
 
 def test_drafts_that_read_other_layers_do_not_take_each_others_states(tiny_target: Path, tmp_path: Path) -> None:
     samples = [Sample("a", "tiny", [5, 6, 7], [8, 9, 10, 11])]
-    read = {}
-    for name in ("medusa", "eagle3", "medusa"):  # the last layer; one and two; found again
-        states = hidden_states(make_tiny(family_named(name), tiny_target), tiny_target, samples, tmp_path)
-        read[name, len(read)] = states.read(samples[0])[0]
-    first, between, again = read.values()
+    drafts = [make_tiny(family_named(name), tiny_target) for name in ("medusa", "eagle3", "medusa")]
+    # The last layer; one and two; found again.
+    read = [hidden_states(draft, tiny_target, samples, tmp_path).read(samples[0])[0] for draft in drafts]
+    first, between, again = read
     assert torch.equal(first, again)
     assert torch.equal(between[:, -128:], first)
 
@@ -39,26 +36,17 @@ def test_what_is_behind_a_length_is_cut_and_what_has_no_answer_before_it_left_ou
     assert cut == texts[1]._replace(completion_ids=[2, 3, 4, 5], rejected=[1, 3])
 
 
-def test_a_row_stands_for_each_token_after_which_the_draft_would_draft(
-    tiny_target: Path, tiny_draft: Path, tmp_path: Path
-) -> None:
+def test_a_row_is_a_token_after_which_one_would_draft(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
     draft = open_draft(tiny_draft, tiny_target)
     samples = [Sample("long", "tiny", [5, 6, 7], [8, 9, 10, 11]), Sample("short", "tiny", [5, 6], [7, 8, 9])]
     states = hidden_states(draft, tiny_target, samples, tmp_path)
     rows, final, log_sums, lengths = pack(samples, states, num_steps=2, draft=draft)
     # The first drafted token follows the answer's first, and the last is the answer's last.
-    assert list(zip(rows.sequence.tolist(), rows.index.tolist(), strict=True)) == [
-        (0, 2),
-        (0, 3),
-        (0, 4),
-        (1, 1),
-        (1, 2),
-    ]
+    assert (rows.sequence.tolist(), rows.index.tolist()) == ([0, 0, 0, 1, 1], [2, 3, 4, 1, 2])
     assert rows.token_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 0, 0, 0], [5, 6, 7, 8, 9, 0, 0, 0, 0, 0]]
     assert lengths.tolist() == [7, 5]
     width = states.hidden_size
-    assert rows.hidden.shape == (2, 7, len(draft.taps) * width)
-    assert final.shape == (2, 7, width)
+    assert [rows.hidden.shape, final.shape] == [(2, 7, len(draft.taps) * width), (2, 7, width)]
     assert log_sums.shape == (2, 7)
     assert not final[1, 5:].any()
     assert torch.equal(final[1, :5], states.read(samples[1])[0][:, -width:].float())

@@ -1,5 +1,3 @@
-"""Answers that a draft writes: its tokens are its own, the labels are the target's, and a killed run goes on alike."""
-
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from models.core.learning.rollouts import Rollouts, write
 from models.core.learning.teacher import probs
 from models.drafts import Draft, eagle3, lm
 from tests.models import planted
+from tests.models.core.learning.runs import Killed, require_equal, short
 from tests.models.drafts.answered import tau_of
 from tests.models.drafts.tiny import make_tiny
 
@@ -67,9 +66,7 @@ def test_tokens_are_drawn_from_the_drafts_distribution(small: lm.Lm, decoder: De
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_in_every_family_its_own_tokens_are_its_own_and_the_targets_the_targets(
-    name: str, tiny_target: Path, decoder: Decoder
-) -> None:
+def test_in_every_family_each_writes_its_own_tokens(name: str, tiny_target: Path, decoder: Decoder) -> None:
     draft = make_tiny(family_named(name), tiny_target)
     target = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     by_draft = [place % 5 not in (0, 4) for place in range(20)]  # three of the draft's, then two of the target's
@@ -94,16 +91,13 @@ def _drafted(draft: Draft, target: Decoder, text: list[int]) -> list[int]:
     return drafter.propose(3, lambda logits: (int(draft.vocabulary[logits.argmax()]), None)).token_ids[0].tolist()
 
 
+@pytest.mark.parametrize("by_draft", [True, False])
 @torch.inference_mode()
-def test_an_answer_ends_where_a_token_ends_it_whoever_writes_it(small: lm.Lm, decoder: Decoder) -> None:
-    whole = write(small, decoder, SAMPLE, [True] * 20, 0.0, K, NEVER, rng())
-    stop = whole[5]
-    cut = write(small, decoder, SAMPLE, [True] * 20, 0.0, K, frozenset([stop]), rng())
+def test_an_answer_ends_where_a_token_ends_it_whoever_writes_it(by_draft: bool, small: lm.Lm, decoder: Decoder) -> None:
+    whole = write(small, decoder, SAMPLE, [by_draft] * 20, 0.0, K, NEVER, rng())
+    stop = whole[4]
+    cut = write(small, decoder, SAMPLE, [by_draft] * 20, 0.0, K, frozenset([stop]), rng())
     assert cut == whole[: whole.index(stop) + 1]
-    by_target = write(small, decoder, SAMPLE, [False] * 20, 0.0, K, NEVER, rng())
-    stop = by_target[4]
-    cut = write(small, decoder, SAMPLE, [False] * 20, 0.0, K, frozenset([stop]), rng())
-    assert cut == by_target[: by_target.index(stop) + 1]
 
 
 def rounds(draft: Draft, target: Path, samples: list[Sample], work: Path, **changes: object) -> Rollouts:
@@ -126,21 +120,25 @@ def test_labels_are_what_the_target_says_of_the_drafts_text(tiny_target: Path, t
 
 
 def test_what_was_written_is_kept_until_the_next_round(tiny_target: Path, tmp_path: Path) -> None:
-    draft, samples, told = make_tiny(family_named("eagle3"), tiny_target), [SAMPLE], []
-    first = rounds(draft, tiny_target, samples, tmp_path).begin(0, "key", lambda *done: told.append(done[0]))
-    again = rounds(draft, tiny_target, samples, tmp_path).begin(0, "key", lambda *done: told.append(done[0]))
-    other = rounds(draft, tiny_target, samples, tmp_path).begin(0, "another run", lambda *done: None)
+    draft, told = make_tiny(family_named("eagle3"), tiny_target), []
+
+    def begin(number: int, key: str) -> list[Sample]:
+        return run.begin(number, key, lambda *done: told.append(done[0])).samples
+
+    run = rounds(draft, tiny_target, [SAMPLE], tmp_path)
+    first = begin(0, "key")
+    run = rounds(draft, tiny_target, [SAMPLE], tmp_path)
+    assert begin(0, "key") == first
     assert told.count("answers") == 1
-    assert first.samples == again.samples == other.samples
-    run = rounds(draft, tiny_target, samples, tmp_path)
-    assert run.begin(1, "key", lambda *done: None).samples != first.samples
+    assert begin(0, "another run") == first
+    assert begin(1, "key") != first
     assert len(list((tmp_path / "written").iterdir())) == 1
     run.end()
     assert not (tmp_path / "written").exists()
     assert [run.at(step, 8) for step in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_draft_that_only_ends_answers_is_told_to_learn_the_targets_first(
+def test_a_draft_that_only_ends_answers_is_refused(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("models.core.learning.rollouts.stop_ids", lambda directory: frozenset(range(259)))
@@ -151,8 +149,7 @@ def test_a_draft_that_only_ends_answers_is_told_to_learn_the_targets_first(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("planted")
-    planted.build(directory)
+    planted.build(directory := tmp_path_factory.mktemp("planted"))
     return directory
 
 
@@ -165,47 +162,37 @@ def head(target: Path) -> eagle3.Eagle3:
     return eagle3.create(eagle3.Params(vocab_size=70), target, np.ones(259))
 
 
-def params(**changes: object) -> distill.Params:
-    return distill.Params(**{"num_epochs": 4, "batch_tokens": 256, "learning_rate": 4e-3, "num_threads": 1, **changes})
-
-
-class _Stop(Exception):
-    pass
-
-
 @pytest.mark.slow
-def test_a_run_that_was_killed_while_it_wrote_or_learnt_ends_with_the_same_weights(
+def test_a_run_killed_while_it_wrote_or_learnt_ends_the_same(
     target: Path, learnt: list[Sample], tmp_path: Path
 ) -> None:
-    settings = params(checkpoint_s=0.0, answers={"name": "mixed_tokens", "rounds": 2})
-    whole, cut = head(target), head(target)
-    distill.train(whole, target, learnt, settings, K, tmp_path / "whole")
+    params = short(num_epochs=2, checkpoint_s=0.0, answers={"name": "mixed_tokens", "rounds": 2})
 
-    def kill(stage: str, at: int) -> None:
-        told = iter(range(at))
+    def run(folder: str, stage: str = "", at: int = 0) -> eagle3.Eagle3:
+        made, told = head(target), iter(range(at))
 
         def on_progress(progress: distill.Progress) -> None:
             if progress.stage == stage and next(told, None) is None:
-                raise _Stop
+                raise Killed
 
-        killed = head(target)
-        with pytest.raises(_Stop):
-            distill.train(killed, target, learnt, settings, K, tmp_path / "cut", on_progress=on_progress)
+        distill.train(made, target, learnt, params, K, tmp_path / folder, on_progress=on_progress)
+        return made
 
-    kill("answers", 30)  # in the second round
-    kill("hidden states", 0)
-    distill.train(cut, target, learnt, settings, K, tmp_path / "cut")
-    assert all(torch.equal(tensor, cut.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    for stage, at in (("answers", 30), ("hidden states", 0)):  # the former in the second round
+        with pytest.raises(Killed):
+            run("cut", stage, at)
+    require_equal(run("whole"), run("cut"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in catalog.names("answers") if catalog.load("answers", name).WRITES])
-def test_a_draft_learns_what_is_planted_from_text_that_it_helped_to_write(
+def test_a_draft_learns_from_text_that_it_helped_to_write(
     name: str, target: Path, learnt: list[Sample], tmp_path: Path
 ) -> None:
     held_out, draft = planted.answers(target, 8, 0.0, seed=1), head(target)
     before = tau_of(draft, target, held_out, K, tmp_path)
-    distill.train(draft, target, learnt, params(num_epochs=24, answers={"name": name}), K, tmp_path / name)
+    params = short(num_epochs=14, learning_rate=4e-3, answers={"name": name})
+    distill.train(draft, target, learnt, params, K, tmp_path / name)
     after = tau_of(draft, target, held_out, K, tmp_path)
     assert before < 1.5 < 1.9 < after, (before, after)
 

@@ -1,5 +1,3 @@
-"""What a draft is held to where other models speak beside the target: the mean by hand, its limit, what is refused."""
-
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +11,9 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample, hidden_states, pack
 from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.drafts import Unrolled, eagle3
-from models.losses import forward_kl
+from models.losses import cross_entropy, forward_kl
 from models.targets import random
+from tests.models.core.learning.runs import require_equal, short
 
 K = 3
 
@@ -51,7 +50,7 @@ def law(model: Path, sample: Sample, draft: eagle3.Eagle3) -> torch.Tensor:
         return loaded(torch.tensor([sample.token_ids])).logits[0].softmax(-1)[:, draft.vocabulary]
 
 
-def test_labels_are_the_weighted_mean_of_what_target_and_teachers_say(
+def test_labels_are_the_weighted_mean_of_all_laws(
     tiny_target: Path, other: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     draft, batch = head(tiny_target), samples[:3]
@@ -71,39 +70,28 @@ def test_labels_are_the_weighted_mean_of_what_target_and_teachers_say(
 
 def trained(target: Path, samples: list[Sample], work: Path, dirs: list[Path], **changes: object) -> eagle3.Eagle3:
     draft = head(target)
-    settings = {"num_epochs": 2, "batch_tokens": 128, "learning_rate": 3e-3, "num_threads": 1, **changes}
-    distill.train(draft, target, samples, distill.Params(**settings), K, work, teacher_dirs=dirs)
+    params = short(**{"num_epochs": 2, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
+    distill.train(draft, target, samples, params, K, work, teacher_dirs=dirs)
     return draft
 
 
-def test_a_teacher_of_weight_0_changes_nothing_and_one_of_another_does(
+def test_a_teacher_of_weight_0_changes_nothing(
     tiny_target: Path, other: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     plain = trained(tiny_target, samples, tmp_path / "plain", [])
     mute = trained(tiny_target, samples, tmp_path / "mute", [other], teachers=beside(0.0))
     heard = trained(tiny_target, samples, tmp_path / "heard", [other], teachers=beside(1.0))
-    assert all(torch.equal(tensor, mute.state_dict()[name]) for name, tensor in plain.state_dict().items())
+    require_equal(plain, mute)
     assert not torch.equal(plain.fc.weight, heard.fc.weight)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ["target", "on_policy"])
-def test_the_draft_says_rather_what_a_heavy_teacher_says(
-    answers: str, tiny_target: Path, other: Path, samples: list[Sample], tmp_path: Path
+def test_a_draft_that_writes_its_answers_follows_a_heavy_teacher(
+    tiny_target: Path, other: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    far = {}
+    far, settings = {}, {"num_epochs": 12, "learning_rate": 1e-2, "follow": "all", "answers": {"name": "on_policy"}}
     for name, weight in (("plain", 0.0), ("taught", 20.0)):
-        draft = trained(
-            tiny_target,
-            samples,
-            tmp_path / name,
-            [other],
-            num_epochs=16,
-            learning_rate=1e-2,
-            teachers=beside(weight),
-            follow="all",
-            answers={"name": answers},
-        )
+        draft = trained(tiny_target, samples, tmp_path / name, [other], teachers=beside(weight), **settings)
         states = hidden_states(draft, tiny_target, samples, tmp_path / "states")
         with torch.inference_mode():
             rows, *_ = pack(samples, states, 1, draft)
@@ -144,9 +132,7 @@ def test_what_can_not_teach_is_refused(tiny_target: Path, other: Path, tmp_path:
 
 
 def test_a_loss_that_reads_no_probabilities_is_refused() -> None:
-    reads_none = distill.Params(loss={"name": "cross_entropy"}).loss
-    assert reads_none is not None
-    require_reader((), reads_none)
+    require_reader((), cross_entropy.Params())
     require_reader(beside(1.0), forward_kl.Params())
     with pytest.raises(ValueError, match='loss "cross_entropy" does not read what teachers say'):
-        require_reader(beside(1.0), reads_none)
+        require_reader(beside(1.0), cross_entropy.Params())

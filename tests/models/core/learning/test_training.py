@@ -1,5 +1,3 @@
-"""The training loop: it learns, goes on with its own checkpoints alone and refuses what can't be trained."""
-
 from pathlib import Path
 
 import pytest

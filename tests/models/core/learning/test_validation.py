@@ -1,7 +1,7 @@
-"""Answers kept for validation: how they are drawn, when training ends, and which weights stay."""
-
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample, hidden_states
 from models.core.learning.parallel import Workers
 from models.core.learning.validation import Validation, split
-from models.drafts import eagle3
+from models.drafts import Draft
+from tests.models.core.learning.runs import killed_at, require_equal, short
 from tests.models.drafts.answered import answers_of, prompts, tau_of
 from tests.models.drafts.tiny import make_tiny
 
 K = 3
+Train = Callable[..., tuple[Draft, distill.Report]]
 
 
 def sample(number: int, domain: str = "chat", cluster: str = "") -> Sample:
@@ -47,12 +49,6 @@ def test_without_a_share_all_is_learnt_and_only_unseen_clusters_are_kept() -> No
     assert split(samples, 0.0, seed=0) == (samples, [])
     unseen = {"4", "5", "6"}  # of cluster 3 another one was learnt before
     assert {one.id for one in split(samples, 0.5, 0, unseen)[1]} == {"4", "5"}
-
-
-@pytest.mark.parametrize("settings", [{"validation": 0.6}, {"validation": -0.1}, {"patience": 0}])
-def test_nonsense_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        distill.Params(**settings)
 
 
 def looked(taus: list[float], patience: int = 2) -> Validation:
@@ -87,12 +83,16 @@ def samples(tiny_target: Path) -> list[Sample]:
     return answers_of(tiny_target, prompts(12))
 
 
-def train(
-    target: Path, samples: list[Sample], work: Path, state_out: Path | None = None, **changes: object
-) -> tuple[eagle3.Eagle3, distill.Report]:
-    settings = {"num_epochs": 12, "batch_tokens": 96, "validation": 0.25, "patience": 2, "num_threads": 1, **changes}
-    head = make_tiny(family_named("eagle3"), target)
-    return head, distill.train(head, target, samples, distill.Params(**settings), K, work, state_out=state_out)
+@pytest.fixture
+def train(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> Train:
+    """Train a new head in a folder, and keep its state beside that."""
+
+    def run(folder: str, **changes: object) -> tuple[Draft, distill.Report]:
+        params = short(**{"num_epochs": 12, "batch_tokens": 96, "validation": 0.25, "patience": 2, **changes})
+        head, out = make_tiny(family_named("eagle3"), tiny_target), tmp_path / f"{folder}.safetensors"
+        return head, distill.train(head, tiny_target, samples, params, K, tmp_path / folder, state_out=out)
+
+    return run
 
 
 def play(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
@@ -109,77 +109,54 @@ def play(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"schedule": "constant", "average": 0.8}])
 def test_the_best_pass_stays_with_its_mean_and_the_state_that_others_go_on_from(
-    tiny_target: Path,
-    samples: list[Sample],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, object],
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Ended by patience behind pass 2, it is what a run of the same schedule is that is cut there."""
     play(monkeypatch, [1.1, 1.3, 1.2, 1.2])
-    stopped, report = train(tiny_target, samples, tmp_path / "a", tmp_path / "a.safetensors", **settings)
+    stopped, report = train("a", **settings)
     per_pass = report.taus[0][0]
     assert report.taus == [(n * per_pass, tau) for n, tau in enumerate([1.1, 1.3, 1.2, 1.2], 1)]
-    assert report.num_steps == 4 * per_pass
-    assert report.num_validated == 3
+    assert (report.num_steps, report.num_validated) == (4 * per_pass, 3)
     assert len(list((tmp_path / "a").glob("looked-at-*"))) == 1
     play(monkeypatch, [1.1, 1.3, 1.2])
-    cut, _ = train(tiny_target, samples, tmp_path / "b", tmp_path / "b.safetensors", patience=1, **settings)
+    cut, _ = train("b", patience=1, **settings)
     monkeypatch.setattr(Validation, "is_over", property(lambda self: len(self.taus) == 2))
     play(monkeypatch, [1.1, 1.3])
-    last, _ = train(tiny_target, samples, tmp_path / "c", tmp_path / "c.safetensors", **settings)
-    for other in (cut, last):
-        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in stopped.state_dict().items())
+    last, _ = train("c", **settings)
+    require_equal(stopped, cut, last)
     states = [load_file(tmp_path / f"{name}.safetensors") for name in "abc"]
     assert all(torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0])
 
 
-class _Kill(Exception):
-    pass
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("killed_at", [5, 11, 17])
-def test_a_run_that_was_killed_anywhere_ends_as_the_unbroken_one(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+@pytest.mark.parametrize("step", [5, 17])
+def test_a_run_killed_anywhere_ends_as_the_unbroken_one(
+    train: Train, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Looks are real; the kill comes in the middle of a step, some steps after the last checkpoint."""
     settings = {"schedule": "constant", "average": 0.8, "learning_rate": 4e-3}
-    whole, report = train(tiny_target, samples, tmp_path / "whole", **settings)
+    whole, report = train("whole", **settings)
     assert len(report.taus) > 2
-    advance, steps = distill._Loop.advance, iter(range(killed_at))
-
-    def killed(self: distill._Loop, batch: list[Sample]) -> float:
-        if next(steps, None) is None:
-            raise _Kill
-        return advance(self, batch)
-
-    with monkeypatch.context() as machine, pytest.raises(_Kill):
-        machine.setattr(distill._Loop, "advance", killed)
-        train(tiny_target, samples, tmp_path / "cut", **settings)
-    resumed, again = train(tiny_target, samples, tmp_path / "cut", **settings)
+    with killed_at(step, monkeypatch):
+        train("cut", **settings)
+    resumed, again = train("cut", **settings)
     assert again.taus == report.taus
-    assert all(torch.equal(tensor, resumed.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    require_equal(whole, resumed)
 
 
 @pytest.mark.slow
-def test_a_look_counts_what_serving_would_and_leaves_the_draft_as_it_was(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    head = make_tiny(family_named("eagle3"), tiny_target)
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+def test_a_look_counts_as_serving_and_changes_nothing(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    head, untouched = (make_tiny(family_named("eagle3"), tiny_target) for _ in range(2))
     hidden_states(head, tiny_target, samples, tmp_path)
     validation = Validation(head, tiny_target, samples[:4], K, 2, 10, tmp_path)
     assert validation.look(10)
     assert validation.taus == [(10, tau_of(head, tiny_target, samples[:4], K, tmp_path))]
-    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in before.items())
+    require_equal(untouched, head)
 
 
 @pytest.mark.slow
-def test_best_weights_that_somebody_removed_are_missed_and_not_made_up(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_weights_that_somebody_removed_are_missed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, [1.3, 1.2, 1.2])
     monkeypatch.setattr(Validation, "keep", lambda *_: None)
     with pytest.raises(FileNotFoundError, match="the best pass's weights are gone"):
-        train(tiny_target, samples, tmp_path)
+        train("work")

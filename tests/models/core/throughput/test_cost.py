@@ -8,21 +8,14 @@ import pytest
 
 from models.core.throughput.cost import Cost, Time, load_cost, save_cost
 
-TIMES = [
-    *(Time(1, rows, 0, ms) for rows, ms in ((1, 10.0), (4, 13.0))),
-    *(Time(4, rows, 0, ms) for rows, ms in ((4, 16.0), (16, 40.0))),
-    Time(1, 1, 2, 14.0),
-    Time(4, 4, 1, 20.0),
-]
-TABLE = Cost.measured(TIMES, "this machine")
+TIMES = [(1, 1, 0, 10.0), (1, 4, 0, 13.0), (4, 4, 0, 16.0), (4, 16, 0, 40.0), (1, 1, 2, 14.0), (4, 4, 1, 20.0)]
+TABLE = Cost.measured([Time(*time) for time in TIMES], "this machine")
+PLAIN, DRAFTED = Time(1, 1, 0, 10.0), Time(1, 4, 3, 19.0)
 
 
 def ratio(cost: Cost) -> float:
     """Return how much longer a drafted step takes than a plain one, which is what K depends on."""
-    drafted, plain = cost.step_ms(1, 4, 3), cost.step_ms(1, 1, 0)
-    assert drafted is not None
-    assert plain is not None
-    return drafted / plain
+    return cost.step_ms(*DRAFTED[:3]) / cost.step_ms(*PLAIN[:3])
 
 
 @pytest.mark.parametrize(
@@ -43,16 +36,13 @@ def test_steps_are_interpolated_between_what_was_measured(sequences: int, rows: 
 
 def test_what_else_ran_for_half_of_a_steps_measurement_is_not_in_the_table() -> None:
     """As once measured at 16 sequences: a plain step seemed to take as long as one of twice the rows."""
-    plain, rows = [53.9, 57.2, 27.5, 26.9], [42.6, 39.9, 39.5, 41.3]
-    passes = [32.8, 57.4, 33.4, 31.8]
-    cost = Cost.measured(
-        [
-            Time(*step, ms)
-            for step, every in (((16, 16, 0), plain), ((16, 32, 0), rows), ((16, 16, 3), passes))
-            for ms in every
-        ]
-    )
-    assert [cost.step_ms(16, *step) for step in ((16, 0), (32, 0), (16, 3))] == pytest.approx([27, 40, 32], rel=0.05)
+    seen = {
+        (16, 0): [53.9, 57.2, 27.5, 26.9],
+        (32, 0): [42.6, 39.9, 39.5, 41.3],
+        (16, 3): [32.8, 57.4, 33.4, 31.8],
+    }
+    cost = Cost.measured([Time(16, *step, ms) for step, each in seen.items() for ms in each])
+    assert [cost.step_ms(16, *step) for step in seen] == pytest.approx([27, 40, 32], rel=0.05)
 
 
 def test_a_table_of_noise_still_rises_with_the_rows() -> None:
@@ -82,16 +72,16 @@ def test_passes_over_some_of_the_sequences_take_what_as_many_sequences_passes_ta
 def test_a_prompts_token_takes_a_draft_as_long_as_one_sequence_more_and_is_no_part_of_a_steps_time() -> None:
     """A pass takes 2 ms over one sequence and 4 over four."""
     reading = replace(TABLE, prompt_tokens=30.0)
-    lines = [cost.line(4) for cost in (TABLE, reading)]
-    assert [line and line.prompt_ms for line in lines] == pytest.approx([0.0, 30 * 2 / 3])
+    assert [cost.line(4).prompt_ms for cost in (TABLE, reading)] == pytest.approx([0.0, 30 * 2 / 3])
+    of_one = replace(Cost.measured([PLAIN, Time(1, 1, 2, 14.0)]), prompt_tokens=30.0)
+    assert of_one.line(1).prompt_ms == 0  # which tells nothing of one sequence more
     assert reading.step_ms(1, 4, 3) == TABLE.step_ms(1, 4, 3)
     assert reading.after(Time(1, 4, 3, 19.0)).curves == TABLE.after(Time(1, 4, 3, 19.0)).curves
 
 
-@pytest.mark.parametrize("sequences", [1, 2, 3, 5, 12, 16, 40])
+@pytest.mark.parametrize("sequences", [1, 3, 16, 40])
 def test_a_line_says_of_each_step_what_the_table_does(sequences: int) -> None:
     line = TABLE.line(sequences)
-    assert line is not None
     for rows in (sequences, sequences + 1, 2 * sequences, 3.3 * sequences, 20 * sequences):
         for passes in (0, 1, 3):
             assert line.step_ms(rows, passes) == pytest.approx(TABLE.step_ms(sequences, rows, passes))
@@ -122,35 +112,33 @@ def test_what_the_table_tells_can_be_sent_to_another_process() -> None:
 
 
 def test_one_step_of_100_ms_changes_next_to_nothing() -> None:
-    steps = [Time(1, 4, 3, 19.0)] * 200
     cost = TABLE
-    for time in steps:
-        cost = cost.after(time)
-    assert ratio(cost.after(Time(1, 4, 3, 119.0))) == pytest.approx(ratio(cost), rel=0.005)
+    for _ in range(200):
+        cost = cost.after(DRAFTED)
+    assert ratio(cost.after(DRAFTED._replace(ms=119.0))) == pytest.approx(ratio(cost), rel=0.005)
 
 
-@pytest.mark.parametrize("slower", [1.15, 1.4])
-def test_a_machine_that_slows_down_changes_all_steps_alike(slower: float) -> None:
+def noisy(time: Time, rng: np.random.Generator, slowness: float = 1.0) -> Time:
+    return time._replace(ms=time.ms * slowness * rng.lognormal(0, 0.05))
+
+
+def test_a_machine_that_slows_down_changes_all_steps_alike() -> None:
     rng, cost = np.random.default_rng(0), TABLE
     for number in range(1000):
-        slowness = slower if number >= 500 else 1.0
-        time = Time(1, 4, 3, 19.0) if number % 100 else Time(1, 1, 0, 10.0)
-        cost = cost.after(time._replace(ms=time.ms * slowness * rng.lognormal(0, 0.05)))
+        cost = cost.after(noisy(DRAFTED if number % 100 else PLAIN, rng, 1.4 if number >= 500 else 1.0))
     assert ratio(cost) == pytest.approx(1.9, rel=0.03)
-    assert cost.step_ms(1, 4, 3) == pytest.approx(19.0 * slower, rel=0.1)
+    assert cost.step_ms(1, 4, 3) == pytest.approx(19.0 * 1.4, rel=0.1)
 
 
 def test_a_wrong_table_is_put_right_by_the_steps_that_are_seen() -> None:
     """The table says that a drafted step takes 1.9 times a plain one; in truth it takes 1.5 times."""
     rng, cost = np.random.default_rng(0), TABLE
     for number in range(6000):
-        time = Time(1, 4, 3, 15.0) if number % 50 else Time(1, 1, 0, 10.0)
-        cost = cost.after(time._replace(ms=time.ms * rng.lognormal(0, 0.05)))
+        cost = cost.after(noisy(DRAFTED._replace(ms=15.0) if number % 50 else PLAIN, rng))
     assert ratio(cost) == pytest.approx(1.5, rel=0.05)
 
 
-@pytest.mark.parametrize("turns", [1, 5])
-@pytest.mark.parametrize("slowness", [1.0, 1.5])
+@pytest.mark.parametrize(("turns", "slowness"), [(1, 1.5), (5, 1.0), (5, 1.5)])
 def test_points_that_take_turns_put_right_what_was_wrong_of_their_ratio(turns: int, slowness: float) -> None:
     """As at 16 sequences: 1.9 times a plain step, says the table; 2.4 times in truth. The machine is slow now and then.
 
@@ -160,8 +148,7 @@ def test_points_that_take_turns_put_right_what_was_wrong_of_their_ratio(turns: i
     for number in range(80):
         if number % 30 == 0:
             wandering = slowness if number // 30 % 2 else 1.0
-        time = Time(1, 4, 3, 24.0) if number // turns % 2 else Time(1, 1, 0, 10.0)
-        cost = cost.after(time._replace(ms=time.ms * wandering * rng.lognormal(0, 0.05)))
+        cost = cost.after(noisy(DRAFTED._replace(ms=24.0) if number // turns % 2 else PLAIN, rng, wandering))
     assert ratio(cost) == pytest.approx(2.4, rel=0.05)
 
 
@@ -179,10 +166,7 @@ def test_where_noise_hides_what_a_pass_takes_the_other_numbers_of_sequences_tell
     times = [Time(num, num, 0, 10.0) for num in (1, 4)] + [Time(num, 9 * num, 0, 12.0) for num in (1, 4)]
     table = Cost.measured([*times, Time(1, 4, 3, 10.1), Time(4, 16, 3, 19.0)])
     assert table.curves[0].draft is None
-    plain, drafted = table.step_ms(1, 1, 0), table.step_ms(1, 1, 1)
-    assert plain is not None
-    assert drafted is not None
-    assert 2 < drafted - plain < 3
+    assert 2 < table.step_ms(1, 1, 1) - table.step_ms(1, 1, 0) < 3
     alone = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 4, 3, 9.0)])
     assert alone.step_ms(1, 1, 1) == pytest.approx(10.2)
 
@@ -197,13 +181,8 @@ def test_how_far_a_plain_step_may_be_off_is_known(every: int) -> None:
         one, four, a_pass = (ms * by for ms, by in zip(truth, off, strict=True))
         cost = Cost.measured([Time(1, 1, 0, one), Time(1, 4, 0, max(four, one)), Time(1, 1, 3, one + 3 * a_pass)])
         for number in range(300):
-            plain = number % every == every - 1
-            ms = 10.0 if plain else 13 + 3 * 2.0
-            noise = np.exp(0.05 * rng.standard_normal())
-            cost = cost.after(Time(1, 1, 0, ms * noise) if plain else Time(1, 4, 3, ms * noise))
-        found = cost.step_ms(1, 1, 0)
-        assert found is not None
-        within += abs(math.log(found / 10)) < 2 * cost.doubt(1)
+            cost = cost.after(noisy(PLAIN if number % every == every - 1 else DRAFTED, rng))
+        within += abs(math.log(cost.step_ms(1, 1, 0) / 10)) < 2 * cost.doubt(1)
         doubts.append(cost.doubt(1))
     print(f"one plain step in {every}: within two of its doubt in {within} of 60, doubt {np.mean(doubts):.3f}")
     assert within >= 54
@@ -225,10 +204,8 @@ def test_a_table_is_read_as_it_was_saved(tmp_path: Path) -> None:
     ("change", "fault"),
     [
         (lambda text: text[: len(text) // 2], "no table"),
-        (lambda text: "", "no table"),
         (lambda text: text.replace("this machine", "another one"), "measured for another one, wanted this machine"),
         (lambda text: text.replace('"format": 2', '"format": 1'), "no table"),
-        (lambda text: text.replace("10.0", "-10.0"), "no table"),
         (lambda text: text.replace("10.0", "NaN"), "no table"),
         (lambda text: text.replace("[10.0, 13.0]", "[10.0]"), "no table"),
     ],
