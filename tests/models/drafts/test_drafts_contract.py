@@ -250,10 +250,9 @@ def test_a_family_that_vllm_does_not_serve_says_so_in_its_place(family: Family, 
         require(params_of(family, served=True), engine)
         assert family.vllm_config(served)["method"]
     else:
-        with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
-            require(params_of(family), engine)
-        with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
-            family.vllm_config(saved)
+        for refused in (lambda: require(params_of(family), engine), lambda: family.vllm_config(saved)):
+            with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
+                refused()
 
 
 def test_a_draft_that_vllm_can_not_compute_is_refused_by_its_params_and_by_its_directory(
@@ -283,16 +282,11 @@ def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_
     assert not torch.equal(before[0], after[0])
 
 
-def test_only_what_learns_needs_a_gradient(family: Family, tiny_target: Path) -> None:
-    draft = make_tiny(family, tiny_target)
-    assert any(parameter.requires_grad for parameter in draft.parameters()) == is_trained(family)
-    assert family.PAPER
-
-
 def test_a_family_is_trained_as_its_paper_says(family: Family, tiny_target: Path) -> None:
-    assert (name_of(family) in TRAINED) == is_trained(family)
-    if is_trained(family):
-        draft = make_tiny(family, tiny_target)
+    draft = make_tiny(family, tiny_target)
+    learns = any(parameter.requires_grad for parameter in draft.parameters())
+    assert family.PAPER and (name_of(family) in TRAINED) == is_trained(family) == learns
+    if learns:
         assert (*draft.procedure, draft.num_unrolled(2), draft.num_unrolled(12)) == TRAINED[name_of(family)]
 
 
@@ -320,13 +314,6 @@ def test_the_engine_finds_every_tensor_of_the_file_once(family: Family, served: 
     if weights is not None:
         parts = [part for parts in weights.parameters.values() for part in parts]
         assert sorted(parts) == sorted(load_file(weights.file))
-
-
-def test_a_draft_says_its_family_which_counts_more_than_its_architecture(
-    family: Family, saved: Path, tmp_path: Path
-) -> None:
-    change_config(saved, tmp_path, architectures=["Another"])
-    assert family_of(tmp_path) is family
 
 
 def test_a_draft_from_before_the_family_was_written_is_loaded_and_swapped_with_new_ones(

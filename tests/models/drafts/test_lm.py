@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from models import catalog, quantize
 from models.core.checkpoints.checkpoint import read_tensor
-from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.drafts import lm
 from models.targets import describe
@@ -15,31 +14,10 @@ from tests.models.drafts.answered import answers_of, prompts, tau_of
 
 pytestmark = pytest.mark.slow
 
-TINY = {"num_layers": 1}
-REFUSED = {"num_layers": 3, "nested": (1, 2)}
-
 
 @pytest.fixture(scope="module")
 def samples(deep_target: Path) -> list[Sample]:
     return answers_of(deep_target, prompts(24))
-
-
-def test_layers_are_spread_from_the_first_to_the_last(deep_target: Path) -> None:
-    draft = lm.create(lm.Params(num_layers=2), deep_target, None)
-    whole = AutoModelForCausalLM.from_pretrained(deep_target, dtype=torch.float32)
-    for kept, number in zip(draft.model.layers, (0, 3), strict=True):
-        assert torch.equal(kept.mlp.up_proj.weight, whole.model.layers[number].mlp.up_proj.weight)
-
-
-def test_distillation_raises_acceptance_and_leaves_the_embedding(
-    deep_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    draft = lm.create(lm.Params(num_layers=2), deep_target, None)
-    before, embedding = tau_of(draft, deep_target, samples, 3, tmp_path), draft.lm_head.weight.clone()
-    params = distill.Params(num_epochs=20, batch_tokens=256, learning_rate=2e-3, num_threads=1)
-    distill.train(draft, deep_target, samples, params, 3, tmp_path)
-    assert tau_of(draft, deep_target, samples, 3, tmp_path) > before + 0.15
-    assert torch.equal(draft.lm_head.weight, embedding)
 
 
 def test_the_library_loads_what_is_saved(deep_target: Path, tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Drafts nested in a language model: one pass and one training for all, one cut out by itself, for two targets."""
-
 import json
 import shutil
 from pathlib import Path
@@ -66,7 +64,7 @@ def test_the_loss_is_the_mean_of_what_each_would_have_alone(
 
 
 @pytest.mark.slow
-def test_all_learn_at_once(deep_target: Path, tmp_path: Path) -> None:
+def test_all_learn_at_once_and_leave_the_embedding(deep_target: Path, tmp_path: Path) -> None:
     learnt = planted.answers(deep_target, 24, 0.0, seed=0)
     draft = make(deep_target)
 
@@ -74,10 +72,11 @@ def test_all_learn_at_once(deep_target: Path, tmp_path: Path) -> None:
         drafts = (draft, *(lm.cut(draft, number) for number in NESTED))
         return [tau_of(one, deep_target, learnt, 3, tmp_path) for one in drafts]
 
-    before = taus()
+    before, embedding = taus(), draft.lm_head.weight.clone()
     params = distill.Params(num_epochs=20, learning_rate=2e-3, **SETTINGS)
     distill.train(draft, deep_target, learnt, params, 3, tmp_path)
     after = taus()
+    assert torch.equal(draft.lm_head.weight, embedding)
     assert all(late > early + 0.15 for early, late in zip(before, after, strict=True)), (before, after)
 
 

@@ -1,5 +1,3 @@
-"""Vectors behind tokens: what a target's heads can carry there is found by training, and no row is read for nothing."""
-
 import math
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, answers_of, tau_of
 from tests.models.drafts.tiny import change_config, make_tiny, save_tiny
 
-TINY = {"num_prompts": 4, "ensemble": 2}
 FIRST, NUM, K, HEADS = 3, 31, 3, 4
 LIKELIEST = 12.0
 
@@ -88,14 +85,6 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> prompt_to
     learnt = answers_of(target, asked(0, 6))
     distill.train(draft, target, learnt, params, K, tmp_path_factory.mktemp("work"))
     return draft
-
-
-def test_vectors_that_say_nothing_let_all_of_it_through(target: Path, held_out: list[Sample], tmp_path: Path) -> None:
-    draft = new(target)
-    with torch.no_grad():
-        draft.vectors.zero_()
-        draft.vectors[..., NUM : NUM + 2] = 1.0  # what all embeddings have, and a vector of no token
-    assert tau_of(draft, target, held_out, K, tmp_path) == K + 1
 
 
 def test_training_finds_such_vectors(

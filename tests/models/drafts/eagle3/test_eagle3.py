@@ -1,5 +1,3 @@
-"""The EAGLE-3 head: what it starts from, and what becomes of its vocabulary and its positions."""
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.models.drafts.answered import answers_of, prompts
 from tests.models.published import Change, like_eagle31, like_qwen3, published
 
 HIDDEN, WIDTH = 128, 64
-TINY = {"vocab_size": 64}
 
 
 def test_a_new_head_starts_from_the_targets_last_layer(tiny_target: Path) -> None:
@@ -58,7 +55,6 @@ def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (eagle3.Params(vocab_size=1000), "vocab_size must be 1 to 259"),
         (eagle3.Params(vocab_size=8, aux_layers=(2, 1)), "aux_layers must ascend within 0 to 2"),
         (eagle3.Params(vocab_size=8, aux_layers=(1, 7)), "aux_layers must ascend within 0 to 2"),
     ],

@@ -1,5 +1,3 @@
-"""EAGLE-3 heads for targets of many layouts."""
-
 from pathlib import Path
 
 import numpy as np

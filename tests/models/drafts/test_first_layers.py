@@ -1,7 +1,8 @@
-"""The adapter behind the first layers: it starts as the target's own, learns, and is held to its target's shape."""
+"""Drafts that are the target's first layers: `early_exit` alone, `kangaroo` with an adapter behind them."""
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,10 +10,43 @@ from transformers import AutoModelForCausalLM
 
 from models.core.evaluation.scoring import score
 from models.core.learning import distill
-from models.drafts import Rows, kangaroo
+from models.drafts import Rows, early_exit, kangaroo
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, answers_of, prompts
 from tests.models.drafts.hollow import make_hollow
+
+
+@pytest.mark.slow
+def test_a_target_that_is_done_at_the_exit_accepts_all_and_one_layer_less_does_not(tmp_path: Path) -> None:
+    make_hollow(tmp_path, 4, {2, 3}, {2, 3})
+    plain = answer_all(tmp_path, None, prompts(2))
+    for exit_layer, all_right in ((3, True), (2, True), (1, False)):
+        draft = early_exit.create(early_exit.Params(exit_layer=exit_layer), tmp_path, None)
+        answers = answer_all(tmp_path, draft, prompts(2), num_draft_tokens=4)
+        assert [one.token_ids for one in answers] == [one.token_ids for one in plain]
+        accepted, drafted = (sum(sum(getattr(one, which)) for one in answers) for which in ("accepted", "drafted"))
+        # The answer's end cuts off what was right.
+        assert (accepted > drafted - 10) == all_right
+
+
+def test_by_default_a_quarter_of_the_layers_draft_and_the_file_says_which(tmp_path: Path) -> None:
+    random.build(random.Params(num_layers=9), tmp_path)
+    draft = early_exit.create(early_exit.Params(), tmp_path, None)
+    assert draft.skipped.attention == draft.skipped.mlp == frozenset(range(2, 9))
+    saved = tmp_path / "draft"
+    saved.mkdir()
+    early_exit.save(draft, saved)
+    assert json.loads((saved / "config.json").read_text())["early_exit"]["exit_layer"] == 2
+    assert [file.name for file in saved.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("exit_layer", [2, 7])
+@pytest.mark.parametrize("family", [early_exit, kangaroo])
+def test_an_exit_that_is_not_before_the_last_layer_is_refused(
+    tiny_target: Path, family: ModuleType, exit_layer: int
+) -> None:
+    with pytest.raises(ValueError, match=f"exit_layer must be 1 to 1, before the last .* layers; got {exit_layer}"):
+        family.create(family.Params(exit_layer=exit_layer), tiny_target, None)
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +105,26 @@ def test_distillation_raises_acceptance(target: Path, tmp_path: Path) -> None:
     assert [[*one.token_ids] for one in decoded] == [one.completion_ids for one in samples]
 
 
-def test_by_default_a_tenth_of_the_layers_draft(tmp_path: Path) -> None:
+def test_by_default_a_tenth_of_the_layers_draft_before_an_adapter(tmp_path: Path) -> None:
     random.build(random.Params(num_layers=21, num_heads=1), tmp_path)
     assert kangaroo.create(kangaroo.Params(), tmp_path, None).taps == (2,)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"exit_layer": 3}, "exit_layer must be 1 to 2"),
-        ({"exit_layer": None}, "exit_layer must be 1 to 2, .* got None"),
-        ({"num_hidden_layers": 9}, "has num_hidden_layers 9, the target has 3"),
-        ({"num_attention_heads": 4}, r"tensor self_attn.q_proj.weight is .* \[128, 128\]; wanted .* \[256, 128\]"),
+        (early_exit, {"early_exit": {"exit_layer": 5}}, "exit_layer must be 1 to 2"),
+        (kangaroo, {"exit_layer": 3}, "exit_layer must be 1 to 2"),
+        (kangaroo, {"exit_layer": None}, "exit_layer must be 1 to 2, .* got None"),
+        (kangaroo, {"num_hidden_layers": 9}, "has num_hidden_layers 9, the target has 3"),
+        (kangaroo, {"num_attention_heads": 4}, r"tensor self_attn.q_proj.weight is .* wanted .* \[256, 128\]"),
     ],
 )
 def test_a_file_that_does_not_fit_the_target_is_refused(
-    target: Path, tmp_path: Path, changes: dict[str, object], message: str
+    target: Path, tmp_path: Path, family: ModuleType, changes: dict[str, object], message: str
 ) -> None:
-    kangaroo.save(kangaroo.create(kangaroo.Params(), target, None), tmp_path)
+    family.save(family.create(family.Params(), target, None), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
-        kangaroo.check(tmp_path, None, describe(target))
+        family.check(tmp_path, None, describe(target))
