@@ -1,10 +1,31 @@
+"""`chain`, `static` and `dynamic` by hand; `dyspec` and `sequoia` have files."""
+
 import math
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from models.trees import dynamic
+from models.params import BaseParams
+from models.trees import Shape, chain, dynamic, static
+
+WIDTHS = static.Params(widths=(2, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("params", "size", "parents", "ranks"),
+    [
+        (chain.Params(), 3, (-1, 0, 1), (0, 0, 0)),
+        (WIDTHS, 20, (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5), (0, 1, 0, 1, 0, 1, 0, 0, 0, 0)),
+        (WIDTHS, 5, (-1, -1, 0, 0, 1), (0, 1, 0, 1, 0)),
+    ],
+    ids=["a chain", "each level's nodes have as many children", "a level that is cut loses the last ranks first"],
+)
+def test_a_shape_by_hand(params: BaseParams, size: int, parents: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    method = {"chain": chain, "static": static}[params.name]
+    assert method.shape(size, params) == Shape(parents, ranks)
+
 
 #  After the root: a 0.6, b 0.3; after a: c 0.9; after b: d 0.5, e 0.5; after c: f 0.2, g 0.2. All else is even.
 A, B, C, D, E, F, G = range(7)

@@ -1,4 +1,4 @@
-"""SpecDec++ stops by the chance that any token of a step is rejected, and its head learns it of a draft."""
+"""Policies that end a step by how sure the draft is: `confidence`, and `specdec_pp`, whose head learns it."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ from models.core.throughput.cost import Cost
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
-from models.lengths import View, specdec_pp
+from models.lengths import View, confidence, specdec_pp
 from models.lengths.specdec_pp import NUM_FEATURES, Params, estimate, go_on
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
@@ -36,9 +36,26 @@ def samples(tiny_target: Path) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
+    ("confidences", "on"), [((0.9,), True), ((0.6,), True), ((0.59,), False), ((0.2, 0.8), True), ((0.99, 0.5), False)]
+)
+def test_by_confidence_the_last_token_alone_decides(confidences: tuple[float, ...], on: bool) -> None:
+    assert confidence.go_on(replace(VIEW, confidences=confidences), confidence.Params(threshold=0.6)) is on
+
+
+@pytest.mark.parametrize(("threshold", "lengths"), [(0.0, {4}), (1.0, {1})])
+def test_by_confidence_steps_are_as_long_as_the_draft_is_sure(
+    tiny_target: Path, draft: Draft, threshold: float, lengths: set[int]
+) -> None:
+    lengths_table = {"name": "confidence", "threshold": threshold}
+    (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=lengths_table)
+    assert set(answer.drafted) == lengths
+    assert answer.token_ids == answer_all(tiny_target, None, prompts(1))[0].token_ids
+
+
+@pytest.mark.parametrize(
     ("confidences", "on"), [((0.9,), True), ((0.9, 0.6), True), ((0.9, 0.5), False), ((0.5,), True), ((0.4,), False)]
 )
-def test_the_product_decides(confidences: tuple[float, ...], on: bool) -> None:
+def test_by_specdec_pp_the_product_decides(confidences: tuple[float, ...], on: bool) -> None:
     assert go_on(replace(VIEW, confidences=confidences), Params(threshold=0.5)) is on
 
 
@@ -96,23 +113,14 @@ def test_a_head_tells_tokens_that_are_accepted_from_others(
     assert float(said.mean()) == pytest.approx(float(accepted.float().mean()), abs=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("threshold", "lengths"), [(1.0, {4}), (0.0, {1})])
-def test_steps_are_as_long_as_the_threshold_lets_them_be_and_the_output_is_the_targets(
-    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path, threshold: float, lengths: set[int]
+@pytest.mark.parametrize(("temperature", "threshold", "length"), [(0.0, 1.0, 4), (0.0, 0.0, 1), (1.0, 0.0, 1)])
+def test_steps_are_as_long_as_the_threshold_lets_them_be(
+    tiny_target: Path, draft: Draft, temperature: float, threshold: float, length: int
 ) -> None:
-    fitted = specdec_pp.fit(draft, tiny_target, samples, 4, tmp_path, Params(threshold=threshold), seed=0)
-    (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=fitted)
-    assert set(answer.drafted) == lengths
-    assert answer.token_ids == answer_all(tiny_target, None, prompts(1))[0].token_ids
-
-
-def test_sampling_is_stopped_too(tiny_target: Path, draft: Draft) -> None:
-    sampling = GREEDY.model_copy(update={"temperature": 1.0, "seed": 1})
-    (answer,) = answer_all(
-        tiny_target, draft, prompts(1), sampling, num_draft_tokens=4, lengths={"name": "specdec_pp", "threshold": 0.0}
-    )
-    assert set(answer.drafted) == {1}
+    sampling = GREEDY.model_copy(update={"temperature": temperature, "seed": 1})
+    lengths = {"name": "specdec_pp", "threshold": threshold}
+    (answer,) = answer_all(tiny_target, draft, prompts(1), sampling, num_draft_tokens=4, lengths=lengths)
+    assert set(answer.drafted) == {length}
 
 
 @pytest.mark.slow

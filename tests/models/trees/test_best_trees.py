@@ -1,21 +1,20 @@
-"""The greedy choice is the best of all trees, and the draft is asked in few passes."""
+"""`dyspec` and `sequoia` find what trying all trees finds, and `dyspec` asks its draft in few passes."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.core.drafting.draft_families import family_named
 from models.core.drafting.proposal import Proposal
-from models.trees import dynamic, dyspec, path_to
-from tests.models.drafts.answered import answer_all, prompts
-from tests.models.drafts.tiny import make_tiny
+from models.trees import Shape, dyspec, path_to, sequoia
+from models.trees.sequoia import expected_accepted
 
 V = 3
+SEVERAL = [(0.5, 0.3, 0.1), (0.05, 0.9), (0.95,)]
 Tokens = tuple[int, ...]
 
 
@@ -55,9 +54,8 @@ def all_trees(size: int) -> set[frozenset[Tokens]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_no_tree_of_as_many_nodes_is_expected_to_have_more_accepted(size: int, sharpness: float) -> None:
+@pytest.mark.parametrize(("size", "sharpness"), [(1, 1.0), (3, 0.3), (3, 4.0), (4, 1.0)])
+def test_no_tree_of_as_many_nodes_as_dyspecs_is_expected_to_have_more_accepted(size: int, sharpness: float) -> None:
     trees = all_trees(size)
     for seed in range(5):
         model = Model(seed, sharpness)
@@ -68,17 +66,7 @@ def test_no_tree_of_as_many_nodes_is_expected_to_have_more_accepted(size: int, s
         assert sum(model.value(path) for path in found) == pytest.approx(best)
 
 
-def test_a_tree_of_bounded_width_and_depth_is_expected_to_have_no_more_accepted_and_here_less() -> None:
-    gains = []
-    for seed in range(8):
-        model = Model(seed, 2.0)
-        trees = (dyspec.grow(model.expand, 8, dyspec.Params()), dynamic.grow(model.expand, 8, dynamic.Params(width=2)))
-        mine, bounded = (sum(model.value(path) for path in paths_of(tree)) for tree in trees)
-        gains.append(mine - bounded)
-    assert min(gains) > -1e-9 and max(gains) > 0.01
-
-
-def test_a_tree_by_hand() -> None:
+def test_dyspecs_tree_by_hand() -> None:
     #  a 0.6, b 0.3, c 0.1; after a: a 0.9, b 0.1; all else is even. ab is worth 0.06, ba 0.1.
     law = {(): [0.6, 0.3, 0.1], (0,): [0.9, 0.1, 0.0]}
 
@@ -91,7 +79,7 @@ def test_a_tree_by_hand() -> None:
     assert dyspec.grow(expand, 9, dyspec.Params(threshold=0.7)).num_tokens == 0
 
 
-def test_a_node_is_asked_about_once_and_passes_are_about_as_many_as_the_tree_is_deep() -> None:
+def test_dyspecs_nodes_are_asked_about_once_and_passes_are_about_as_many_as_the_tree_is_deep() -> None:
     for seed in range(8):
         model = Model(seed, 2.0)
         proposal = dyspec.grow(model.expand, 9, dyspec.Params())
@@ -105,11 +93,38 @@ def test_a_node_is_asked_about_once_and_passes_are_about_as_many_as_the_tree_is_
     assert dyspec.grow(sure.expand, 4, dyspec.Params()).depth == len(sure.asked) == 4
 
 
-@pytest.mark.slow
-def test_the_output_is_that_without_a_draft_and_where_nothing_may_be_drafted_nothing_is(tiny_target: Path) -> None:
-    draft = make_tiny(family_named("lm"), tiny_target)
-    plain = answer_all(tiny_target, None, prompts(2))
-    for limit in (0, 1, 6):
-        found = answer_all(tiny_target, draft, prompts(2), num_draft_tokens=limit, trees={"name": "dyspec"})
-        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-        assert {size for one in found for size in one.drafted} == {limit}
+def all_shapes(size: int, num_ranks: int, max_depth: int) -> Iterator[Shape]:
+    """Yield each tree of that many nodes once, as the set of its nodes' rank paths, closed under parents."""
+    paths = [path for depth in range(1, max_depth + 1) for path in itertools.product(range(num_ranks), repeat=depth)]
+    for chosen in itertools.combinations(paths, size):
+        numbers = {path: number for number, path in enumerate(chosen)}
+        if all(len(path) == 1 or path[:-1] in numbers for path in chosen):
+            parents = tuple(numbers.get(path[:-1], -1) for path in chosen)
+            yield Shape(parents, tuple(path[-1] for path in chosen))
+
+
+@pytest.mark.parametrize("acceptance", SEVERAL)
+@pytest.mark.parametrize(("size", "max_depth"), [(2, 1), (5, 2), (4, 3)])
+def test_no_shape_of_sequoias_size_is_expected_to_have_more_accepted(
+    acceptance: tuple[float, ...], size: int, max_depth: int
+) -> None:
+    params = sequoia.Params(acceptance=acceptance, max_depth=max_depth)
+    shape = sequoia.shape(size, params)
+    assert len(shape.parents) <= size
+    assert len(shape.levels) <= max_depth
+    trees = [
+        expected_accepted(tree, acceptance)
+        for most in range(1, size + 1)
+        for tree in all_shapes(most, len(acceptance), max_depth)
+    ]
+    assert expected_accepted(shape, acceptance) == pytest.approx(max(trees))
+
+
+def test_what_a_shape_is_expected_to_have_accepted_is_worked_by_hand() -> None:
+    #  two children of the root with 0.6 and 0.2, and the first one's first child with 0.6 · 0.6
+    assert expected_accepted(Shape((-1, -1, 0), (0, 1, 0)), (0.6, 0.2)) == pytest.approx(0.6 + 0.2 + 0.36)
+
+
+def test_of_sequoia_a_sure_draft_gets_a_chain_and_an_unsure_one_a_fan() -> None:
+    assert sequoia.shape(4, sequoia.Params(acceptance=(0.9, 0.05))).parents == (-1, 0, 1, 2)
+    assert sequoia.shape(4, sequoia.Params(acceptance=(0.25, 0.25, 0.25, 0.25))).parents == (-1, -1, -1, -1)
