@@ -1,5 +1,3 @@
-"""All big is the model itself, and an oracle loses less than coins and than routers that are fit to it."""
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -132,13 +130,12 @@ def test_an_oracle_loses_less_than_routers_that_are_fit_to_it_and_than_coins(
 
 def test_what_can_not_be_is_refused(learnt: tuple[PreTrainedModel, list[Duo]]) -> None:
     model, duos = learnt
-    with pytest.raises(ValueError, match="the model has small modules already"):
-        duo_llm.insert(model, 8, torch.Generator())
-    with pytest.raises(ValueError, match="small_width must be from 1, got 0"):
-        duo_llm.insert(model, 0, torch.Generator())
-    with pytest.raises(ValueError, match="num_big must be from 0 to 2, got 3"):
-        duo_llm.oracle(model, duos, document(0), 3)
-    with pytest.raises(ValueError, match="wanted 2 tokens and more, got 1"):
-        duo_llm.oracle(model, duos, [5], 1)
-    with pytest.raises(ValueError, match=r"big_share must be from 0 to 1, got 1\.5"):
-        RandomRouting(duos, 1.5, torch.Generator())
+    for call, fault in (
+        (lambda: duo_llm.insert(model, 8, torch.Generator()), "the model has small modules already"),
+        (lambda: duo_llm.insert(model, 0, torch.Generator()), "small_width must be from 1, got 0"),
+        (lambda: duo_llm.oracle(model, duos, document(0), 3), "num_big must be from 0 to 2, got 3"),
+        (lambda: duo_llm.oracle(model, duos, [5], 1), "wanted 2 tokens and more, got 1"),
+        (lambda: RandomRouting(duos, 1.5, torch.Generator()), r"big_share must be from 0 to 1, got 1\.5"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            call()

@@ -25,17 +25,14 @@ def judge(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_of_a_threshold_that_nothing_reaches_the_answer_is_the_targets(small: Path, tiny_target: Path) -> None:
-    steps = think(small, tiny_target, Params(threshold=10))
-    assert written(steps) == alone(tiny_target)
-    assert all(step.by == "target" and step.given_up > 0 for step in steps)
-
-
 @pytest.mark.slow
-def test_of_a_threshold_that_all_reach_the_answer_is_the_small_models(small: Path, tiny_target: Path) -> None:
-    steps = think(small, tiny_target, Params(threshold=0))
-    assert written(steps) == alone(small)
-    assert all(step.by == "small" and step.given_up == 0 for step in steps)
+@pytest.mark.parametrize(("threshold", "by"), [(10, "target"), (0, "small")])
+def test_of_a_threshold_that_nothing_or_all_reach_the_answer_is_one_models(
+    small: Path, tiny_target: Path, threshold: int, by: str
+) -> None:
+    steps = think(small, tiny_target, Params(threshold=threshold))
+    assert written(steps) == alone({"target": tiny_target, "small": small}[by])
+    assert all(step.by == by and (step.given_up > 0) == (by == "target") for step in steps)
 
 
 def test_the_first_steps_are_the_targets_unasked(small: Path, tiny_target: Path) -> None:

@@ -15,6 +15,7 @@ from models.params import TrainingParams
 from models.select import Sources
 
 METHODS = names("select")
+HARD = range(5, 40, 7)
 NEEDING = [name for name in METHODS if load("select", name).NEEDS_START]
 POOL = [[3 + (7 * start + (start % 3) * place) % 60 for place in range(6 + start % 5)] for start in range(24)]
 
@@ -68,13 +69,29 @@ def test_a_proxy_is_trained_on_what_the_rounds_before_chose(
     assert chosen[:4] == select.draw(len(POOL), (), 4, rng)
 
 
-@pytest.mark.parametrize("name", NEEDING)
-def test_documents_that_nothing_predicts_come_first(
-    name: str, planted_pool: list[list[int]], planted_sources: Sources, hard: set[int]
-) -> None:
+@pytest.fixture(scope="module")
+def planted(tiny_target: Path) -> tuple[list[list[int]], Sources]:
+    """Forty documents that count, five of them noise instead, and a proxy that learns counting well from any few."""
     rng = torch.Generator().manual_seed(0)
-    chosen = select.select(planted_pool, 15, 2, load("select", name).Params(), planted_sources, rng)
-    left = hard - set(chosen[:8])
+    pool = [[3 + (start + place) % 60 for place in range(16)] for start in range(40)]
+    for place in HARD:
+        pool[place] = torch.randint(3, 259, (16,), generator=rng).tolist()
+
+    def train(chosen: list[int]) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+        settings = TrainingParams(num_epochs=30, batch_tokens=160, learning_rate=5e-3)
+        training.train(model, [pool[place] for place in chosen], settings)
+        return model
+
+    return pool, Sources(train)
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_documents_that_nothing_predicts_come_first(name: str, planted: tuple[list[list[int]], Sources]) -> None:
+    pool, proxies = planted
+    rng = torch.Generator().manual_seed(0)
+    chosen = select.select(pool, 15, 2, load("select", name).Params(), proxies, rng)
+    left = set(HARD) - set(chosen[:8])
     assert len(left) >= 3
     assert left <= set(chosen[8 : 8 + len(left)])
 
@@ -102,7 +119,6 @@ def test_a_seed_gives_one_choice(name: str, tiny_target: Path, sources: Sources)
     assert again() == again()
 
 
-@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     ("num_chosen", "num_rounds", "fault"),
     [
@@ -111,9 +127,9 @@ def test_a_seed_gives_one_choice(name: str, tiny_target: Path, sources: Sources)
         (25, 3, "num_chosen must be at most 24, the documents of the pool; got 25"),
     ],
 )
-def test_counts_that_do_not_fit_are_refused(name: str, num_chosen: int, num_rounds: int, fault: str) -> None:
+def test_counts_that_do_not_fit_are_refused(num_chosen: int, num_rounds: int, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        choose(name, Sources(), num_chosen, num_rounds)
+        choose("random", Sources(), num_chosen, num_rounds)
 
 
 @pytest.mark.parametrize("name", NEEDING)
@@ -131,6 +147,14 @@ def test_a_source_that_is_missing_is_named(name: str) -> None:
 def test_a_document_without_a_next_token_is_refused() -> None:
     with pytest.raises(ValueError, match="document 1 of the pool has 1 tokens"):
         select.select([[1, 2], [3]], 1, 1, load("select", "random").Params(), Sources(), torch.Generator())
+
+
+def test_by_chance_every_document_is_chosen_about_equally_often() -> None:
+    rng, counts, params = torch.Generator().manual_seed(0), torch.zeros(8), load("select", "random").Params()
+    for _ in range(400):
+        counts[select.select([[1, 2]] * 8, 2, 2, params, Sources(), rng)] += 1
+    # Each count is binomial(400, 1/4) with deviation 8.7; all eight stay within 4.5 of them but in 1 of 20,000 seeds.
+    assert (counts - 100).abs().max() < 4.5 * 8.7
 
 
 def test_certainty_is_the_mean_over_a_documents_tokens(model: PreTrainedModel) -> None:

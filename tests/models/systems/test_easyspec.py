@@ -1,5 +1,3 @@
-"""Times are what is reckoned by hand, an exact draft is accepted whole, and layers that add nothing cost nothing."""
-
 from pathlib import Path
 
 import pytest
@@ -25,15 +23,9 @@ def test_times_are_known_by_hand() -> None:
     assert easyspec.at_once_ms(times, 8, 4) == pytest.approx(6.0)  # 2 + 2 + 1 + 10 meetings
     # Five tokens of 6.6 against five of 6 and an exact pass of 6.6.
     assert easyspec.gain(times, 8, 4, 5) == pytest.approx(33 / 36.6)
-
-
-def test_attentions_that_can_not_be_shared_are_what_layers_at_once_gain() -> None:
-    times = planted.times(FLAT, HALVED, rest_ms=0.0, meet_ms=0.0)
-    assert easyspec.gain(times, 8, 4, 5) == pytest.approx(5 * 10 / (5 * 4 + 10))
-
-
-def test_where_sharing_is_free_the_exact_pass_is_lost() -> None:
-    assert easyspec.gain(planted.EASY, 8, 4, 4) == pytest.approx(4 / 5)
+    flat = planted.times(FLAT, HALVED, rest_ms=0.0, meet_ms=0.0)  # attentions that can't be shared
+    assert easyspec.gain(flat, 8, 4, 5) == pytest.approx(5 * 10 / (5 * 4 + 10))
+    assert easyspec.gain(planted.EASY, 8, 4, 4) == pytest.approx(4 / 5)  # sharing is free
 
 
 def test_an_exact_draft_is_accepted_whole_and_a_fuzzy_one_is_not(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Layers fall with the place, never leave a hole in the cache, and all of them are the plain way."""
-
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,9 +21,7 @@ def test_a_schedule_is_known_by_hand() -> None:
     assert skipdecode.schedule(4, 2, 1.0, 1.0, 1) == [(0, 1, 2, 3)] * 2
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 7, 30])
-@pytest.mark.parametrize("num_tokens", [1, 2, 40])
-@pytest.mark.parametrize("num_warm", [0, 1])
+@pytest.mark.parametrize(("num_layers", "num_tokens", "num_warm"), [(1, 2, 0), (2, 1, 1), (7, 40, 0), (30, 40, 1)])
 def test_a_layer_runs_for_a_beginning_of_the_text_alone(num_layers: int, num_tokens: int, num_warm: int) -> None:
     layers = skipdecode.schedule(num_layers, num_tokens, 0.9, 0.1, num_warm)
     assert len(layers) == num_tokens

@@ -1,5 +1,3 @@
-"""Rows that are sent are counted by hand, what can be foreseen is never sent, and what can't be is sent as ever."""
-
 from pathlib import Path
 
 import pytest
