@@ -97,7 +97,7 @@ def test_distillation_raises_acceptance(target: Path, tmp_path: Path) -> None:
         return sum(one.accepted for one in score(draft, target, samples, 3, tmp_path))
 
     before, head = accepted(), draft.head.clone()
-    params = distill.Params(num_epochs=20, batch_tokens=256, learning_rate=2e-3, num_threads=1)
+    params = distill.Params(num_epochs=12, batch_tokens=256, learning_rate=2e-3, num_threads=1)
     distill.train(draft, target, samples, params, 3, tmp_path)
     assert accepted() > before + 20
     assert torch.equal(draft.head, head)

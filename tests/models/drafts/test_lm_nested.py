@@ -73,7 +73,7 @@ def test_all_learn_at_once_and_leave_the_embedding(deep_target: Path, tmp_path: 
         return [tau_of(one, deep_target, learnt, 3, tmp_path) for one in drafts]
 
     before, embedding = taus(), draft.lm_head.weight.clone()
-    params = distill.Params(num_epochs=20, learning_rate=2e-3, **SETTINGS)
+    params = distill.Params(num_epochs=12, learning_rate=2e-3, **SETTINGS)
     distill.train(draft, deep_target, learnt, params, 3, tmp_path)
     after = taus()
     assert torch.equal(draft.lm_head.weight, embedding)
@@ -101,7 +101,7 @@ def test_a_nested_draft_survives_its_directory_and_one_cut_out_is_made_for_whom_
     lm.check(alone, None, describe(other))
 
 
-@pytest.mark.parametrize("nested", [(0, 1), (1, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize("nested", [(0, 1), (1, 3), (1, 1)])
 def test_what_can_not_be_nested_is_refused(deep_target: Path, nested: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nested must ascend within 1 to 2, less than num_layers; got \["):
         make(deep_target, nested)

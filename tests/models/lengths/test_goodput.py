@@ -167,8 +167,7 @@ def test_a_batch_without_sequences_is_refused() -> None:
 
 
 @pytest.mark.slow
-@MACHINES
-@pytest.mark.parametrize("num_sequences", [1, 64])
+@pytest.mark.parametrize(("machine", "num_sequences"), [(WITH_UNITS, 64), (WITHOUT, 1)], ids=["a batch", "alone"])
 def test_what_is_lost_by_learning_is_at_most_its_share_of_the_time(machine: Machine, num_sequences: int) -> None:
     """Nothing is ever accepted, and a third of the sequences has whole keys, which is more than at rest."""
     cost, acceptance, plan = machine.measure(np.random.default_rng(0)), known(code=0.0), None
@@ -290,8 +289,8 @@ def test_acceptance_that_rises_without_a_swap_is_found(machine: Machine) -> None
     served = Served(machine, {"code": BAD}, np.random.default_rng(3))
     served.run(1000, 1)
     served.drafts["code"] = ADAPTED
-    served.run(12_000, 1)
-    found = next((number for number, plan in enumerate(served.plans[1000:]) if plan.settled), None)
-    print(f"{machine.name}: found after {found} steps")
-    assert found is not None
+    while not any(plan.settled for plan in served.plans[1000:]) and len(served.plans) < 13_000:
+        served.run(200, 1)
+    print(f"{machine.name}: found after {len(served.plans) - 1000} steps")
+    assert served.plans[-1].settled
     assert served.gain(1000) >= 0.97

@@ -177,7 +177,7 @@ def test_training_teaches_a_draft_of_chance_what_is_planted_in_texts_with_images
     samples = planted.answers(tmp_path, 40, 1.0, seed=0) + planted.answers(tmp_path, 24, 0.0, seed=2)
     held_out = planted.answers(tmp_path, 8, 0.0, seed=1)
     before = tau_of(draft, tmp_path, held_out, 4, tmp_path / "before")
-    settings = distill.Params(num_epochs=20, batch_tokens=512, learning_rate=4e-3, num_threads=1)
+    settings = distill.Params(num_epochs=12, batch_tokens=512, learning_rate=4e-3, num_threads=1)
     distill.train(draft, tmp_path, samples, settings, 4, tmp_path / "work")
     after = tau_of(draft, tmp_path, held_out, 4, tmp_path / "after")
     assert before < 1.2 < 2.0 < after, (before, after)
