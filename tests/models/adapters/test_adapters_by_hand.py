@@ -13,7 +13,6 @@ from models.core.layers import normal_float
 from models.core.layers.linears import linears
 from models.core.layers.lora import add_low_rank, take_out
 from models.core.layers.normal_float import NormalFloatLinear
-from models.params import BaseParams
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -52,9 +51,7 @@ def test_a_bottleneck_by_hand() -> None:
     assert module(torch.tensor([1.0, 3.0])).tolist() == pytest.approx([1 + 2 * 0.8413, 3 - 0.8413 + 0.25], abs=1e-4)
 
 
-def test_with_bottlenecks_the_model_starts_near_its_base_and_their_weights_are_cut_at_two_deviations(
-    base: PreTrainedModel,
-) -> None:
+def test_with_bottlenecks_the_model_starts_near_its_base_and_their_weights_are_cut_at_two_deviations(base) -> None:
     before = base(TOKEN_IDS).logits.detach()
     adapters.attach(base, bottleneck.Params(), torch.Generator().manual_seed(0))
     assert 0 < float((base(TOKEN_IDS).logits.detach() - before).norm() / before.norm()) < 0.01
@@ -115,9 +112,7 @@ def test_by_default_the_model_starts_as_its_base_with_factors_on_query_and_value
         (last_layers.Params(num_layers=3), "num_layers must be at most 2, the model's; got 3"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_and_leave_the_model_plain(
-    base: PreTrainedModel, params: BaseParams, fault: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused_and_leave_the_model_plain(base, params, fault) -> None:
     with pytest.raises(ValueError, match=fault):
         adapters.attach(base, params, torch.Generator())
     adapters.attach(base, lora.Params(), torch.Generator())

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def test_by_default_a_quarter_of_the_layers_draft_and_the_file_says_which(tmp_pa
 
 @pytest.mark.parametrize("exit_layer", [2, 7])
 @pytest.mark.parametrize("family", [early_exit, kangaroo])
-def test_an_exit_that_is_not_before_the_last_layer_is_refused(
-    tiny_target: Path, family: ModuleType, exit_layer: int
-) -> None:
+def test_an_exit_that_is_not_before_the_last_layer_is_refused(tiny_target, family, exit_layer) -> None:
     with pytest.raises(ValueError, match=f"exit_layer must be 1 to 1, before the last .* layers; got {exit_layer}"):
         family.create(family.Params(exit_layer=exit_layer), tiny_target, None)
 
@@ -56,9 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_new_adapter_is_the_next_layers_attention_and_says_what_the_target_without_the_rest_says(
-    tmp_path: Path,
-) -> None:
+def test_a_new_adapter_is_the_next_layers_attention_and_says_what_the_target_without_the_rest_says(tmp_path) -> None:
     """Of the target only layer 0 and the attention of layer 1 add anything, so that all is accepted."""
     make_hollow(tmp_path, 3, {2}, {1, 2})
     draft = kangaroo.create(kangaroo.Params(exit_layer=1), tmp_path, None)
@@ -120,9 +115,7 @@ def test_by_default_a_tenth_of_the_layers_draft_before_an_adapter(tmp_path: Path
         (kangaroo, {"num_attention_heads": 4}, r"tensor self_attn.q_proj.weight is .* wanted .* \[256, 128\]"),
     ],
 )
-def test_a_file_that_does_not_fit_the_target_is_refused(
-    target: Path, tmp_path: Path, family: ModuleType, changes: dict[str, object], message: str
-) -> None:
+def test_a_file_that_does_not_fit_the_target_is_refused(target, tmp_path, family, changes, message) -> None:
     family.save(family.create(family.Params(), target, None), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -50,9 +50,7 @@ def test_siblings_have_equal_children_because_no_head_reads_what_was_drafted(tin
     assert torch.equal(one, other)
 
 
-def test_vllm_serves_as_many_heads_as_tokens_are_drafted_of_the_whole_vocabulary(
-    tiny_target: Path, tmp_path: Path
-) -> None:
+def test_vllm_serves_as_many_heads_as_tokens_are_drafted_of_the_whole_vocabulary(tiny_target, tmp_path) -> None:
     vllm = catalog.load("engines", "vllm")
 
     def require(params: medusa.Params, k: int, **ways: object) -> None:

@@ -78,13 +78,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_teaches_what_is_planted(
-    name: str,
-    target: Path,
-    held_out: dict[float, list[Sample]],
-    trained: dict[str, tuple[Draft, Draft]],
-    tmp_path: Path,
-) -> None:
+def test_training_teaches_what_is_planted(name, target, held_out, trained, tmp_path) -> None:
     new, draft = trained[name]
     before, after = (tau_of(one, target, held_out[0.0], K, tmp_path) for one in (new, draft))
     assert before < 1.5 < LEARNT < after, (before, after)
@@ -99,9 +93,7 @@ def test_what_reads_the_drafted_tokens_is_accepted_more_where_the_text_forks(
 
 
 @pytest.mark.parametrize(("name", "tree"), DRAFTED)
-def test_a_trained_draft_saves_steps_and_changes_no_token(
-    name: str, tree: str, target: Path, held_out: dict[float, list[Sample]], trained: dict[str, tuple[Draft, Draft]]
-) -> None:
+def test_a_trained_draft_saves_steps_and_changes_no_token(name, tree, target, held_out, trained) -> None:
     asked = [sample.prompt_ids for sample in held_out[0.0]]
     sampling = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
     num_draft_tokens = K if tree == "chain" else 12
@@ -114,7 +106,5 @@ def test_a_trained_draft_saves_steps_and_changes_no_token(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_lossless_rule_keeps_the_targets_distribution_with_a_grown_tree(
-    rule: str, target: Path, trained: dict[str, tuple[Draft, Draft]]
-) -> None:
+def test_every_lossless_rule_keeps_the_targets_distribution_with_a_grown_tree(rule, target, trained) -> None:
     assert sampled_p_value(target, trained["hydra"][1], num_draft_tokens=7, rule=rule, tree="static") > P_VALUE

@@ -78,9 +78,7 @@ def loss_of(draft: lm.Lm, deep_target: Path, samples: list[Sample], work: Path) 
     return float(loop._loss(samples, 0.0, num_rows)[0].detach())
 
 
-def test_one_pass_says_what_each_nested_draft_says_by_itself(
-    deep_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_one_pass_says_what_each_nested_draft_says_by_itself(deep_target, samples, tmp_path) -> None:
     draft = make(deep_target)
     rows, *_ = pack(samples, hidden_states(draft, deep_target, samples, tmp_path), 1, draft)
     with torch.inference_mode():
@@ -92,9 +90,7 @@ def test_one_pass_says_what_each_nested_draft_says_by_itself(
         torch.testing.assert_close(together, apart)
 
 
-def test_the_loss_is_the_mean_of_what_each_would_have_alone(
-    deep_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_the_loss_is_the_mean_of_what_each_would_have_alone(deep_target, samples, tmp_path) -> None:
     draft, apart = make(deep_target), []
     for number in NESTED:
         alone = lm.cut(draft, number)

@@ -156,9 +156,7 @@ def test_a_store_survives_the_disk_and_is_cut_to_its_capacity(tiny_target: Path,
         ({"token_ids": torch.tensor([300]).int(), "lengths": torch.tensor([1]).int()}, "tokens outside of 0 to 258"),
     ],
 )
-def test_a_store_that_does_not_fit_is_refused(
-    tiny_target: Path, tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str
-) -> None:
+def test_a_store_that_does_not_fit_is_refused(tiny_target, tmp_path, tensors, message) -> None:
     rest.save(holding(tiny_target, [1, 2]), tmp_path)
     (tmp_path / rest.STORE).unlink()
     if tensors is not None:

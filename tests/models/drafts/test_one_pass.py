@@ -3,7 +3,6 @@
 import json
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -82,9 +81,7 @@ def test_vllm_serves_whole_blocks_of_dflash(tiny_target: Path, tmp_path: Path) -
     assert dflash.vllm_config(tmp_path)["num_speculative_tokens"] == 7
 
 
-def test_later_places_of_parallel_eagle_read_neither_what_came_nor_what_was_drafted(
-    tiny_target: Path,
-) -> None:
+def test_later_places_of_parallel_eagle_read_neither_what_came_nor_what_was_drafted(tiny_target) -> None:
     draft = make_tiny(parallel_eagle, tiny_target)
     hidden = states(draft, 4)
     token_ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
@@ -156,7 +153,5 @@ def test_a_directory_of_parallel_eagle_is_in_vllms_layout(tiny_target: Path, tmp
         (parallel_eagle, {"ptd_token_id": "pad"}, "a token of 0 to 258, the target's; got pad"),
     ],
 )
-def test_a_draft_whose_config_does_not_fit_is_refused(
-    tiny_target: Path, tmp_path: Path, family: ModuleType, changes: dict[str, object], message: str
-) -> None:
+def test_a_draft_whose_config_does_not_fit_is_refused(tiny_target, tmp_path, family, changes, message) -> None:
     require_refused(family, tiny_target, tmp_path, message, **changes)

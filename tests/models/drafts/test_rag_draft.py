@@ -97,7 +97,5 @@ def test_a_score_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("parts", "question", "wanted"), [([], [1], []), ([[1, 2]], [], [0.0]), ([[]], [1], [0.0])])
-def test_nothing_to_score_or_to_ask_is_no_error(
-    parts: list[list[int]], question: list[int], wanted: list[float]
-) -> None:
+def test_nothing_to_score_or_to_ask_is_no_error(parts, question, wanted) -> None:
     assert rag_draft.score(parts, question) == wanted

@@ -125,9 +125,7 @@ def test_what_was_found_is_saved_and_can_be_swapped_in(target: Path, tmp_path: P
         ([1], "must hold lists of layers"),
     ],
 )
-def test_a_file_that_skips_what_can_not_be_skipped_is_refused(
-    target: Path, tmp_path: Path, skipped: object, message: str
-) -> None:
+def test_a_file_that_skips_what_can_not_be_skipped_is_refused(target, tmp_path, skipped, message) -> None:
     self_skip.save(make(target), tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

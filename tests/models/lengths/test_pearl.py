@@ -67,9 +67,7 @@ def plain(tiny_target: Path) -> list[Completion]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "limit"), [("lm", 0), ("lm", 1), ("eagle3", 3), ("hydra", 5)])
-def test_the_output_is_that_without_a_draft(
-    tiny_target: Path, plain: list[Completion], family: str, limit: int
-) -> None:
+def test_the_output_is_that_without_a_draft(tiny_target, plain, family, limit) -> None:
     draft = make_tiny(family_named(family), tiny_target)
     found = answer_all(tiny_target, draft, prompts(3), num_draft_tokens=limit, lengths=PEARL)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
@@ -98,9 +96,7 @@ def test_what_is_sampled_follows_the_target(tiny_target: Path, tiny_draft: Path)
     assert sampled_p_value(tiny_target, tiny_draft, lengths="pearl") > P_VALUE
 
 
-def test_draft_and_target_run_at_once(
-    tiny_target: Path, tiny_draft: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_and_target_run_at_once(tiny_target, tiny_draft, plain, monkeypatch) -> None:
     """Each waits in every step until the other has begun, which one after the other never would."""
     meeting, original = Barrier(2, timeout=60), Overlapped._draft_on
     target = Decoder.load(tiny_target, torch.float32)

@@ -43,9 +43,7 @@ def test_by_confidence_the_last_token_alone_decides(confidences: tuple[float, ..
 
 
 @pytest.mark.parametrize(("threshold", "lengths"), [(0.0, {4}), (1.0, {1})])
-def test_by_confidence_steps_are_as_long_as_the_draft_is_sure(
-    tiny_target: Path, draft: Draft, threshold: float, lengths: set[int]
-) -> None:
+def test_by_confidence_steps_are_as_long_as_the_draft_is_sure(tiny_target, draft, threshold, lengths) -> None:
     lengths_table = {"name": "confidence", "threshold": threshold}
     (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=lengths_table)
     assert set(answer.drafted) == lengths
@@ -93,9 +91,7 @@ class Noting(ModuleType):
 
 
 @pytest.mark.slow
-def test_a_head_tells_tokens_that_are_accepted_from_others(
-    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_a_head_tells_tokens_that_are_accepted_from_others(tiny_target, draft, samples, tmp_path) -> None:
     fitted = specdec_pp.fit(draft, tiny_target, samples, 4, tmp_path, Params(rejection_weight=1.0), seed=0)
     engine = TorchEngine(
         Decoder.load(tiny_target, torch.float32), tiny_target, draft, None, EngineParams(num_draft_tokens=2)
@@ -114,9 +110,7 @@ def test_a_head_tells_tokens_that_are_accepted_from_others(
 
 
 @pytest.mark.parametrize(("temperature", "threshold", "length"), [(0.0, 1.0, 4), (0.0, 0.0, 1), (1.0, 0.0, 1)])
-def test_steps_are_as_long_as_the_threshold_lets_them_be(
-    tiny_target: Path, draft: Draft, temperature: float, threshold: float, length: int
-) -> None:
+def test_steps_are_as_long_as_the_threshold_lets_them_be(tiny_target, draft, temperature, threshold, length) -> None:
     sampling = GREEDY.model_copy(update={"temperature": temperature, "seed": 1})
     lengths = {"name": "specdec_pp", "threshold": threshold}
     (answer,) = answer_all(tiny_target, draft, prompts(1), sampling, num_draft_tokens=4, lengths=lengths)
@@ -124,9 +118,7 @@ def test_steps_are_as_long_as_the_threshold_lets_them_be(
 
 
 @pytest.mark.slow
-def test_a_rejection_that_weighs_more_makes_steps_shorter(
-    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_a_rejection_that_weighs_more_makes_steps_shorter(tiny_target, draft, samples, tmp_path) -> None:
     drafted = []
     for weight in (0.1, 30.0):
         (tmp_path / str(weight)).mkdir()
@@ -137,9 +129,7 @@ def test_a_rejection_that_weighs_more_makes_steps_shorter(
     assert drafted[0] > drafted[1]
 
 
-def test_what_can_not_be_fit_or_read_is_refused(
-    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_what_can_not_be_fit_or_read_is_refused(tiny_target, draft, samples, tmp_path) -> None:
     with pytest.raises(ValueError, match="no sample has an answer of more than two tokens"):
         specdec_pp.fit(draft, tiny_target, [samples[0]._replace(completion_ids=[5, 6])], 4, tmp_path, Params(), 0)
     with pytest.raises(ValueError, match="there is no file .*none"):

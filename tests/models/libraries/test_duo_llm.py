@@ -77,9 +77,7 @@ def test_only_small_modules_learn_and_they_do(model: PreTrainedModel) -> None:
     assert loss(model, duos, everywhere(False, False), texts) < small - 0.1
 
 
-def test_an_oracle_of_more_modules_never_loses_more_on_what_it_chooses_first(
-    learnt: tuple[PreTrainedModel, list[Duo]],
-) -> None:
+def test_an_oracle_of_more_modules_never_loses_more_on_what_it_chooses_first(learnt) -> None:
     model, duos = learnt
     for start in range(4):
         costs = []

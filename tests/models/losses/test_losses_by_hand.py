@@ -64,9 +64,7 @@ NEURONS = features([[1.0, 2.0], NOTHING], [[3.0, 0.0], [0.0, 4.0]])
         ("feature_mmd", {"weight": 8.0}, [EVEN] * 2, NEURONS, [2.0, 2.0]),
     ],
 )
-def test_rows_by_hand(
-    name: str, params: dict[str, float], q: list[list[float]], columns: dict[str, object], wanted: list[float]
-) -> None:
+def test_rows_by_hand(name, params, q, columns, wanted) -> None:
     method = catalog.load("losses", name)
     told = method.loss(
         Drafted(torch.tensor(q).log(), **{key: torch.tensor(column) for key, column in columns.items()}),

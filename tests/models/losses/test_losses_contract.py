@@ -174,9 +174,7 @@ def test_the_loop_fills_the_columns_with_what_came_and_what_the_target_says(
         assert drafted.target_hidden.shape == drafted.draft_hidden.shape == (len(known), 128)
 
 
-def test_a_loss_on_hidden_states_refuses_a_draft_that_has_none(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_a_loss_on_hidden_states_refuses_a_draft_that_has_none(tiny_target, samples, tmp_path) -> None:
     class Learning(ngram.Ngram):
         """Prompt lookup with something to learn, so that the loop takes it."""
 

@@ -84,9 +84,7 @@ def plain(tiny_target: Path) -> list[Completion]:
 
 
 @pytest.mark.parametrize(("name", "option"), DRAFTED, ids=["+".join((name, *option)) for name, option in DRAFTED])
-def test_a_family_drafts_or_is_refused(
-    name: str, option: tuple[str, str], tiny_target: Path, plain: list[Completion]
-) -> None:
+def test_a_family_drafts_or_is_refused(name, option, tiny_target, plain) -> None:
     family, method = family_named(name), catalog.load(*option)
     greedy = option[0] != "verify" or not method.SAMPLES
     key = option[0] if option[0] != "verify" else "verify_greedy" if greedy else "verify"
@@ -157,9 +155,7 @@ def test_what_can_not_be_combined_is_refused_when_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(("tree", "rule", "lengths"), TRIED, ids=[named(triple) for triple in TRIED])
-def test_what_can_be_combined_answers(
-    tree: str, rule: str, lengths: str, tiny_target: Path, plain: list[Completion]
-) -> None:
+def test_what_can_be_combined_answers(tree, rule, lengths, tiny_target, plain) -> None:
     draft = make_tiny(family_named("lm"), tiny_target)
     sampling = SHORT if is_greedy(rule) else SHORT.model_copy(update={"temperature": 0.8, "seed": 1})
     answers = answer_all(tiny_target, draft, prompts(2), sampling, **settings(tree, rule, lengths))

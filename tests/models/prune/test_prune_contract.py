@@ -79,9 +79,7 @@ def test_a_whole_models_zeroes_are_the_patterns_and_survive_its_checkpoint(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(
-    method, model: PreTrainedModel, documents: list[list[int]]
-) -> None:
+def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(method, model, documents) -> None:
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(250, down.out_features, bias=False)
     before = model.model.layers[0].mlp.up_proj.weight.clone()

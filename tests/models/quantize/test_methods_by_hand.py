@@ -26,9 +26,7 @@ def logits(model: PreTrainedModel, documents: list[list[int]]) -> torch.Tensor:
         return model(torch.tensor(documents)).logits
 
 
-def test_awqs_scales_are_folded_so_that_only_rounding_is_left(
-    lively: PreTrainedModel, documents: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_awqs_scales_are_folded_so_that_only_rounding_is_left(lively, documents, monkeypatch) -> None:
     before = logits(lively, documents)
     norm = lively.model.layers[0].input_layernorm.weight.clone()
     quantized = awq.quantize(lively, documents, awq.Params(bits=8, group_size=32, clip=False))
@@ -37,9 +35,7 @@ def test_awqs_scales_are_folded_so_that_only_rounding_is_left(
     assert (after - before).norm() < 0.08 * before.norm()
 
 
-def test_by_awq_features_that_carry_much_lose_less_than_to_rounding_to_nearest(
-    lively: PreTrainedModel, documents: list[list[int]]
-) -> None:
+def test_by_awq_features_that_carry_much_lose_less_than_to_rounding_to_nearest(lively, documents) -> None:
     before = logits(lively, documents)
     nearest = rtn.quantize(copy.deepcopy(lively), [], rtn.Params(group_size=128, symmetric=False))
     aware = awq.quantize(lively, documents, awq.Params(group_size=128))
@@ -188,9 +184,7 @@ def test_products_with_zero_points_are_those_of_the_floats_that_they_stand_for()
     assert torch.allclose(llm_int8._multiply(inputs, weight).double(), exact, rtol=1e-5)
 
 
-def test_outlier_features_of_the_calibration_text_are_found_and_counted(
-    model: PreTrainedModel, documents: list[list[int]]
-) -> None:
+def test_outlier_features_of_the_calibration_text_are_found_and_counted(model, documents) -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.input_layernorm.weight[7] = 60.0

@@ -27,9 +27,7 @@ def judge(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("threshold", "by"), [(10, "target"), (0, "small")])
-def test_of_a_threshold_that_nothing_or_all_reach_the_answer_is_one_models(
-    small: Path, tiny_target: Path, threshold: int, by: str
-) -> None:
+def test_of_a_threshold_that_nothing_or_all_reach_the_answer_is_one_models(small, tiny_target, threshold, by) -> None:
     steps = think(small, tiny_target, Params(threshold=threshold))
     assert written(steps) == alone({"target": tiny_target, "small": small}[by])
     assert all(step.by == by and (step.given_up > 0) == (by == "target") for step in steps)

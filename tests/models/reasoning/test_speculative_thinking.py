@@ -35,9 +35,7 @@ def test_without_cues_the_answer_is_the_small_models(small: Path, tiny_target: P
     assert {step.by for step in steps} == {"small"}
 
 
-def test_at_a_cue_the_target_begins_the_step_and_what_the_small_model_began_is_given_up(
-    small: Path, tiny_target: Path
-) -> None:
+def test_at_a_cue_the_target_begins_the_step_and_what_the_small_model_began_is_given_up(small, tiny_target) -> None:
     params = Params(**NO_CUE | {"affirms": EVERYTHING}, takeover_tokens=5)
     steps = think(small, tiny_target, params, sampling=DRAWN)
     taken = [step for step in steps if step.by == "target"]
@@ -63,9 +61,7 @@ def test_a_check_that_is_begun_the_target_goes_on_with(small: Path, tiny_target:
     assert len(steps[begun + 1].token_ids) == 11
 
 
-def test_when_too_many_steps_have_turned_back_the_target_recaps_behind_a_sentence_of_ours(
-    small: Path, tiny_target: Path
-) -> None:
+def test_when_too_many_steps_have_turned_back_the_target_recaps_behind_a_sentence_of_ours(small, tiny_target) -> None:
     params = Params(
         **NO_CUE | {"reflects": EVERYTHING}, takeover_tokens=3, recap_after=1, recap_text="Check:", recap_tokens=8
     )

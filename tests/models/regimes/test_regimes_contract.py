@@ -62,9 +62,7 @@ class _Killed(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(
-    name: str, trained: dict, tiny_target: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(name, trained, tiny_target, tmp_path) -> None:
     calls = 0
 
     def kill(model: torch.nn.Module, args: object) -> None:
@@ -126,9 +124,7 @@ def test_regimes_of_different_parts_train_together(names: tuple[str, ...], tiny_
         ("layer_skip_gate", {"cost_weight": 0, "start": 0.999999, "floor": 0.999999}, 2e-3),
     ],
 )
-def test_where_no_block_is_left_out_it_is_plain_training(
-    name: str, settings: dict[str, float], atol: float, tiny_target: Path
-) -> None:
+def test_where_no_block_is_left_out_it_is_plain_training(name, settings, atol, tiny_target) -> None:
     plain, model = load(tiny_target), load(tiny_target)
     train(plain, [], num_epochs=1)
     trained = train(model, [catalog.parse("regimes", {"name": name, **settings})], num_epochs=1)

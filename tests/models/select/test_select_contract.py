@@ -59,9 +59,7 @@ def test_all_of_the_pool_may_be_wanted(name: str, sources: Sources) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDING)
-def test_a_proxy_is_trained_on_what_the_rounds_before_chose(
-    name: str, sources: Sources, asked: list[list[int]]
-) -> None:
+def test_a_proxy_is_trained_on_what_the_rounds_before_chose(name, sources, asked) -> None:
     chosen = choose(name, sources)
     # 10 in 3 rounds: 4, 3, 3; the first is random and asks nothing, and each other round trains one proxy.
     assert asked == [chosen[:4], chosen[:7]]
@@ -174,9 +172,7 @@ def test_features_are_mean_states_and_do_not_see_padding(model: PreTrainedModel)
     assert torch.allclose(together[3], select.features(model, [POOL[3]])[0], atol=1e-4)
 
 
-def test_acceptance_is_the_overlap_of_draft_and_target(
-    tiny_target: Path, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_acceptance_is_the_overlap_of_draft_and_target(tiny_target, model, tmp_path) -> None:
     draft = lm.create(lm.Params(num_layers=1), tiny_target, torch.ones(259).numpy())
     found = select.acceptance(draft, tiny_target, POOL[:3], 1, tmp_path)
     for place, document in enumerate(POOL[:3]):

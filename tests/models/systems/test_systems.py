@@ -117,9 +117,7 @@ IDLE = [Request(FIRST, 2, 0.0), Request(FIRST, 1, 100.0)]
     ],
     ids=["in turn", "a batch", "a smaller batch", "late for a batch", "late for what is fused", "nobody runs"],
 )
-def test_what_flovers_requests_take_by_hand(
-    requests: list[Request], size: int, fused: bool, wanted: list[float]
-) -> None:
+def test_what_flovers_requests_take_by_hand(requests, size, fused, wanted) -> None:
     assert flover.seconds(requests, size, fused, a_second) == wanted
 
 
@@ -157,9 +155,7 @@ def test_an_output_may_part_at_a_near_tie_and_nowhere_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at_eight", "holds"), [(2.0, True), (8.0, False)])
-def test_flovers_verdict_follows_from_what_a_step_of_eight_rows_takes(
-    decoder: WideDecoder, at_eight: float, holds: bool
-) -> None:
+def test_flovers_verdict_follows_from_what_a_step_of_eight_rows_takes(decoder, at_eight, holds) -> None:
     """Where eight rows take as long as eight steps nothing is gained, so that the claim must not be seen."""
 
     def takes(num_sequences: int, num_tokens: int) -> float:

@@ -105,9 +105,7 @@ def all_shapes(size: int, num_ranks: int, max_depth: int) -> Iterator[Shape]:
 
 @pytest.mark.parametrize("acceptance", SEVERAL)
 @pytest.mark.parametrize(("size", "max_depth"), [(2, 1), (5, 2), (4, 3)])
-def test_no_shape_of_sequoias_size_is_expected_to_have_more_accepted(
-    acceptance: tuple[float, ...], size: int, max_depth: int
-) -> None:
+def test_no_shape_of_sequoias_size_is_expected_to_have_more_accepted(acceptance, size, max_depth) -> None:
     params = sequoia.Params(acceptance=acceptance, max_depth=max_depth)
     shape = sequoia.shape(size, params)
     assert len(shape.parents) <= size

@@ -25,9 +25,7 @@ LEANS = [0.6, 0.4, 0.0, 0.0]
     ],
     ids=["all pass", "under the bar", "over the bar", "excluded", "the longest", "the likeliest of equals", "cut"],
 )
-def test_the_path_that_is_kept(
-    draft: list[int], parents: tuple[int, ...], p: list[list[float]], path: list[int]
-) -> None:
+def test_the_path_that_is_kept(draft, parents, p, path) -> None:
     laws = torch.tensor([p])
     verified = verify(Proposal(torch.tensor([draft]), parents), laws, torch.Generator().manual_seed(0), Params())
     assert verified.path.tolist() == [path]

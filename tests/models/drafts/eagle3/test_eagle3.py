@@ -34,9 +34,7 @@ def test_a_new_head_starts_from_the_targets_last_layer(tiny_target: Path) -> Non
     assert head.midlayer["self_attn"]["q_proj"].weight[:, :HIDDEN].abs().max() == 0
 
 
-def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_target(
-    tiny_target: Path, tiny_draft: Path
-) -> None:
+def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_target(tiny_target, tiny_draft) -> None:
     head = eagle3.load(tiny_draft, tiny_target)
     old, before = head.vocabulary.tolist(), head.lm_head.weight.detach().clone()
     counts = np.zeros(259)
@@ -65,9 +63,7 @@ def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:
         (eagle3.Params(vocab_size=8, aux_layers=(1, 7)), "aux_layers must ascend within 0 to 2"),
     ],
 )
-def test_a_shape_that_does_not_fit_the_target_is_refused(
-    tiny_target: Path, params: eagle3.Params, message: str
-) -> None:
+def test_a_shape_that_does_not_fit_the_target_is_refused(tiny_target, params, message) -> None:
     with pytest.raises(ValueError, match=message):
         eagle3.create(params, tiny_target, np.ones(259))
 

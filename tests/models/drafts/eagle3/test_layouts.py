@@ -159,9 +159,7 @@ SPOILT: dict[str, Callable[[dict[str, Tensor], Callable[[str], str]], object]] =
 
 
 @pytest.mark.parametrize("fault", SPOILT)
-def test_a_tensor_that_does_not_fit_is_refused_by_name(
-    write: Write, layout: str, tiny_target: Path, fault: str
-) -> None:
+def test_a_tensor_that_does_not_fit_is_refused_by_name(write, layout, tiny_target, fault) -> None:
     directory = write(lambda config, tensors: SPOILT[fault](tensors, lambda name: at(layout, name)))
     with pytest.raises(ValueError, match=fault):
         eagle3.adopt(directory, tiny_target)
@@ -179,9 +177,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
         ({"intermediate_size": None}, "config.json has intermediate_size None; wanted a number"),
     ],
 )
-def test_a_layer_of_another_shape_is_refused(
-    write: Write, layout: str, tiny_target: Path, changed: dict[str, Any], fault: str
-) -> None:
+def test_a_layer_of_another_shape_is_refused(write, layout, tiny_target, changed, fault) -> None:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         (config if layout == "native" else config["transformer_layer_config"]).update(changed)
 
@@ -335,9 +331,7 @@ def test_another_tokenizer_beside_the_head_is_refused(write: Write, tiny_target:
         eagle3.adopt(directory, tiny_target)
 
 
-def test_pickled_weights_and_a_place_without_a_head_are_refused(
-    write: Write, tiny_target: Path, tmp_path: Path
-) -> None:
+def test_pickled_weights_and_a_place_without_a_head_are_refused(write, tiny_target, tmp_path) -> None:
     with pytest.raises(ValueError, match="nowhere is not a directory"):
         eagle3.adopt(tmp_path / "nowhere", tiny_target)
     directory = write()
