@@ -1,6 +1,6 @@
 """Adapters by hand: which weights they train, where they start, what they cost, and what they refuse."""
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +13,19 @@ from models.core.layers import normal_float
 from models.core.layers.linears import linears
 from models.core.layers.lora import add_low_rank, take_out
 from models.core.layers.normal_float import NormalFloatLinear
+from tests.models.regimes.world import load
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def test_zero_biases_leave_the_model_its_base_and_the_config_names_them(base: PreTrainedModel) -> None:
-    before = base(TOKEN_IDS).logits
-    adapted = adapters.attach(base, bitfit.Params(), torch.Generator())
-    assert torch.equal(base(TOKEN_IDS).logits, before)
+def test_zero_biases_leave_the_model_its_base_and_the_config_names_them(model: PreTrainedModel) -> None:
+    before = model(TOKEN_IDS).logits
+    adapted = adapters.attach(model, bitfit.Params(), torch.Generator())
+    assert torch.equal(model(TOKEN_IDS).logits, before)
     assert len(adapted.trained) == 2 * 7
-    assert base.config.attention_bias and base.config.mlp_bias
+    assert model.config.attention_bias and model.config.mlp_bias
 
 
 def test_a_class_that_has_some_biases_trains_those() -> None:
@@ -51,33 +52,33 @@ def test_a_bottleneck_by_hand() -> None:
     assert module(torch.tensor([1.0, 3.0])).tolist() == pytest.approx([1 + 2 * 0.8413, 3 - 0.8413 + 0.25], abs=1e-4)
 
 
-def test_with_bottlenecks_the_model_starts_near_its_base_and_their_weights_are_cut_at_two_deviations(base) -> None:
-    before = base(TOKEN_IDS).logits.detach()
-    adapters.attach(base, bottleneck.Params(), torch.Generator().manual_seed(0))
-    assert 0 < float((base(TOKEN_IDS).logits.detach() - before).norm() / before.norm()) < 0.01
+def test_with_bottlenecks_the_model_starts_near_its_base_and_their_weights_are_cut_at_two_deviations(model) -> None:
+    before = model(TOKEN_IDS).logits.detach()
+    adapters.attach(model, bottleneck.Params(), torch.Generator().manual_seed(0))
+    assert 0 < float((model(TOKEN_IDS).logits.detach() - before).norm() / before.norm()) < 0.01
     drawn = torch.cat(
-        [m.down.weight.detach().flatten() for m in base.modules() if isinstance(m, bottleneck.Bottleneck)]
+        [m.down.weight.detach().flatten() for m in model.modules() if isinstance(m, bottleneck.Bottleneck)]
     )
     assert float(drawn.abs().max()) <= 0.02
     assert float(drawn.std()) == pytest.approx(0.0088, rel=0.05)  # a Gaussian cut at two deviations has 0.88 of its own
 
 
-def test_bottlenecks_are_two_modules_and_two_norms_a_block(base: PreTrainedModel) -> None:
-    bottleneck.insert(base.requires_grad_(False), bottleneck.Params(width=8), torch.Generator())
-    assert base.num_parameters(only_trainable=True) == 2 * (2 * (2 * 8 * 128 + 8 + 128) + 2 * 128)
+def test_bottlenecks_are_two_modules_and_two_norms_a_block(model: PreTrainedModel) -> None:
+    bottleneck.insert(model.requires_grad_(False), bottleneck.Params(width=8), torch.Generator())
+    assert model.num_parameters(only_trainable=True) == 2 * (2 * (2 * 8 * 128 + 8 + 128) + 2 * 128)
 
 
-def test_a_block_of_other_names_is_refused(base: PreTrainedModel) -> None:
-    base.model.layers[1].mlp.down_proj = nn.Identity()
+def test_a_block_of_other_names_is_refused(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.down_proj = nn.Identity()
     with pytest.raises(ValueError, match=r"model.layers.1 has no linear layer mlp.down_proj"):
-        bottleneck.insert(base, bottleneck.Params(), torch.Generator())
+        bottleneck.insert(model, bottleneck.Params(), torch.Generator())
 
 
-def test_only_the_last_blocks_are_trained(base: PreTrainedModel) -> None:
-    adapted = adapters.attach(base, last_layers.Params(num_layers=1), torch.Generator())
-    block = sum(parameter.numel() for parameter in base.model.layers[1].parameters())
+def test_only_the_last_blocks_are_trained(model: PreTrainedModel) -> None:
+    adapted = adapters.attach(model, last_layers.Params(num_layers=1), torch.Generator())
+    block = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
     assert all(name.startswith("model.layers.1.") for name in adapted.trained)
-    assert adapted.trained_share == block / base.num_parameters()
+    assert adapted.trained_share == block / model.num_parameters()
 
 
 def test_a_low_rank_layer_by_hand() -> None:
@@ -94,13 +95,13 @@ def test_a_low_rank_layer_by_hand() -> None:
     assert model.q_proj(torch.tensor([5.0, 2.0])).tolist() == wanted
 
 
-def test_by_default_the_model_starts_as_its_base_with_factors_on_query_and_value(base: PreTrainedModel) -> None:
+def test_by_default_the_model_starts_as_its_base_with_factors_on_query_and_value(model: PreTrainedModel) -> None:
     token_ids = torch.arange(3, 43)[None]
-    before = base(token_ids).logits
-    adapters.attach(base, lora.Params(), torch.Generator().manual_seed(0))
-    assert torch.equal(base(token_ids).logits, before)
+    before = model(token_ids).logits
+    adapters.attach(model, lora.Params(), torch.Generator().manual_seed(0))
+    assert torch.equal(model(token_ids).logits, before)
     # Query [128, 128] and value [64, 128] of two layers in rank 8.
-    assert base.num_parameters(only_trainable=True) == 2 * 8 * (128 + 128 + 128 + 64)
+    assert model.num_parameters(only_trainable=True) == 2 * 8 * (128 + 128 + 128 + 64)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,10 @@ def test_by_default_the_model_starts_as_its_base_with_factors_on_query_and_value
         (last_layers.Params(num_layers=3), "num_layers must be at most 2, the model's; got 3"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_and_leave_the_model_plain(base, params, fault) -> None:
+def test_settings_that_do_not_fit_are_refused_and_leave_the_model_plain(model, params, fault) -> None:
     with pytest.raises(ValueError, match=fault):
-        adapters.attach(base, params, torch.Generator())
-    adapters.attach(base, lora.Params(), torch.Generator())
+        adapters.attach(model, params, torch.Generator())
+    adapters.attach(model, lora.Params(), torch.Generator())
 
 
 def quantized(model: PreTrainedModel) -> PreTrainedModel:
@@ -126,28 +127,27 @@ def quantized(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_the_base_takes_an_eighth_of_its_bytes(base: PreTrainedModel) -> None:
-    num_weights = sum(layer.weight.numel() for _, layer in linears(base))
-    rest = base.num_parameters() - num_weights
-    adapted = adapters.attach(base, qlora.Params(), torch.Generator().manual_seed(0))
-    frozen = sum(p.numel() * p.element_size() for p in base.parameters() if not p.requires_grad)
-    packed = sum(module.num_bytes for module in base.modules() if isinstance(module, NormalFloatLinear))
+def test_the_base_takes_an_eighth_of_its_bytes(model: PreTrainedModel) -> None:
+    num_weights = sum(layer.weight.numel() for _, layer in linears(model))
+    rest = model.num_parameters() - num_weights
+    adapted = adapters.attach(model, qlora.Params(), torch.Generator().manual_seed(0))
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, NormalFloatLinear))
     assert frozen == 4 * rest
     # The float32 maxima of layers of few blocks add a little to the 4.127 bits.
     assert 8 * packed / num_weights == pytest.approx(4.13, abs=0.01)
     assert adapted.num_base == num_weights + rest
 
 
-def test_the_model_starts_as_the_quantized_base(make_base: Callable[[], PreTrainedModel]) -> None:
-    adapted = adapters.attach(make_base(), qlora.Params(), torch.Generator().manual_seed(0))
-    wanted = quantized(make_base())(TOKEN_IDS).logits
+def test_the_model_starts_as_the_quantized_base(tiny_target: Path) -> None:
+    adapted = adapters.attach(load(tiny_target), qlora.Params(), torch.Generator().manual_seed(0))
+    wanted = quantized(load(tiny_target))(TOKEN_IDS).logits
     assert torch.allclose(adapted.model(TOKEN_IDS).logits, wanted, atol=1e-5)
 
 
-def test_layers_without_a_low_rank_part_are_quantized_too(make_base: Callable[[], PreTrainedModel]) -> None:
-    base = make_base()
-    adapted = adapters.attach(base, qlora.Params(layers=("q_proj",)), torch.Generator().manual_seed(0))
+def test_layers_without_a_low_rank_part_are_quantized_too(tiny_target: Path) -> None:
+    adapted = adapters.attach(load(tiny_target), qlora.Params(layers=("q_proj",)), torch.Generator().manual_seed(0))
     assert all(".q_proj.lora_" in name for name in adapted.trained)
     merged = adapters.merge(adapted)
-    for (name, layer), (_, wanted) in zip(linears(merged), linears(quantized(make_base())), strict=True):
+    for (name, layer), (_, wanted) in zip(linears(merged), linears(quantized(load(tiny_target))), strict=True):
         assert torch.equal(layer.weight, wanted.weight), name

@@ -15,6 +15,7 @@ from models.prune import prune_model
 METHODS = [catalog.load("prune", name) for name in catalog.names("prune")]
 CALIBRATED = [method for method in METHODS if method.CALIBRATED]
 PATTERNS = ("0.5", "2:4", "1:4", "4:8")
+DOCUMENTS = torch.randint(3, 259, (8, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def method_id(method: object) -> str:
@@ -23,12 +24,6 @@ def method_id(method: object) -> str:
 
 def pattern(spelt: str) -> Pattern:
     return Pattern.model_validate(spelt if ":" in spelt else float(spelt))
-
-
-@pytest.fixture(scope="module")
-def documents() -> list[list[int]]:
-    rng = torch.Generator().manual_seed(0)
-    return torch.randint(3, 259, (8, 40), generator=rng).tolist()
 
 
 def layer(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,10 +60,10 @@ def test_a_layers_zeroes_are_the_patterns_and_its_output_nearer_than_with_random
 @pytest.mark.parametrize("spelt", ["0.5", "2:4"])
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_a_whole_models_zeroes_are_the_patterns_and_survive_its_checkpoint(
-    method, spelt: str, model: PreTrainedModel, documents: list[list[int]], tmp_path: Path
+    method, spelt: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     embedding = model.get_input_embeddings().weight.clone()
-    shares = prune_model(model, documents, method.Params(), pattern(spelt))
+    shares = prune_model(model, DOCUMENTS, method.Params(), pattern(spelt))
     assert shares.keys() == {name for name, _ in linears(model)}
     assert torch.equal(model.get_input_embeddings().weight, embedding)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -79,12 +74,12 @@ def test_a_whole_models_zeroes_are_the_patterns_and_survive_its_checkpoint(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(method, model, documents) -> None:
+def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(method, model) -> None:
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(250, down.out_features, bias=False)
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.down_proj is 250 wide, which 4 of pattern 2:4"):
-        prune_model(model, documents, method.Params(), pattern("2:4"))
+        prune_model(model, DOCUMENTS, method.Params(), pattern("2:4"))
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
 
 

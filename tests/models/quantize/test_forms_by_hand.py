@@ -12,6 +12,7 @@ from models import quantize
 from models.core.layers import normal_float
 from models.core.layers.normal_float import NormalFloats, Scales
 from models.quantize import fp8, int8_dynamic, int8_static, kv_cache, nf4, rtn
+from tests.models.quantize.test_quantize_contract import DOCUMENTS
 
 UP = "model.layers.1.mlp.up_proj."  # 256 × 128
 
@@ -42,22 +43,22 @@ def test_seven_bits_stay_below_64(model: PreTrainedModel) -> None:
 
 
 def test_a_layers_static_scale_is_the_largest_input_that_calibration_saw_and_shared_by_those_that_read_the_same(
-    model: PreTrainedModel, documents: list[list[int]]
+    model: PreTrainedModel,
 ) -> None:
     caught: list[Tensor] = []
     model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     with torch.no_grad():
-        for document in documents:
+        for document in DOCUMENTS:
             model(torch.tensor([document]))
     most = max(float(inputs.abs().max()) for inputs in caught)
-    tensors = int8_static.quantize(model, documents, int8_static.Params()).tensors
+    tensors = int8_static.quantize(model, DOCUMENTS, int8_static.Params()).tensors
     scales = [tensors[f"model.layers.0.self_attn.{name}_proj.input_scale"].item() for name in "qkv"]
     assert scales == [pytest.approx(most / 127)] * 3
 
 
-def test_a_percentile_clips(model: PreTrainedModel, documents: list[list[int]]) -> None:
+def test_a_percentile_clips(model: PreTrainedModel) -> None:
     whole, cut = (
-        int8_static.quantize(copy.deepcopy(model), documents, int8_static.Params(**settings)).tensors
+        int8_static.quantize(copy.deepcopy(model), DOCUMENTS, int8_static.Params(**settings)).tensors
         for settings in ({}, {"percentile": 99})
     )
     name = "model.layers.0.mlp.down_proj.input_scale"

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from models.core.layers import integers
 from models.core.layers.linears import Gram
 from models.quantize import awq, bitnet, gptq, llm_int8, qat, rtn
+from tests.models.quantize.test_quantize_contract import DOCUMENTS
 
 
 @pytest.fixture
@@ -21,32 +22,32 @@ def lively(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def logits(model: PreTrainedModel, documents: list[list[int]]) -> torch.Tensor:
+def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor(documents)).logits
+        return model(torch.tensor(DOCUMENTS)).logits
 
 
-def test_awqs_scales_are_folded_so_that_only_rounding_is_left(lively, documents, monkeypatch) -> None:
-    before = logits(lively, documents)
+def test_awqs_scales_are_folded_so_that_only_rounding_is_left(lively) -> None:
+    before = logits(lively)
     norm = lively.model.layers[0].input_layernorm.weight.clone()
-    quantized = awq.quantize(lively, documents, awq.Params(bits=8, group_size=32, clip=False))
+    quantized = awq.quantize(lively, DOCUMENTS, awq.Params(bits=8, group_size=32, clip=False))
     assert not torch.allclose(lively.model.layers[0].input_layernorm.weight, norm, rtol=0.05)
-    after = logits(quantized.model, documents)
+    after = logits(quantized.model)
     assert (after - before).norm() < 0.08 * before.norm()
 
 
-def test_by_awq_features_that_carry_much_lose_less_than_to_rounding_to_nearest(lively, documents) -> None:
-    before = logits(lively, documents)
+def test_by_awq_features_that_carry_much_lose_less_than_to_rounding_to_nearest(lively) -> None:
+    before = logits(lively)
     nearest = rtn.quantize(copy.deepcopy(lively), [], rtn.Params(group_size=128, symmetric=False))
-    aware = awq.quantize(lively, documents, awq.Params(group_size=128))
-    lost = [(logits(found.model, documents) - before).norm() for found in (aware, nearest)]
+    aware = awq.quantize(lively, DOCUMENTS, awq.Params(group_size=128))
+    lost = [(logits(found.model) - before).norm() for found in (aware, nearest)]
     assert lost[0] < 0.85 * lost[1]
 
 
-def test_awq_names_a_layer_of_another_layout(model: PreTrainedModel, documents: list[list[int]]) -> None:
+def test_awq_names_a_layer_of_another_layout(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.side_proj = torch.nn.Linear(128, 128)
     with pytest.raises(ValueError, match=r"layer model\.layers\.0\.mlp\.side_proj is not of Llama's layout"):
-        awq.quantize(model, documents, awq.Params())
+        awq.quantize(model, DOCUMENTS, awq.Params())
 
 
 def test_ternary_values_by_hand() -> None:
@@ -184,11 +185,11 @@ def test_products_with_zero_points_are_those_of_the_floats_that_they_stand_for()
     assert torch.allclose(llm_int8._multiply(inputs, weight).double(), exact, rtol=1e-5)
 
 
-def test_outlier_features_of_the_calibration_text_are_found_and_counted(model, documents) -> None:
+def test_outlier_features_of_the_calibration_text_are_found_and_counted(model) -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.input_layernorm.weight[7] = 60.0
-    quantized = llm_int8.quantize(model, documents, llm_int8.Params())
+    quantized = llm_int8.quantize(model, DOCUMENTS, llm_int8.Params())
     columns = quantized.tensors["model.layers.1.self_attn.q_proj.outlier_columns"]
     assert columns.tolist() == [7]
     assert quantized.tensors["model.layers.1.self_attn.q_proj.outlier_weight"].shape == (128, 1)

@@ -12,7 +12,7 @@ from models.catalog import load, names
 from models.core.learning import training
 from models.drafts import lm
 from models.params import TrainingParams
-from models.select import Sources
+from models.select import Sources, acceptance_gap, kcenter
 
 METHODS = names("select")
 HARD = range(5, 40, 7)
@@ -195,3 +195,53 @@ def test_logits_of_no_more_documents_are_held_than_fit(model: PreTrainedModel) -
     few = select.certainty(model, POOL, max_logits=30 * 259)
     assert max(sizes[1:]) <= 30 * 259 and len(sizes) > 2
     torch.testing.assert_close(few.entropy, whole.entropy)
+
+
+def by_gap(sources: Sources, num_chosen: int, num_rounds: int) -> list[int]:
+    return select.select([[1, 2]] * 8, num_chosen, num_rounds, acceptance_gap.Params(), sources, torch.Generator())
+
+
+def test_by_acceptance_gap_the_planted_documents_come_first_and_each_round_asks_the_draft_of_its_own() -> None:
+    lengths = torch.tensor([2.5, 1.2, 2.9, 1.1, 2.8, 2.6, 1.3, 2.7])
+
+    def accepted(chosen: list[int]) -> Tensor:
+        # A draft that learnt document 3 is accepted on 6 as well.
+        return lengths.index_fill(0, torch.tensor([6]), 3.0) if 3 in chosen else lengths
+
+    assert by_gap(Sources(acceptance=accepted), 2, 1) == [3, 1]
+    assert by_gap(Sources(acceptance=accepted), 3, 1) == [3, 1, 6]
+    assert by_gap(Sources(acceptance=accepted), 4, 2) == [3, 1, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("figures", "fault"),
+    [
+        ([1.0] * 3, r"acceptance must be \[8\], one a document; got \[3\]"),
+        ([1.0] * 5 + [float("nan")] + [1.0] * 2, "document 5 has no score"),
+    ],
+)
+def test_documents_without_a_figure_are_refused(figures: list[float], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        by_gap(Sources(acceptance=lambda chosen: torch.tensor(figures)), 2, 1)
+
+
+def proxy(states: Tensor) -> select.Proxy:
+    """A proxy whose target's states are given."""
+    made = select.Proxy([[1, 2]] * len(states), Sources())
+    made.features = states
+    return made
+
+
+def pick(states: Tensor, chosen: list[int], num_wanted: int, seed: int = 0) -> list[int]:
+    return kcenter.pick(proxy(states), chosen, num_wanted, kcenter.Params(), torch.Generator().manual_seed(seed))
+
+
+def test_kcenter_on_a_line_by_hand() -> None:
+    states = torch.tensor([[0.0], [1.0], [4.0], [9.0], [10.0]])
+    # From 1 the farthest is 10 (at 9); then 4, 3 from 1 and 6 from 10, before 0 and 9, each at 1; of equals the first.
+    assert pick(states, [1], 4) == [4, 2, 0, 3]
+
+
+def test_by_kcenter_copies_of_a_chosen_document_come_last_and_none_comes_twice() -> None:
+    states = torch.tensor([[0.0], [0.0], [5.0], [0.0]])
+    assert pick(states, [0], 3) == [2, 1, 3]

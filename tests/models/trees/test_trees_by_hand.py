@@ -1,4 +1,4 @@
-"""`chain`, `static` and `dynamic` by hand; `dyspec` and `sequoia` have files."""
+"""`chain`, `static` and `dynamic` by hand; `dyspec` and `sequoia` are held to the best of all trees."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.params import BaseParams
-from models.trees import Shape, chain, dynamic, static
+from models.trees import Shape, chain, dynamic, path_to, static
 
 WIDTHS = static.Params(widths=(2, 2, 1))
 
@@ -35,10 +35,7 @@ LAW = {(): {A: 0.6, B: 0.3}, (A,): {C: 0.9}, (B,): {D: 0.5, E: 0.45}, (A, C): {F
 def expand(token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
     rows = []
     for node in nodes:
-        path: tuple[int, ...] = ()
-        while node >= 0:
-            path, node = (token_ids[node], *path), parents[node]
-        known = LAW.get(path, {})
+        known = LAW.get(path_to(node, token_ids, parents), {})
         rest = (1 - sum(known.values())) / (20 - len(known))
         rows.append([math.log(known.get(token, rest)) for token in range(20)])
     return torch.tensor(rows)
