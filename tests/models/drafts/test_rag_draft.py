@@ -9,9 +9,8 @@ from models.core.drafting.draft_families import open_draft
 from models.drafts import rag_draft
 from models.targets import describe
 from tests.models import planted
-from tests.models.drafts.answered import answer_all, prompts
+from tests.models.drafts.answered import answer_all, prompts, require_equal
 from tests.models.drafts.tiny import TINY, make_tiny, save_tiny
-from tests.models.engines.test_torch_families import require_equal
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 5, 9, 10, 11, 9, 5]
 

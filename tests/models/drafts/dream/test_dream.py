@@ -15,9 +15,8 @@ from models.drafts.dream import watched
 from models.drafts.dream.draft import NEVER, Dream, ended, left_out
 from tests.conftest import shake
 from tests.models import planted
-from tests.models.drafts.answered import answer_all, tau_of
+from tests.models.drafts.answered import answer_all, require_equal, tau_of
 from tests.models.drafts.tiny import library_layer, require_refused
-from tests.models.engines.test_torch_families import require_equal
 
 
 def made(target: Path, **changes: object) -> Dream:
