@@ -1,7 +1,6 @@
 """Every adapter: trains only its own, comes back from a small file onto its base alone, and merges to a plain model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import adapters
+from models import adapters, catalog
 from models.adapters import Adapted
-from models.catalog import load, names
 from models.core.learning import training
 from models.params import TrainingParams
+from tests.models.regimes.world import load
 
-METHODS = names("adapters")
-MERGING = [name for name in METHODS if hasattr(load("adapters", name), "fold")]
+METHODS = catalog.names("adapters")
+MERGING = [name for name in METHODS if hasattr(catalog.load("adapters", name), "fold")]
 TOKEN_IDS = torch.arange(3, 43)[None]
 DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(20)] for start in range(12)]
 
-MakeBase = Callable[[], PreTrainedModel]
 
-
-def attach(model: PreTrainedModel, name: str, seed: int = 0) -> Adapted:
-    return adapters.attach(model, load("adapters", name).Params(), torch.Generator().manual_seed(seed))
+def attach(model: PreTrainedModel, name: str) -> Adapted:
+    return adapters.attach(model, catalog.load("adapters", name).Params(), torch.Generator().manual_seed(0))
 
 
 def shaken(model: PreTrainedModel, name: str) -> Adapted:
@@ -43,33 +40,34 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_training_moves_what_is_trained_and_nothing_else(name: str, base: PreTrainedModel) -> None:
-    adapted = attach(base, name)
-    before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
+def test_training_moves_what_is_trained_and_nothing_else(name: str, model: PreTrainedModel) -> None:
+    adapted = attach(model, name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     settings = TrainingParams(num_epochs=4, batch_tokens=120, learning_rate=1e-2)
-    trained = training.train(base, DOCUMENTS, settings)
+    trained = training.train(model, DOCUMENTS, settings)
     assert trained.losses[-1][1] < trained.losses[0][1] - 0.01
-    moved = {key for key, tensor in base.state_dict().items() if not torch.equal(tensor, before[key])}
+    moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     assert moved == adapted.trained.keys()
     assert adapted.trained_share == sum(before[key].numel() for key in moved) / adapted.num_base
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_saved_adapter_loads_onto_its_base(name: str, make_base: MakeBase, tmp_path: Path) -> None:
-    adapted = shaken(make_base(), name)
-    assert not torch.allclose(logits(adapted.model), logits(make_base()))
+def test_a_saved_adapter_loads_onto_its_base(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    adapted, again = shaken(load(tiny_target), name), shaken(load(tiny_target), name)
+    assert all(torch.equal(again.trained[key], tensor) for key, tensor in adapted.trained.items())  # by its seed
+    assert not torch.allclose(logits(adapted.model), logits(load(tiny_target)))
     adapters.save(adapted, tmp_path)
     num_bytes = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert num_bytes < 4 * sum(p.numel() for p in adapted.trained.values()) + 4096 + 128 * len(adapted.trained)
-    loaded = adapters.load(make_base(), tmp_path)
+    loaded = adapters.load(load(tiny_target), tmp_path)
     assert torch.equal(logits(loaded.model), logits(adapted.model))
     assert loaded[1:] == adapted[1:]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_adapter_refuses_another_base_and_leaves_it_alone(name: str, make_base: MakeBase, tmp_path: Path) -> None:
-    adapters.save(shaken(make_base(), name), tmp_path)
-    other = make_base()
+def test_an_adapter_refuses_another_base_and_leaves_it_alone(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    adapters.save(shaken(load(tiny_target), name), tmp_path)
+    other = load(tiny_target)
     with torch.no_grad():
         other.model.norm.weight[0] += 0.5
     before = logits(other)
@@ -79,8 +77,8 @@ def test_an_adapter_refuses_another_base_and_leaves_it_alone(name: str, make_bas
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_file_of_other_tensors_is_refused(name: str, make_base: MakeBase, tmp_path: Path) -> None:
-    adapters.save(attach(make_base(), name), tmp_path)
+def test_a_file_of_other_tensors_is_refused(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    adapters.save(attach(load(tiny_target), name), tmp_path)
     file = tmp_path / "adapter.safetensors"
     tensors = load_file(file)
     first = min(tensors)
@@ -92,26 +90,20 @@ def test_a_file_of_other_tensors_is_refused(name: str, make_base: MakeBase, tmp_
     }.items():
         save_file(wrong, file)
         with pytest.raises(ValueError, match=fault):
-            adapters.load(make_base(), tmp_path)
+            adapters.load(load(tiny_target), tmp_path)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_seed_gives_one_adapter(name: str, make_base: MakeBase) -> None:
-    first, again = attach(make_base(), name, seed=3), attach(make_base(), name, seed=3)
-    assert all(torch.equal(first.trained[key], again.trained[key]) for key in first.trained)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_model_that_has_an_adapter_takes_no_other(name: str, base: PreTrainedModel) -> None:
-    attach(base, "lora")
+def test_a_model_that_has_an_adapter_takes_no_other(name: str, model: PreTrainedModel) -> None:
+    attach(model, "lora")
     with pytest.raises(ValueError, match="not a plain LlamaForCausalLM"):
-        attach(base, name)
+        attach(model, name)
 
 
 @pytest.mark.parametrize("name", MERGING)
-def test_a_merged_model_is_a_plain_one_of_equal_logits(name: str, base: PreTrainedModel, tmp_path: Path) -> None:
-    adapted = shaken(base, name)
-    before = logits(base)
+def test_a_merged_model_is_a_plain_one_of_equal_logits(name: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    adapted = shaken(model, name)
+    before = logits(model)
     merged = adapters.merge(adapted)
     assert torch.allclose(logits(merged), before, atol=1e-5 * float(before.abs().max()), rtol=0)
     merged.save_pretrained(tmp_path)
@@ -122,22 +114,22 @@ def test_a_merged_model_is_a_plain_one_of_equal_logits(name: str, base: PreTrain
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(MERGING)))
-def test_what_no_plain_model_computes_is_not_merged(name: str, base: PreTrainedModel) -> None:
+def test_what_no_plain_model_computes_is_not_merged(name: str, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="can't be merged"):
-        adapters.merge(attach(base, name))
+        adapters.merge(attach(model, name))
 
 
-def test_the_hash_of_a_base_is_of_its_values_and_not_of_their_format(tiny_target: Path, base: PreTrainedModel) -> None:
+def test_the_hash_of_a_base_is_of_its_values_and_not_of_their_format(tiny_target: Path, model: PreTrainedModel) -> None:
     narrow = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.bfloat16)
-    assert adapters.weights_sha256(narrow) == adapters.weights_sha256(base)
+    assert adapters.weights_sha256(narrow) == adapters.weights_sha256(model)
 
 
-def test_a_card_that_says_something_else_is_refused(make_base: MakeBase, tmp_path: Path) -> None:
+def test_a_card_that_says_something_else_is_refused(tiny_target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter.json can't be read"):
-        adapters.load(make_base(), tmp_path)
-    adapters.save(attach(make_base(), METHODS[0]), tmp_path)
+        adapters.load(load(tiny_target), tmp_path)
+    adapters.save(attach(load(tiny_target), METHODS[0]), tmp_path)
     card = json.loads((tmp_path / "adapter.json").read_text())
     for wrong, fault in (([], "must hold"), ({**card, "params": {"name": "lore"}}, 'no method "lore"')):
         (tmp_path / "adapter.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=fault):
-            adapters.load(make_base(), tmp_path)
+            adapters.load(load(tiny_target), tmp_path)

@@ -57,9 +57,7 @@ def test_a_draft_for_another_target_is_refused(family: Family, saved: Path, tiny
         ({"rms_norm_eps": 1.0}, "differs from the served draft in rms_norm_eps"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    family: Family, saved: Path, tiny_target: Path, tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_a_config_that_does_not_fit_is_refused(family, saved, tiny_target, tmp_path, change, message) -> None:
     if change.keys() == {"hidden_size"} and "hidden_size" not in json.loads((saved / "config.json").read_text()):
         return
     change_config(saved, tmp_path, **change)
@@ -80,9 +78,7 @@ def test_a_size_that_is_none_is_refused(name: str, size: str, wrong: object, tin
     require_refused(family_named(name), tiny_target, tmp_path, message, **{size: wrong})
 
 
-def test_a_spoilt_file_is_refused_by_the_name_of_what_is_wrong(
-    family: Family, saved: Path, tiny_target: Path, tmp_path: Path
-) -> None:
+def test_a_spoilt_file_is_refused_by_the_name_of_what_is_wrong(family, saved, tiny_target, tmp_path) -> None:
     if not is_trained(family):
         return
     change_config(saved, tmp_path)

@@ -1,5 +1,3 @@
-"""BM25 by hand; what of a long prompt is read, that the draft is the target after it, what is not drafted or taken."""
-
 import math
 from pathlib import Path
 
@@ -11,16 +9,14 @@ from models.core.drafting.draft_families import open_draft
 from models.drafts import rag_draft
 from models.targets import describe
 from tests.models import planted
-from tests.models.drafts.answered import answer_all, prompts
-from tests.models.drafts.tiny import make_tiny, save_tiny
-from tests.models.engines.test_torch_families import require_equal
+from tests.models.drafts.answered import answer_all, prompts, require_equal
+from tests.models.drafts.tiny import TINY, make_tiny, save_tiny
 
-TINY = {"context": 7, "part": 2, "question": 2}  # less than every prompt of `prompts`
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 5, 9, 10, 11, 9, 5]
 
 
 def made(target: Path, **sizes: int) -> rag_draft.RagDraft:
-    return rag_draft.create(rag_draft.Params(**TINY | sizes), target, None)
+    return rag_draft.create(rag_draft.Params(**TINY["rag_draft"] | sizes), target, None)
 
 
 def test_the_first_part_the_question_and_what_it_asks_for_are_read_in_their_order(tiny_target: Path) -> None:
@@ -84,12 +80,7 @@ def test_what_it_reads_survives_the_disk_and_can_be_swapped_for_no_other(tiny_ta
 @pytest.mark.parametrize("wrong", [{"context": 5}, {"part": 0}, {"question": 0}])
 def test_a_context_without_room_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"wanted a context of the question and two parts, 6; got 5|greater than or"):
-        rag_draft.Params(**TINY | wrong)
-
-
-def test_a_policy_that_drafts_while_the_target_reads_is_refused(tiny_target: Path) -> None:
-    with pytest.raises(ValueError, match="RagDraft runs layers of the target"):
-        answer_all(tiny_target, made(tiny_target), prompts(1), lengths={"name": "pearl"})
+        rag_draft.Params(**TINY["rag_draft"] | wrong)
 
 
 def test_a_score_by_hand() -> None:
@@ -99,15 +90,11 @@ def test_a_score_by_hand() -> None:
     short, long = 1.2 * (0.25 + 0.75 * 2 / 3), 1.2 * (0.25 + 0.75 * 5 / 3)
     wanted = [common * 2.2 / (1 + short), 0.0, rare * 2 * 2.2 / (2 + long) + common * 2.2 / (1 + long)]
     assert rag_draft.score(parts, [8, 7, 8]) == pytest.approx(wanted)
-
-
-def test_what_every_part_holds_says_little_and_never_the_contrary() -> None:
-    everywhere, once = rag_draft.score([[1, 2], [1, 3], [1, 4]], [1]), rag_draft.score([[1, 2], [1, 3], [1, 4]], [3])
-    assert 0 < max(everywhere) < once[1] and once[0] == once[2] == 0
+    assert (
+        min(rag_draft.score([[1, 2], [1, 3], [1, 4]], [1])) > 0
+    )  # what every part holds says little, never the contrary
 
 
 @pytest.mark.parametrize(("parts", "question", "wanted"), [([], [1], []), ([[1, 2]], [], [0.0]), ([[]], [1], [0.0])])
-def test_nothing_to_score_or_to_ask_is_no_error(
-    parts: list[list[int]], question: list[int], wanted: list[float]
-) -> None:
+def test_nothing_to_score_or_to_ask_is_no_error(parts, question, wanted) -> None:
     assert rag_draft.score(parts, question) == wanted

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from models.core.throughput.cost import Cost, Time
-from models.core.throughput.running import Acceptance, Lookup, Source
+from models.core.throughput.running import Acceptance
 from models.lengths import Plan, SequenceState, goodput
 
 LIMIT = 3
@@ -62,7 +62,6 @@ class Answer(NamedTuple):
     left: int
     keys: bool = True
     drafted: int = 0
-    match: int = 0  # 0: the head drafted it
 
 
 @dataclass
@@ -72,7 +71,6 @@ class Served:
     Attributes:
         drafts: domain to a_1, a_2, …
         slowness: of the machine just now.
-        lookup: chance of a proposal and of each of its five tokens.
     """
 
     machine: Machine
@@ -80,8 +78,6 @@ class Served:
     rng: np.random.Generator
     spread: float = 0.0
     slowness: float = 1.0
-    outliers: float = 0.002
-    lookup: tuple[float, float] = (0.0, 0.0)
     params: goodput.Params = field(default_factory=goodput.Params)
 
     def __post_init__(self) -> None:
@@ -108,8 +104,7 @@ class Served:
             Answer(domains[rng.integers(len(domains))], rng.lognormal(0, self.spread), 1 + int(rng.exponential(100)))
             for _ in range(load - len(answers))
         ]
-        running = [SequenceState(one.domain, self._likely(), one.keys) for one in answers]
-        running += [SequenceState(one.domain, self._likely()) for one in new]
+        running = [SequenceState(one.domain, whole=one.keys) for one in [*answers, *new]]
         whole, before = [one.whole for one in running], self.plan
         if before is None or new or whole != self.whole or self.followed >= before.lasts:
             before = before and replace(before, followed=self.followed)
@@ -124,13 +119,12 @@ class Served:
             rows += 1 + one.drafted
             emitted += 1 + accepted
             if one.drafted:
-                source: Source = "lookup" if one.match else "head"
-                self.acceptance.see(one.domain, source, one.drafted, accepted, one.match, one.keys)
+                self.acceptance.see(one.domain, "head", one.drafted, accepted, whole=one.keys)
             served.append(one._replace(left=one.left - 1 - accepted))
         passes = 0 if plan.skip else max(plan.num_passes, 1)
         expected = self.machine.step_ms(load, rows, passes) * self.slowness
         ms = expected * rng.lognormal(0, 0.05)
-        if rng.random() < self.outliers:
+        if rng.random() < 0.002:
             ms += 100
         if not new and self.followed == min(plan.lasts, 2):
             self.cost = self.cost.after(Time(load, rows, passes, ms))
@@ -156,23 +150,14 @@ class Served:
         settled = [plan.settled for plan in self.plans[start:]]
         return sum(left != right for left, right in pairwise(settled))
 
-    def _likely(self) -> tuple[Lookup, ...]:
-        return (Lookup(self.lookup[0], 5, 5),) if self.lookup[0] else ()
-
     def _drafted(self, one: Answer) -> Answer:
         plan = self.plan
         assert plan is not None
-        kept = plan.num_kept(one.domain, "lookup", 5)
-        if kept and self.rng.random() < self.lookup[0]:
-            return one._replace(drafted=min(kept, 5), match=5)
-        return one._replace(drafted=min(plan.num_passes, plan.num_kept(one.domain, "head", whole=one.keys)), match=0)
+        return one._replace(drafted=min(plan.num_passes, plan.num_kept(one.domain, "head", whole=one.keys)))
 
     def _accepted(self, one: Answer) -> int:
         for place in range(one.drafted):
-            if one.match:
-                chance = self.lookup[1]
-            else:
-                chance = self.drafts[one.domain][place] * one.ease * (1.0 if one.keys else WITHOUT_KEYS)
+            chance = self.drafts[one.domain][place] * one.ease * (1.0 if one.keys else WITHOUT_KEYS)
             if self.rng.random() >= chance:
                 return place
         return one.drafted

@@ -1,10 +1,8 @@
-"""Speculative sampling of vectors follows the target's law: a Gaussian's, a chain's, and that of a diffusion head."""
-
 import math
 
 import pytest
 import torch
-from scipy.stats import ks_2samp, kstest
+from scipy.stats import kstest
 from torch import Tensor
 
 from models.libraries.continuous import Emitted, Law, verify
@@ -27,26 +25,6 @@ class Gaussian:
         return mean + self.scale * torch.randn(mean.shape, generator=rng, dtype=torch.float64)
 
 
-class Diffusion:
-    """Trajectories x_T … x_0 of a head that denoises one number: x_{t−1} = pull · x_t + shift of the block + noise."""
-
-    STEPS, NOISE = 3, 0.5
-
-    def __init__(self, shift: Tensor, pull: float) -> None:
-        self.shift, self.pull = shift.double(), pull
-
-    def log_density(self, blocks: Tensor, x: Tensor) -> Tensor:
-        means = self.pull * x[:, :-1] + self.shift[blocks, None]
-        return -0.5 * x[:, 0] ** 2 - 0.5 * (((x[:, 1:] - means) / self.NOISE) ** 2).sum(dim=-1)
-
-    def draw(self, blocks: Tensor, rng: torch.Generator) -> Tensor:
-        trajectory = [torch.randn(len(blocks), generator=rng, dtype=torch.float64)]
-        for _ in range(self.STEPS):
-            noise = torch.randn(len(blocks), generator=rng, dtype=torch.float64)
-            trajectory.append(self.pull * trajectory[-1] + self.shift[blocks] + self.NOISE * noise)
-        return torch.stack(trajectory, dim=1)
-
-
 def step(drafting: Law, q: Law, p: Law, seed: int = 0, **changes: int) -> Emitted:
     """One drafted token a block; `drafting` is what it is really drawn from."""
     rng, blocks = torch.Generator().manual_seed(seed), torch.arange(NUM_BLOCKS)
@@ -58,19 +36,13 @@ def normal(mean: float, scale: float = 1.0, width: int = 1) -> Gaussian:
     return Gaussian(torch.full((NUM_BLOCKS, width), mean), scale)
 
 
-LAWS = {
-    "near": (normal(0.3), normal(0.0)),
-    "far": (normal(4.0), normal(0.0)),
-    "wider": (normal(0.5, 2.0), normal(0.0)),
-    "narrower": (normal(0.5, 0.5), normal(0.0)),
-    "equal": (normal(0.0), normal(0.0)),
-}
+DRAFTS = {"far": normal(4.0), "wider": normal(0.5, 2.0), "narrower": normal(0.5, 0.5), "equal": normal(0.0)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("q", "p"), LAWS.values(), ids=LAWS)
-def test_what_is_emitted_follows_the_target_whatever_the_draft_is(q: Gaussian, p: Gaussian) -> None:
-    found = step(q, q, p)
+@pytest.mark.parametrize("q", DRAFTS.values(), ids=DRAFTS)
+def test_what_is_emitted_follows_the_target_whatever_the_draft_is(q: Gaussian) -> None:
+    found = step(q, q, normal(0.0))
     assert kstest(found.tokens[:, 0, 0].numpy(), "norm").pvalue > P_VALUE
     after = found.tokens[found.num_accepted == 1, 1, 0]
     assert len(after) < 50 or kstest(after.numpy(), "norm").pvalue > P_VALUE
@@ -128,19 +100,6 @@ def test_a_chain_follows_the_target_at_every_place() -> None:
     assert all(kstest(one.numpy(), "norm").pvalue > P_VALUE for one in together.T)
     correlation = torch.corrcoef(together.T) - torch.eye(together.shape[1])
     assert float(correlation.abs().max()) < 5 / math.sqrt(NUM_BLOCKS)
-
-
-def test_ends_of_trajectories_follow_the_targets_diffusion_head() -> None:
-    draft, target = Diffusion(torch.full((NUM_BLOCKS,), 0.3), 0.6), Diffusion(torch.full((NUM_BLOCKS,), 0.1), 0.7)
-    found = step(draft, draft, target)
-    ends = found.tokens[:, 0, -1]
-    pull, variance, mean = target.pull, 1.0, 0.0
-    for _ in range(Diffusion.STEPS):
-        variance, mean = pull**2 * variance + Diffusion.NOISE**2, pull * mean + 0.1
-    assert kstest(((ends - mean) / math.sqrt(variance)).numpy(), "norm").pvalue > P_VALUE
-    own = target.draw(torch.arange(NUM_BLOCKS), torch.Generator().manual_seed(5))
-    assert ks_2samp(ends.numpy(), own[:, -1].numpy()).pvalue > P_VALUE
-    assert 0.3 < float(found.num_accepted.double().mean()) < 0.9
 
 
 def test_nothing_drafted_is_one_token_of_the_target() -> None:

@@ -1,14 +1,6 @@
-"""All machines have equal weights after each step, whatever their data are, and they learn from each other's bytes."""
-
-import multiprocessing
-import os
-from multiprocessing.connection import Connection
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from models.libraries.just_one_byte import Learning, Machine, from_byte, to_byte
 
@@ -78,51 +70,19 @@ def test_who_comes_late_steps_through_what_was_said() -> None:
     assert torch.equal(own, weights) and late.step == 20
 
 
-def gains(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The scales of the norms: few enough."""
-    return {name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 1}
-
-
-def learn(number: int, target: Path, other: Connection, result: Connection) -> None:
-    """Run one of two machines."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    token_ids = torch.tensor([[3 + (number + 3 * place) % 60 for place in range(24)]])
-
-    def loss(step: int) -> float:
-        return float(model(input_ids=token_ids, labels=token_ids, use_cache=False).loss)
-
-    sent = []
+def test_what_machines_exchange_is_a_byte_a_step_and_what_they_learn_what_was_said_and_heard() -> None:
+    (one, weights), (other, wanted) = machine(0), machine(0)
+    heard, sent = [[40, step * 7 % 256] for step in range(30)], []
 
     def exchange(step: int, byte: int) -> list[int]:
-        other.send_bytes(bytes([byte]))
         sent.append(byte)
-        theirs = other.recv_bytes()
-        assert len(theirs) == 1
-        return [byte, theirs[0]] if number == 0 else [theirs[0], byte]
+        return [byte, *heard[step]]
 
-    trained = gains(model)
-    one = Machine(trained, loss, number, 2, Learning(learning_rate=0.1))
-    with torch.no_grad():
-        first = loss(0)
-        one.learn(30, exchange)
-        result.send((os.getpid(), {name: weight.tolist() for name, weight in trained.items()}, first, loss(0), sent))
-
-
-@pytest.mark.slow
-def test_two_processes_that_send_a_byte_a_step_have_one_model_and_it_learns(tiny_target: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ends, results = spawn.Pipe(), [spawn.Pipe(duplex=False) for _ in range(2)]
-    other = spawn.Process(target=learn, args=(1, tiny_target, ends[1], results[1][1]))
-    other.start()
-    learn(0, tiny_target, ends[0], results[0][1])
-    found = [receive.recv() for receive, _ in results]
-    other.join()
-    assert found[0][0] != found[1][0]
-    assert found[0][1] == found[1][1]
-    plain = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    assert found[0][1] != {name: weight.tolist() for name, weight in gains(plain).items()}
-    assert found[0][4] != found[1][4]  # their data are not the same
-    assert all(after < before for _, _, before, after, _ in found)
+    one.learn(30, exchange)
+    for step in range(30):
+        other.hear([other.say(), *heard[step]])
+    assert torch.equal(weights, wanted) and one.step == 30
+    assert len(sent) == 30 and all(0 <= byte <= 255 for byte in sent)
 
 
 def test_what_can_not_be_is_refused() -> None:

@@ -1,8 +1,6 @@
-"""What no layer does with the order stays as it is, what a scan makes of it changes, and deep layers shuffle most."""
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.libraries.layer_shuffle import Layer, forward, probabilities, shuffled
 
@@ -45,17 +43,6 @@ def test_without_probability_or_out_of_training_it_is_the_plain_way() -> None:
 def test_the_last_of_layers_that_always_shuffles_changes_what_a_scan_says_and_nothing_else() -> None:
     assert not torch.allclose(drawn([scan], 1.0, 1), scan(STATES))
     torch.testing.assert_close(drawn([by_token] * 3, 1.0, 1), by_token(by_token(by_token(STATES))))
-
-
-def test_an_attention_without_positions_is_indifferent() -> None:
-    """Why it is for layers that scan."""
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def layer(states: Tensor) -> Tensor:
-        return states + attention(states, states, states, need_weights=False)[0]
-
-    with torch.no_grad():
-        torch.testing.assert_close(drawn([layer], 1.0, 3), layer(STATES))
 
 
 def test_layers_shuffle_as_often_as_their_depth_says() -> None:

@@ -1,6 +1,7 @@
-"""Each draft family with each loss, source of answers, rule, tree and length policy: refused by both names, or works.
+"""Draft families with losses, sources of answers, rules, trees and length policies, and these with each other.
 
-What is trained moves, what is frozen stays, the saved draft loads again; what is drafted changes no greedy output.
+They are refused by name, or work: what is trained moves, what is frozen stays, the saved draft loads again; what is
+drafted changes no greedy output.
 """
 
 from itertools import product
@@ -14,10 +15,11 @@ from models.core.drafting.draft_families import class_of, family_named, is_train
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.engines import Completion
+from models.engines.torch import Params
 from models.params import BaseParams
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny
-from tests.models.pairs.forms import chosen
+from tests.models.pairs.forms import chosen, named
 
 pytestmark = pytest.mark.slow
 
@@ -82,9 +84,7 @@ def plain(tiny_target: Path) -> list[Completion]:
 
 
 @pytest.mark.parametrize(("name", "option"), DRAFTED, ids=["+".join((name, *option)) for name, option in DRAFTED])
-def test_a_family_drafts_or_is_refused(
-    name: str, option: tuple[str, str], tiny_target: Path, plain: list[Completion]
-) -> None:
+def test_a_family_drafts_or_is_refused(name, option, tiny_target, plain) -> None:
     family, method = family_named(name), catalog.load(*option)
     greedy = option[0] != "verify" or not method.SAMPLES
     key = option[0] if option[0] != "verify" else "verify_greedy" if greedy else "verify"
@@ -99,8 +99,13 @@ def test_a_family_drafts_or_is_refused(
     if refused:
         assert class_of(family).__name__ in refused
         assert ("trees = chain" if option[0] == "trees" else option[1]) in refused
-        return
-    if greedy and getattr(method, "LOSSLESS", True):
+    else:
+        require_answers(answers, plain if greedy and getattr(method, "LOSSLESS", True) else None)
+
+
+def require_answers(answers: list[Completion], plain: list[Completion] | None) -> None:
+    """Fail unless answers are whole and, where there are plain ones, equal to these."""
+    if plain:
         require_equal(answers, plain)
     for one in answers:
         assert len(one.token_ids) == SHORT.max_tokens
@@ -110,3 +115,48 @@ def test_a_family_drafts_or_is_refused(
 def parsed(family: str, name: str) -> BaseParams:
     """Return a method's default settings."""
     return catalog.parse(family, {"name": name})
+
+
+TRIPLES = list(product(*map(catalog.names, ("trees", "verify", "lengths"))))
+CHAINS = ("confidence", "pearl", "specdec_pp")  # policies of one token after another
+
+
+def is_greedy(rule: str) -> bool:
+    return not catalog.load("verify", rule).SAMPLES
+
+
+def settings(tree: str, rule: str, lengths: str) -> dict[str, object]:
+    """Return the engine's keys."""
+    key = "verify_greedy" if is_greedy(rule) else "verify"
+    ways = {"trees": {"name": tree}, key: {"name": rule}, "lengths": {"name": lengths}}
+    return {"dtype": "float32", "num_draft_tokens": K, **ways}
+
+
+def refusal(tree: str, rule: str, lengths: str) -> str:
+    """Return what is said of what can't be combined, by hand; "" where it can."""
+    if tree == "chain":
+        return ""
+    if lengths in CHAINS:
+        return f"length policy {lengths} .* tree {tree} is no chain"
+    siblings = f"tree {tree} proposes siblings that are certain; verify rule spectr wants independent ones"
+    return siblings if rule == "spectr" else ""
+
+
+TRIED = chosen([triple for triple in TRIPLES if not refusal(*triple)], lambda triple: triple[1] == "spectr")
+
+
+def test_what_can_not_be_combined_is_refused_when_it_is_read() -> None:
+    for triple in TRIPLES:
+        if told := refusal(*triple):
+            with pytest.raises(ValueError, match=told):
+                Params(**settings(*triple))
+        else:
+            Params(**settings(*triple))
+
+
+@pytest.mark.parametrize(("tree", "rule", "lengths"), TRIED, ids=[named(triple) for triple in TRIED])
+def test_what_can_be_combined_answers(tree, rule, lengths, tiny_target, plain) -> None:
+    draft = make_tiny(family_named("lm"), tiny_target)
+    sampling = SHORT if is_greedy(rule) else SHORT.model_copy(update={"temperature": 0.8, "seed": 1})
+    answers = answer_all(tiny_target, draft, prompts(2), sampling, **settings(tree, rule, lengths))
+    require_answers(answers, plain if is_greedy(rule) and catalog.load("verify", rule).LOSSLESS else None)

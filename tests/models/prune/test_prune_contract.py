@@ -15,6 +15,7 @@ from models.prune import prune_model
 METHODS = [catalog.load("prune", name) for name in catalog.names("prune")]
 CALIBRATED = [method for method in METHODS if method.CALIBRATED]
 PATTERNS = ("0.5", "2:4", "1:4", "4:8")
+DOCUMENTS = torch.randint(3, 259, (8, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def method_id(method: object) -> str:
@@ -23,12 +24,6 @@ def method_id(method: object) -> str:
 
 def pattern(spelt: str) -> Pattern:
     return Pattern.model_validate(spelt if ":" in spelt else float(spelt))
-
-
-@pytest.fixture(scope="module")
-def documents() -> list[list[int]]:
-    rng = torch.Generator().manual_seed(0)
-    return torch.randint(3, 259, (8, 40), generator=rng).tolist()
 
 
 def layer(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,39 +41,29 @@ def require_pattern(weight: torch.Tensor, wanted: Pattern) -> None:
 
 @pytest.mark.parametrize("spelt", PATTERNS)
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_a_layers_zeroes_are_the_patterns(method, spelt: str) -> None:
+def test_a_layers_zeroes_are_the_patterns_and_its_output_nearer_than_with_random_ones(method, spelt: str) -> None:
     weight, inputs = layer()
     before = weight.clone()
     pruned = method.prune(weight, Gram(inputs), pattern(spelt), method.Params())
     require_pattern(pruned, pattern(spelt))
     assert pruned.dtype == weight.dtype and torch.equal(weight, before)
     assert torch.equal(pruned, method.prune(weight, Gram(inputs), pattern(spelt), method.Params()))
-    assert (
-        method.prune(weight.bfloat16(), Gram(inputs.bfloat16()), pattern(spelt), method.Params()).dtype
-        == torch.bfloat16
-    )
-
-
-@pytest.mark.parametrize("spelt", PATTERNS)
-@pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_the_output_is_nearer_than_with_random_zeroes(method, spelt: str) -> None:
-    weight, inputs = layer()
+    narrow = method.prune(weight.bfloat16(), Gram(inputs.bfloat16()), pattern(spelt), method.Params())
+    assert narrow.dtype == torch.bfloat16
     scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1))
     chance = weight * pattern(spelt).keep(scores, over="row")
 
-    def error(pruned: torch.Tensor) -> float:
-        return float((inputs @ (pruned - weight).T).square().sum())
-
-    assert error(method.prune(weight, Gram(inputs), pattern(spelt), method.Params())) < 0.8 * error(chance)
+    error, of_chance = ((inputs @ (other - weight).T).square().sum() for other in (pruned, chance))
+    assert error < 0.8 * of_chance
 
 
-@pytest.mark.parametrize("spelt", PATTERNS)
+@pytest.mark.parametrize("spelt", ["0.5", "2:4"])
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_a_whole_models_zeroes_are_the_patterns_and_survive_its_checkpoint(
-    method, spelt: str, model: PreTrainedModel, documents: list[list[int]], tmp_path: Path
+    method, spelt: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     embedding = model.get_input_embeddings().weight.clone()
-    shares = prune_model(model, documents, method.Params(), pattern(spelt))
+    shares = prune_model(model, DOCUMENTS, method.Params(), pattern(spelt))
     assert shares.keys() == {name for name, _ in linears(model)}
     assert torch.equal(model.get_input_embeddings().weight, embedding)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -89,22 +74,13 @@ def test_a_whole_models_zeroes_are_the_patterns_and_survive_its_checkpoint(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(
-    method, model: PreTrainedModel, documents: list[list[int]]
-) -> None:
+def test_a_width_that_the_groups_do_not_divide_is_refused_before_anything_changed(method, model) -> None:
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(250, down.out_features, bias=False)
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.down_proj is 250 wide, which 4 of pattern 2:4"):
-        prune_model(model, documents, method.Params(), pattern("2:4"))
+        prune_model(model, DOCUMENTS, method.Params(), pattern("2:4"))
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_a_layer_that_is_no_linear_is_refused_by_name(method, model: PreTrainedModel) -> None:
-    model.model.layers[1].mlp.up_proj = torch.nn.Conv1d(4, 4, 1)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj is a Conv1d"):
-        prune_model(model, [[3, 4]], method.Params(), pattern("0.5"))
 
 
 @pytest.mark.parametrize("method", CALIBRATED, ids=method_id)
@@ -123,12 +99,9 @@ def test_missing_calibration_is_refused(method, model: PreTrainedModel) -> None:
     [
         (0.0, "greater than 0"),
         (1.0, "less than 1"),
-        (-0.5, "greater than 0"),
         ("4:4", "4:4 would keep all weights"),
-        ("5:4", "5:4 would keep all weights"),
         ("0:4", "greater than or equal to 1"),
         ("half", "a share such as 0.5, or N:M"),
-        ("-2:4", "a share such as 0.5, or N:M"),
         ({"sparsity": 0.5, "kept": 2, "group": 4}, "either sparsity, or both kept and group"),
         ({"kept": 2}, "either sparsity, or both kept and group"),
         ({}, "either sparsity, or both kept and group"),

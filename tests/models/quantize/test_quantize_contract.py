@@ -1,6 +1,8 @@
 """What every quantization method keeps to: sizes are real, files say what was computed, bad input is refused."""
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,8 @@ GROUPED = [name for name in NAMES if "group_size" in catalog.load("quantize", na
 DOCUMENTS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
 IDS = torch.tensor(DOCUMENTS[:2])
 
+Made = Callable[[str], Quantized]
+
 
 def method(name: str, **settings: Any) -> tuple[ModuleType, BaseParams]:
     return catalog.load("quantize", name), catalog.parse("quantize", {"name": name, **settings})
@@ -40,9 +44,15 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
+@pytest.fixture(scope="module")
+def made(tiny_target: Path) -> Made:
+    """Return what quantizes the target by a method, once."""
+    return cache(lambda name: run(name, load(tiny_target)))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_quantized_model_is_smaller_and_still_a_model(name: str, tiny_target: Path) -> None:
-    quantized = run(name, load(tiny_target))
+def test_a_quantized_model_is_smaller_and_still_a_model(name: str, made: Made, tiny_target: Path) -> None:
+    quantized = made(name)
     in_16_bits = 2 * sum(parameter.numel() for parameter in load(tiny_target).parameters())
     assert quantized.num_bytes < in_16_bits or "kv_bytes_per_token" in quantized.figures
     assert logits(quantized.model).isfinite().all()
@@ -50,16 +60,16 @@ def test_a_quantized_model_is_smaller_and_still_a_model(name: str, tiny_target: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_quantizing_twice_gives_the_same_file(name: str, tiny_target: Path) -> None:
-    once, twice = (run(name, load(tiny_target)).tensors for _ in range(2))
+def test_quantizing_twice_gives_the_same_file(name: str, made: Made, tiny_target: Path) -> None:
+    once, twice = made(name).tensors, run(name, load(tiny_target)).tensors
     assert once.keys() == twice.keys()
     for key, tensor in once.items():
         assert torch.equal(tensor.flatten().view(torch.uint8), twice[key].flatten().view(torch.uint8)), key
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_quantized_is_what_its_16_bits_say(name: str, tiny_target: Path) -> None:
-    quantized = run(name, load(tiny_target))
+def test_what_is_not_quantized_is_what_its_16_bits_say(name: str, made: Made) -> None:
+    quantized = made(name)
     for key, parameter in quantized.model.named_parameters():
         if key in quantized.tensors and quantized.tensors[key].dtype == torch.bfloat16:
             assert torch.equal(parameter, quantized.tensors[key].float()), key
@@ -67,53 +77,37 @@ def test_what_is_not_quantized_is_what_its_16_bits_say(name: str, tiny_target: P
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_a_stored_file_says_the_weights_that_the_model_computes_with(
-    name: str, tiny_target: Path, tmp_path: Path
+def test_a_stored_file_is_read_by_us_and_by_transformers_as_the_weights_that_were_computed_with(
+    name: str, made: Made, tiny_target: Path, tmp_path: Path
 ) -> None:
-    quantized = run(name, load(tiny_target))
+    quantized, ours = made(name), load(tiny_target)
     quantize.save(quantized, tmp_path)
-    plain = load(tiny_target)
-    layer = next(key for key, _ in linears(plain))
     tensors = read_tensors(tmp_path)
-    assert tensors.keys() == {key for key, _ in plain.named_parameters()}
-    assert torch.equal(read_tensor(tmp_path, f"{layer}.weight"), tensors[f"{layer}.weight"])
-    found = quantized.model.get_submodule(layer)
-    weight = found.weight if isinstance(found, nn.Linear) else found.values.float() * found.scales
-    assert torch.equal(tensors[f"{layer}.weight"], weight)
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_a_stored_file_is_loaded_as_the_model_that_was_simulated(name: str, tiny_target: Path, tmp_path: Path) -> None:
-    quantized = run(name, load(tiny_target))
-    quantize.save(quantized, tmp_path)
-    assert torch.equal(logits(load_model(tmp_path)), logits(quantized.model))
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_transformers_reads_a_stored_file_as_the_same_weights(name: str, tiny_target: Path, tmp_path: Path) -> None:
-    quantize.save(run(name, load(tiny_target)), tmp_path)
-    ours = load(tiny_target)
-    ours.load_state_dict(read_tensors(tmp_path), strict=False)
+    assert tensors.keys() == {key for key, _ in ours.named_parameters()}
+    ours.load_state_dict(tensors, strict=False)
     theirs = load(tmp_path)
     logits(theirs)  # packed weights are unpacked by the first pass
     for layer, module in linears(ours):
         assert torch.equal(theirs.get_submodule(layer).weight.float(), module.weight), layer
+    first = next(key for key, _ in linears(ours))
+    assert torch.equal(read_tensor(tmp_path, f"{first}.weight"), tensors[f"{first}.weight"])
+    assert torch.equal(logits(load_model(tmp_path)), logits(quantized.model))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(STORED)))
-def test_a_form_that_no_engine_reads_is_not_saved(name: str, tiny_target: Path, tmp_path: Path) -> None:
+def test_a_form_that_no_engine_reads_is_not_saved(name: str, made: Made, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no engine reads this quantized form; those of these methods are: .*gptq"):
-        quantize.save(run(name, load(tiny_target)), tmp_path)
+        quantize.save(made(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calibration_is_read_by_those_that_say_so(name: str, tiny_target: Path) -> None:
+def test_calibration_is_read_by_those_that_say_so(name: str, made: Made, tiny_target: Path) -> None:
     if catalog.load("quantize", name).CALIBRATED:
         for short in ([], [[5]], [list(range(3, 30))] * 2):
             with pytest.raises(ValueError, match=r"calibration takes 128 tokens or more; got \d+"):
                 run(name, load(tiny_target), short)
     else:
-        assert run(name, load(tiny_target), []).num_bytes == run(name, load(tiny_target)).num_bytes
+        assert run(name, load(tiny_target), []).num_bytes == made(name).num_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,15 +122,8 @@ def test_a_layer_that_cannot_be_handled_is_named(name: str, model: PreTrainedMod
 @pytest.mark.parametrize("name", NAMES)
 def test_biases_stay_in_the_model_and_in_the_file(name: str) -> None:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=259,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    shape = {"vocab_size": 259, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1)).float()
     with torch.no_grad():
         for projection in "qkv":
             model.get_submodule(f"model.layers.0.self_attn.{projection}_proj").bias.normal_()

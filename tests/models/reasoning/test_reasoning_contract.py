@@ -29,9 +29,7 @@ def test_where_the_small_model_is_the_target_itself_the_answer_is_the_targets(na
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_ends_where_one_ends_or_is_full_and_the_answer_at_its_limit(
-    name: str, small: Path, tiny_target: Path
-) -> None:
+def test_a_step_ends_where_one_ends_or_is_full_and_the_answer_at_its_limit(name, small, tiny_target) -> None:
     params = params_of(name, max_step_tokens=9, **NINE[name])
     steps, ends = think(small, tiny_target, params), vocabulary(tiny_target).answer_ends
     assert all(step.token_ids for step in steps)
@@ -45,9 +43,7 @@ def test_a_step_ends_where_one_ends_or_is_full_and_the_answer_at_its_limit(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_draws_the_same_answer_and_another_seed_another(
-    name: str, small: Path, tiny_target: Path
-) -> None:
+def test_the_same_seed_draws_the_same_answer_and_another_seed_another(name, small, tiny_target) -> None:
     drawn = [
         written(think(small, tiny_target, params_of(name), sampling=Sampling(temperature=1.0, seed=seed)))
         for seed in (1, 1, 2)

@@ -1,5 +1,3 @@
-"""DoReFa: weights, activations and gradients by hand, what passes a gradient, no bias, and full precision when off."""
-
 import pytest
 import torch
 from torch import nn
@@ -59,18 +57,8 @@ def test_the_scale_is_the_root_mean_square_times_the_factor_or_the_maximum() -> 
     inputs = torch.tensor([3.0, -4.0, 0.0, 0.0])
     assert float(activation_scale(inputs, 1.2)) == pytest.approx(3.0)
     assert float(activation_scale(inputs, 2.0)) == 4.0
-
-
-def test_the_default_factor_has_the_least_error_on_normal_values() -> None:
-    values = normal(20000, seed=0)
-    for bits in (2, 4):
-        error = {
-            factor: float((quantize_activation(values, bits, torch.tensor(factor)) - values).square().mean())
-            for factor in (0.7 * normal_clip(bits), normal_clip(bits), 1.4 * normal_clip(bits))
-        }
-        assert min(error, key=error.get) == normal_clip(bits)
-    # Three values, -c, 0 and c: the least squared error of a normal variable is 0.1902 (Max, 1960), at c = 1.224.
-    assert error and normal_clip(2) == pytest.approx(1.224, abs=0.05)
+    # Three values, -c, 0 and c: the least squared error of a normal variable is at c = 1.224 (Max, 1960).
+    assert normal_clip(2) == pytest.approx(1.224, abs=0.05)
 
 
 def test_gradients_of_two_bits_take_the_papers_four_values_of_each_document() -> None:
@@ -79,16 +67,7 @@ def test_gradients_of_two_bits_take_the_papers_four_values_of_each_document() ->
     for document, kept in zip(gradient, drawn, strict=True):
         levels = document.abs().max() * torch.tensor([-1, -1 / 3, 1 / 3, 1])
         assert torch.allclose(kept.unique(), levels)
-
-
-def test_adding_the_papers_noise_is_the_same_as_stochastic_rounding() -> None:
-    # f = 2m (quantize_k(g/2m + 1/2 + noise) - 1/2), as printed; the distributions of both are compared by their means.
-    gradient = torch.tensor([[0.5, -0.2, 0.31, -1.0]])
-    noise = (torch.rand(10_000, 4, generator=torch.Generator().manual_seed(1)) - 0.5) / 3
-    printed = 2 * (((gradient / 2 + 0.5 + noise) * 3).round() / 3 - 0.5)
-    assert mean_p_value(printed, gradient) > P_VALUE
-    ours = quantize_gradient(copies(gradient)[:, 0], 2, torch.Generator().manual_seed(2))
-    assert torch.allclose(ours.unique(), printed.unique())
+    assert not quantize_gradient(torch.zeros(1, 2, 4), 2, torch.Generator()).any()
 
 
 @pytest.mark.parametrize("num_bits", [1, 2, 6])
@@ -96,11 +75,6 @@ def test_rounding_gradients_has_no_bias(num_bits: int) -> None:
     gradient = normal(5, 4, seed=0)
     drawn = quantize_gradient(copies(gradient), num_bits, torch.Generator().manual_seed(0))
     assert mean_p_value(drawn, gradient) > P_VALUE
-
-
-def test_no_gradient_stays_none() -> None:
-    gradient = torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    assert quantize_gradient(gradient, 2, torch.Generator().manual_seed(0)).tolist() == gradient.tolist()
 
 
 def test_the_backward_products_take_what_was_rounded() -> None:

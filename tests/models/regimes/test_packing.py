@@ -1,5 +1,3 @@
-"""Packed documents share rows and nothing else."""
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM

@@ -1,5 +1,3 @@
-"""Sheared: masks reach the shape that is asked for, find what matters, and leave no trace but the cut."""
-
 import math
 from pathlib import Path
 
@@ -135,14 +133,14 @@ def test_progress_counts_both_halves(model: PreTrainedModel) -> None:
     assert [one.done for one in seen] == [80, 160] and {one.total for one in seen} == {160}
 
 
-def test_too_few_documents_for_two_halves_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="1 documents leave one half empty at mask_share 0.5"):
-        sheared.shrink(model, documents(1), sheared.Params(**SHAPE), settings())
-    with pytest.raises(ValueError, match="num_layers is asked to be 3, the model has 2"):
-        sheared.shrink(model, documents(), sheared.Params(num_layers=3), settings())
-
-
-def test_masks_that_could_not_settle_are_refused(model: PreTrainedModel) -> None:
-    params = sheared.Params(num_layers=1)
-    with pytest.raises(ValueError, match=r"masks would be learnt in 40 steps; min_mask_steps is 200: take more"):
-        sheared.shrink(model, documents(), params, settings())
+@pytest.mark.parametrize(
+    ("count", "asked", "fault"),
+    [
+        (1, SHAPE, "1 documents leave one half empty at mask_share 0.5"),
+        (48, {"num_layers": 3}, "num_layers is asked to be 3, the model has 2"),
+        (48, {"num_layers": 1}, "masks would be learnt in 40 steps; min_mask_steps is 200"),
+    ],
+)
+def test_what_can_not_be_learnt_is_refused(model: PreTrainedModel, count: int, asked: dict, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        sheared.shrink(model, documents(count), sheared.Params(**asked), settings())

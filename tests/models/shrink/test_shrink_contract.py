@@ -61,9 +61,7 @@ def test_what_is_saved_is_what_the_library_loads(name: str, shrunk: dict[str, Pr
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_smaller_and_its_config_says_its_shape(
-    name: str, model: PreTrainedModel, shrunk: dict[str, PreTrainedModel]
-) -> None:
+def test_it_is_smaller_and_its_config_says_its_shape(name, model, shrunk) -> None:
     assert num_parameters(shrunk[name]) < num_parameters(model)
     config, made = shrunk[name].config, shrunk[name].model
     assert [block.self_attn.layer_idx for block in made.layers] == list(range(config.num_hidden_layers))
@@ -91,9 +89,7 @@ def test_it_reads_token_by_token_as_it_reads_all_at_once(name: str, shrunk: dict
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_seed_gives_the_same_model_again(
-    name: str, model: PreTrainedModel, shrunk: dict[str, PreTrainedModel]
-) -> None:
+def test_a_seed_gives_the_same_model_again(name, model, shrunk) -> None:
     again = shrink(name, model, documents())
     assert all(torch.equal(tensor, shrunk[name].state_dict()[key]) for key, tensor in again.state_dict().items())
 

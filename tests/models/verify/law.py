@@ -76,27 +76,18 @@ CUT = Sampling(temperature=0.7, top_p=0.8)
 SAMPLED_CASES = {
     "K=2 V=5": Case(P3, Q2),
     "K=3 V=4": Case(P4, Q3),
-    "K=1": Case(P4[:2], Q3[:1]),
     "no draft": Case(P4[:1], []),
-    "draft is the target": Case(P3, P3[:2]),
     "draft is certain": Case(P3, one_hot(Q2)),
     "draft never right": Case(halves(P3, 0), halves(Q2, 1)),
-    "colder, cut by top_p": Case(warped(P3, CUT), warped(Q2, CUT)),
 }
 BRANCHES = (-1, -1, 0, 0, 1, 1)
 UNEVEN = (-1, 0, -1, -1, 2, 4)
 TREE_CASES = {
-    "two siblings": Case(P3[:2], Q2[:1], (-1, -1)),
-    "three siblings": Case(P3[:2], Q2[:1], (-1, -1, -1)),
     "branches": Case(P3, Q2, BRANCHES),
     "uneven branches": Case(P4, Q3, UNEVEN),
     "branches without replacement": Case(P3, Q2, BRANCHES, "without replacement"),
     "certain branches": Case(P3, Q2, BRANCHES, "certain"),
-    "three siblings without replacement": Case(P3[:2], Q2[:1], (-1, -1, -1), "without replacement"),
-    "three siblings, certain but one": Case(P3[:2], Q2[:1], (-1, -1, -1), "certain but one"),
     "branches certain but one": Case(P3, Q2, BRANCHES, "certain but one"),
-    "branches cut by top_p": Case(warped(P3, CUT), warped(Q2, CUT), BRANCHES),
-    "branches of the target itself": Case(P3, P3[:2], BRANCHES),
     "branches that are never right": Case(halves(P3, 0), halves(Q2, 1), BRANCHES),
 }
 GREEDY_TREE_CASES = {

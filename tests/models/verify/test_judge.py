@@ -1,5 +1,3 @@
-"""Judge decoding, by hand, and with a head that is fit on the two-layer target."""
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from models.core.drafting.proposal import Proposal
 from models.core.layers.decoder import Cache, Decoder
 from models.core.learning import binary_head
 from models.drafts import Draft
-from models.engines.torch import Params as EngineParams
 from models.verify import Verified
 from models.verify.judge import Marked, Params, expected_accepted, fit_marked, verify
 from tests.models.drafts.answered import answer_all, prompts
@@ -46,6 +43,7 @@ def test_a_token_is_kept_that_is_the_targets_or_that_the_head_finds_good(by_sign
     assert run([0, 2, 3], (-1, 0, 1), [-1, 1, -1], by_sign).tokens.tolist() == [[0, 2, 0, -1]]
     assert run([0, 2, 3], (-1, 0, 1), [-1, 1, 1], by_sign).tokens.tolist() == [[0, 2, 3, 0]]
     assert run([2, 0], (-1, 0), [-1, 1], by_sign).num_accepted.tolist() == [0]
+    assert run([], (), [], by_sign).tokens.tolist() == [[0]]
 
 
 def test_of_siblings_the_targets_own_is_kept_else_the_likeliest_good_one(by_sign: Params) -> None:
@@ -57,10 +55,6 @@ def test_of_siblings_the_targets_own_is_kept_else_the_likeliest_good_one(by_sign
 def test_without_a_head_or_with_a_threshold_of_one_the_rule_is_greedy(by_sign: Params) -> None:
     for params in (Params(), Params(head=by_sign.head, threshold=1.0)):
         assert run([0, 2], (-1, 0), [9, 9], params).tokens.tolist() == [[0, 0, -1]]
-
-
-def test_nothing_drafted_is_the_targets_own_token(by_sign: Params) -> None:
-    assert run([], (), [], by_sign).tokens.tolist() == [[0]]
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +111,6 @@ def test_what_does_not_fit_is_refused(tiny_target: Path, fitted: Params, tmp_pat
         verify(proposal, laws, torch.Generator(), Params(head=tmp_path / "none"), states_of([1.0]))
     with pytest.raises(ValueError, match="the target's answers don't tell"):
         expected_accepted(torch.zeros(1, 1).long(), torch.ones(1, 1, 1), torch.ones(1, 1, 1), fitted)
-    with pytest.raises(ValueError, match="verify rule judge is for greedy decoding only"):
-        EngineParams(verify={"name": "judge"})
     decoder = Decoder.load(tiny_target, torch.float32)
     with pytest.raises(ValueError, match="got 2 marks of one kind"):
         fit_marked(decoder, [Marked([5, 6], {0: True, 1: True})], tmp_path / "head")

@@ -1,19 +1,12 @@
-"""RAPID's rule, by hand and against what it says that it loses."""
-
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.core.drafting.draft_families import family_named
 from models.core.drafting.multi_draft import exact_outcome
-from models.engines.torch import Params as EngineParams
-from models.verify.knowledge_transfer import Params, choose, count_accepted, expected_accepted, transferred
-from tests.models.drafts.answered import GREEDY, answer_all, prompts
-from tests.models.drafts.tiny import make_tiny
+from models.verify.knowledge_transfer import Params, choose, transferred
 
 P = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
 Q = torch.tensor([0.9, 0.1, 0.0], dtype=torch.float64)
@@ -66,30 +59,3 @@ def test_a_token_that_the_target_excludes_is_not_kept() -> None:
     p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     q = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     assert outcome(p, q, Params(eta=50)) == pytest.approx((0, 0))
-
-
-def test_what_is_expected_of_an_answer_is_what_the_moved_target_keeps() -> None:
-    law = torch.stack([P, P])[None], torch.stack([Q, Q])[None]
-    said, params = torch.tensor([[0, 1]]), Params(eta=2, alpha=0.2)
-    kept = torch.minimum(Q, transferred(P, Q, params))
-    wanted = float(kept.sum() + kept[0] / P[0] * kept.sum())
-    assert expected_accepted(said, law[1], law[0], params).tolist() == pytest.approx([wanted])
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="knowledge_transfer may emit a token that it rejected"):
-        count_accepted([1], [1])
-    with pytest.raises(ValueError, match="knowledge_transfer wants probabilities"):
-        EngineParams(verify_greedy={"name": "knowledge_transfer"})
-
-
-@pytest.mark.slow
-def test_more_is_accepted_of_what_is_drafted_after_a_part_of_the_prompt(tiny_target: Path) -> None:
-    """A draft of the target's size that reads less, and differs: the rule lets more of it pass."""
-    draft, asked = make_tiny(family_named("rag_draft"), tiny_target), prompts(8)
-    accepted = []
-    for rule in ({"name": "rejection"}, {"name": "knowledge_transfer", "eta": 20.0, "alpha": 0.0}):
-        sampling = [GREEDY.model_copy(update={"temperature": 1.0, "seed": seed}) for seed in range(3)]
-        answers = [one for each in sampling for one in answer_all(tiny_target, draft, asked, each, verify=rule)]
-        accepted.append(sum(sum(one.accepted) for one in answers) / sum(sum(one.drafted) for one in answers))
-    assert accepted[1] > accepted[0]

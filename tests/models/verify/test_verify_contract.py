@@ -40,10 +40,16 @@ from tests.models.verify.law import (
 RULES = [catalog.load("verify", name) for name in catalog.names("verify")]
 LOSSLESS = [rule for rule in RULES if rule.LOSSLESS]
 SAMPLING = [rule for rule in LOSSLESS if rule.SAMPLES]
+SILENT = ("knowledge_transfer", "typical")  # ids don't tell what these accepted
 
 
 def rule_id(rule: object) -> str:
     return rule.__name__.rsplit(".", maxsplit=1)[-1]
+
+
+def case_for(rule) -> Case:
+    """A chain of three tokens."""
+    return SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
 
 
 @pytest.mark.parametrize("rule", SAMPLING, ids=rule_id)  # of one case in turn, which is drawn once
@@ -70,7 +76,7 @@ def test_a_lossless_rule_emits_the_targets_greedy_output(rule, case: Case) -> No
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "certain but one" in rule.SIBLINGS], ids=rule_id)
 def test_a_chain_with_twigs_that_the_target_never_says_gives_what_the_chain_gives(rule) -> None:
     chain, tree = (-1, 0, 1), (-1, 0, 1, -1, 0)
-    case = SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
+    case = case_for(rule)
     plain, p = propose(case, 3)
     size = case.size + 1  # token 4 is never the target's
     p = torch.nn.functional.pad(p, (0, 1))
@@ -178,17 +184,17 @@ def test_where_nothing_is_drafted_nothing_is_expected(rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
 def test_ids_tell_what_was_accepted_or_the_rule_refuses_to_say(rule) -> None:
-    case = SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
-    proposal, p = first_blocks(case, 1, 500)
+    if rule_id(rule) in SILENT:
+        with pytest.raises(ValueError, match=f"{rule_id(rule)} may emit a token that it rejected"):
+            rule.count_accepted([1], [1])
+        return
+    proposal, p = first_blocks(case_for(rule), 1, 500)
     verified = rule.verify(proposal, p, torch.Generator().manual_seed(2), rule.Params())
     for drafted, tokens, accepted in zip(
         proposal.token_ids.tolist(), verified.tokens.tolist(), verified.num_accepted.tolist(), strict=True
     ):
         emitted = tokens[: accepted + 1]
-        try:
-            counted = [rule.count_accepted(drafted, emitted[:cut]) for cut in range(1, len(emitted) + 1)]
-        except ValueError:
-            return
+        counted = [rule.count_accepted(drafted, emitted[:cut]) for cut in range(1, len(emitted) + 1)]
         assert counted == [min(cut, accepted) for cut in range(1, len(emitted) + 1)]
 
 
@@ -241,32 +247,23 @@ PLANTED_BUGS = {
     "draws the bonus token from q": rejection_with(bonus=lambda p, q, before: q),
     "draws the bonus token one place early": rejection_with(bonus=lambda p, q, before: before),
     "judges by the p of one place later": rejection_with(shift=1),
-}
-BUGS_OF_TREES = {
     "judges a sibling by the untouched p": rejection_with(next_round=lambda p, left: p),
     "judges a sibling by a residual that does not sum to 1": rejection_with(next_round=lambda p, left: left),
 }
 
 
-@pytest.mark.parametrize("case", [SAMPLED_CASES["K=2 V=5"], TREE_CASES["branches"]], ids=["chain", "tree"])
-def test_the_rule_that_the_bugs_are_planted_in_is_right(case: Case) -> None:
-    assert law_p_value(rejection_with(), None, case) > P_VALUE
+def test_the_rule_that_the_bugs_are_planted_in_is_right() -> None:
+    assert law_p_value(rejection_with(), None, TREE_CASES["branches"]) > P_VALUE
 
 
 @pytest.mark.parametrize("verify", PLANTED_BUGS.values(), ids=PLANTED_BUGS)
 def test_a_planted_bug_breaks_the_law(verify: Callable[..., Verified]) -> None:
-    assert law_p_value(verify, None, SAMPLED_CASES["K=2 V=5"]) < P_VALUE
-
-
-@pytest.mark.parametrize("verify", (PLANTED_BUGS | BUGS_OF_TREES).values(), ids=PLANTED_BUGS | BUGS_OF_TREES)
-def test_a_planted_bug_breaks_the_law_on_trees(verify: Callable[..., Verified]) -> None:
     assert law_p_value(verify, None, TREE_CASES["branches"]) < P_VALUE
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
 def test_a_rule_is_deterministic_given_the_generators_seed(rule) -> None:
-    case = SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
-    proposal, p = first_blocks(case, 1, 2000)
+    proposal, p = first_blocks(case_for(rule), 1, 2000)
     once, again, other = (
         rule.verify(proposal, p, torch.Generator().manual_seed(seed), rule.Params()) for seed in (7, 7, 8)
     )

@@ -1,5 +1,3 @@
-"""The EAGLE-3 head: what it starts from, and what becomes of its vocabulary and its positions."""
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +12,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.core.checkpoints.checkpoint import read_tensor
 from models.core.checkpoints.readout import output_embedding
+from models.core.evaluation.scoring import score
 from models.core.learning import distill
-from models.drafts import Rows, eagle3
+from models.core.learning.hidden import Sample
+from models.drafts import Rows, eagle3, parallel_eagle
+from models.targets import describe
 from tests.models.drafts.answered import answers_of, prompts
+from tests.models.families import CAUSAL, write_family
 from tests.models.published import Change, like_eagle31, like_qwen3, published
 
-HIDDEN, WIDTH = 128, 64
-TINY = {"vocab_size": 64}
+HIDDEN = 128
+K = 2
+SAMPLES = [Sample(str(i), "d", [5, 6, 7 + i], [40 + i, 9, 10, 11, 12, 13, 14, 15], i % 2 / 2) for i in range(8)]
 
 
 def test_a_new_head_starts_from_the_targets_last_layer(tiny_target: Path) -> None:
@@ -31,9 +34,7 @@ def test_a_new_head_starts_from_the_targets_last_layer(tiny_target: Path) -> Non
     assert head.midlayer["self_attn"]["q_proj"].weight[:, :HIDDEN].abs().max() == 0
 
 
-def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_target(
-    tiny_target: Path, tiny_draft: Path
-) -> None:
+def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_target(tiny_target, tiny_draft) -> None:
     head = eagle3.load(tiny_draft, tiny_target)
     old, before = head.vocabulary.tolist(), head.lm_head.weight.detach().clone()
     counts = np.zeros(259)
@@ -58,14 +59,11 @@ def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (eagle3.Params(vocab_size=1000), "vocab_size must be 1 to 259"),
         (eagle3.Params(vocab_size=8, aux_layers=(2, 1)), "aux_layers must ascend within 0 to 2"),
         (eagle3.Params(vocab_size=8, aux_layers=(1, 7)), "aux_layers must ascend within 0 to 2"),
     ],
 )
-def test_a_shape_that_does_not_fit_the_target_is_refused(
-    tiny_target: Path, params: eagle3.Params, message: str
-) -> None:
+def test_a_shape_that_does_not_fit_the_target_is_refused(tiny_target, params, message) -> None:
     with pytest.raises(ValueError, match=message):
         eagle3.create(params, tiny_target, np.ones(259))
 
@@ -152,3 +150,31 @@ def test_a_refresh_trains_all_that_a_published_head_has_but_its_output_matrix(
     eagle3.save(head, tmp_path / "refreshed")
     again = dict(eagle3.load(tmp_path / "refreshed", tiny_target).named_parameters())
     assert all(torch.equal(again[name], weight.bfloat16().float()) for name, weight in head.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_a_head_for_a_target_of_any_layout_learns_what_the_target_says(model_type: str, tmp_path: Path) -> None:
+    target = write_family(model_type, tmp_path / "target")
+    counts = np.bincount([token for one in SAMPLES for token in one.completion_ids], minlength=259)
+    draft = eagle3.create(eagle3.Params(vocab_size=64), target, counts)
+    report = distill.train(draft, target, SAMPLES, distill.Params(num_epochs=6), K, tmp_path / "work")
+    assert report.losses[-1][1] < report.losses[0][1]
+    (tmp_path / "draft").mkdir()
+    eagle3.save(draft, tmp_path / "draft")
+    eagle3.check(tmp_path / "draft", None, describe(target))
+    again = eagle3.load(tmp_path / "draft", target)
+    scores = score(again, target, SAMPLES, K, tmp_path / "work")
+    assert all(one.accepted > 0 for one in scores if int(one.id) % 2)  # those that were sampled
+
+
+def test_a_head_that_drafts_in_one_pass_is_made_for_another_layout_too(tmp_path: Path) -> None:
+    target = write_family("phi", tmp_path / "target")
+    draft = parallel_eagle.create(parallel_eagle.Params(vocab_size=64), target, np.ones(259, int))
+    assert len(score(draft, target, SAMPLES, K, tmp_path / "work")) == len(SAMPLES)
+
+
+def test_the_head_says_tokens_at_the_scale_of_its_target(tmp_path: Path) -> None:
+    target = write_family("granite", tmp_path)
+    head = eagle3.create(eagle3.Params(vocab_size=64), target, np.ones(259, int))
+    torch.testing.assert_close(head.lm_head.weight.detach(), output_embedding(target)[head.vocabulary] / 8)
