@@ -1,13 +1,13 @@
 """A running service over a registry that is a server, and what can be done to it from outside."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -65,7 +65,7 @@ class Scene:
     runner: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = self._runner()
+        self.runner = runner_of(self.service)
 
     def load(self, num_clients: int = 4) -> Load:
         return Load(self.world.url, self.wanted, [Client()] * num_clients)
@@ -76,43 +76,44 @@ class Scene:
         return pid
 
     def named(self, title: str) -> list[int]:
-        """Return the processes of the service whose titles begin so."""
-        return [pid for pid, name in self.processes() if name.startswith(title)]
+        """Return the processes of the service in whose titles this is."""
+        return [pid for pid, name in self.processes() if title in name]
 
     def processes(self) -> list[tuple[int, str]]:
-        """Return id and name of what the service runs; all of it is in the session of its runner."""
-        found = [process for process in psutil.process_iter(["name", "status"]) if _session(process.pid) == self.runner]
-        return [(one.pid, _title(one)) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE]
+        """Return id and title of what the service runs."""
+        return processes_of(self.runner)
 
-    def restart(self, **serve: Any) -> None:
-        """End the service as a person does and start it again with what the world's settings are now.
-
-        Args:
-            serve: keys of table [serve] that change.
-        """
-        self.world.serve |= serve
+    def restart(self) -> None:
+        """End the service as a person does and start it again with what the world's settings are now."""
         self.service.stop(grace_s=60)
         self.service = self.world.start()
-        self.runner = self._runner()
-
-    def _runner(self) -> int:
-        [main] = psutil.Process(self.service.pid).children()
-        [runner] = main.children()
-        return runner.pid
+        self.runner = runner_of(self.service)
 
 
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+def runner_of(service: Child) -> int:
+    """Return the process in whose session all is that a service runs."""
+    [main] = psutil.Process(service.pid).children()
+    [runner] = main.children()
+    return runner.pid
 
 
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+def processes_of(runner: int) -> list[tuple[int, str]]:
+    """Return id and title of what runs in a session."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == runner and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.pid, " ".join(process.cmdline())))
+    return found
+
+
+def require_end_without(killed: int, service: Child) -> None:
+    """Kill what a service can't do without; it must end, and all that it ran."""
+    runner = runner_of(service)
+    assert any("VLLM" in title for _, title in processes_of(runner))
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: service.poll() is not None, 60, None, "the end of the service")
+    wait_until(lambda: processes_of(runner) == [], 60, None, "the end of all that it ran")
 
 
 @contextmanager

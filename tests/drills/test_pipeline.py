@@ -56,11 +56,10 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     log.append(rows)
     made = {path.name for path in drafts.iterdir()}
 
-    def nothing_happened() -> bool:
-        registry = registry_of(home)
-        whole = {path.name for path in drafts.iterdir() if not path.name.startswith(".")}
-        champion = registry.champion("draft")
-        return whole == made and log.windows.cursor() == 0 and champion is not None and champion.number == 1
+    def require_nothing_happened() -> None:
+        assert _drafts(home) == (1, [1])
+        assert {path.name for path in drafts.iterdir() if not path.name.startswith(".")} == made
+        assert log.windows.cursor() == 0
 
     first = cli.start("refresh", "--recipe", recipe)
     wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, 120, None, "the claim")
@@ -70,30 +69,25 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert (second.returncode, "the open window belongs to refresh" in told) == (2, True), told
     os.kill(first.pid, signal.SIGCONT)
     _kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
-    assert nothing_happened()
-    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+    require_nothing_happened()
 
     _kill_when(cli.start("refresh", "--recipe", recipe), lambda: any(drafts.glob(".staging-*/model.safetensors")))
-    assert nothing_happened()
-    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+    require_nothing_happened()
 
     with closing(sqlite3.connect(home / "queries.db", isolation_level=None)) as db:
         db.execute("DELETE FROM attempts")  # after the third kill the window would be set aside
     registered = "SELECT count(*) FROM model_versions WHERE name = 'draft' AND version = 2"
     _kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
-    champion = registry_of(home).champion("draft")
-    assert champion is not None
-    assert (champion.number, log.windows.cursor()) == (1, 0)
+    assert (_drafts(home), log.windows.cursor()) == ((1, [2, 1]), 0)
 
     with orchestrated(home, recipe, orchestrator):
         states = sorted(run.state_name or "" for run in _run_twice_at_once())
     assert states == ["Cancelled", "Completed"]
-    versions = registry_of(home).versions("draft")
-    assert [version.number for version in versions] == [2, 1]
-    assert (versions[0].tags["window_first_seq"], versions[0].tags["window_last_seq"]) == ("1", str(len(rows)))
-    champion = registry_of(home).champion("draft")
-    assert champion is not None
-    assert (champion.number, log.windows.cursor(), log.stats().depth) == (2, len(rows), 0)
+    assert _drafts(home) == (2, [2, 1])
+    window = registry_of(home).get("draft", 2).lineage.window
+    assert window is not None
+    assert (window.first_seq, window.last_seq) == (1, len(rows))
+    assert (log.windows.cursor(), log.stats().depth) == (len(rows), 0)
     assert list(drafts.glob(".staging-*")) == []
 
 
@@ -106,16 +100,10 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
     wild.write_text(Path(recipe).read_text().replace("num_epochs = 24", "num_epochs = 24, learning_rate = 1e30"))
 
     def require_unchanged(num_attempts: int, error: str) -> None:
-        champion, attempt = registry_of(home).champion("draft"), log.stats().attempt
-        assert champion is not None
+        attempt = log.stats().attempt
         assert attempt is not None
-        assert [version.number for version in registry_of(home).versions("draft")] == [champion.number] == [1]
-        assert (log.windows.cursor(), attempt.number, attempt.running, error in attempt.error) == (
-            0,
-            num_attempts,
-            False,
-            True,
-        )
+        assert (_drafts(home), log.windows.cursor()) == ((1, [1]), 0)
+        assert (attempt.number, attempt.running, error in attempt.error) == (num_attempts, False, True)
         assert list(artifacts.rglob(".staging-*")) == []
         assert error in cli.run("status")
 
@@ -137,8 +125,15 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         assert (full.returncode != 0, "No space left on device" in told) == (True, True), told
         require_unchanged(2, "No space left on device")
         cli.run("refresh", "--recipe", recipe)
-        assert [version.number for version in registry_of(home).versions("draft")] == [2, 1]
+        assert _drafts(home)[1] == [2, 1]
         assert (log.windows.cursor(), log.stats().depth) == (len(rows), 0)
+
+
+def _drafts(home: Path) -> tuple[int | None, list[int]]:
+    """Return the champion and all drafts of a home."""
+    registry = registry_of(home)
+    champion = registry.champion("draft")
+    return None if champion is None else champion.number, [version.number for version in registry.versions("draft")]
 
 
 def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

@@ -43,8 +43,7 @@ MARKS = {"full": "qwheatear", "metadata": "qdotterel", "none": "qphalarope"}
 # What clients ask; with the answers it fits the tiny target's context.
 QUESTION = "{mark} {number}: what is {number} times {number}?"
 NUM_PROMPTS = 4
-# What is asked once is new to a refresh; who asks that has no answer of a quiet time to compare with.
-NEW = tuple(QUESTION.format(mark=MARKS["full"], number=number) for number in range(1000, 9000))
+CONSENTS = {f"a-key-that-logs-{log}": log for log in MARKS}
 # A process by what its command line holds, in this order.
 NAMES = (
     ("services.runner", "runner of the service"),
@@ -106,12 +105,10 @@ class Stack(Served):
         recipe.write_text(f'name = "tiny"\n{changed}{SCHEDULE}')
         self._recipe = str(recipe)
         self.cli.run("build", "--recipe", self._recipe)
-        bring_keys(home / "keys.json", [(f"a-key-that-logs-{log}", log) for log in MARKS])
-        self.askers = [
-            Client(f"a-key-that-logs-{log}", tuple(QUESTION.format(mark=mark, number=n) for n in range(NUM_PROMPTS)))
-            for log, mark in MARKS.items()
-        ]
-        self.stroller = self.askers[0]._replace(prompts=NEW)
+        bring_keys(home / "keys.json", list(CONSENTS.items()))
+        self.askers = [Client(key, _questions(log, range(NUM_PROMPTS))) for key, log in CONSENTS.items()]
+        # What is asked once is new to a refresh; who asks that has no answer of a quiet time to compare with.
+        self.stroller = self.askers[0]._replace(prompts=_questions("full", range(1000, 9000)))
         self.up()
         super().__init__(f"http://127.0.0.1:{self._port}", home)
         self._look = threading.Thread(target=self._watch, daemon=True)
@@ -174,14 +171,14 @@ class Stack(Served):
         registry, scratch = self.registry, self.home / "made"
         first, target = registry.get("draft", 1), registry.champion("target")
         assert target is not None
-        cache_dir = self.home / "made-of"
+        draft_dir, target_dir = (registry.download(one, self.home / "made-of") for one in (first, target))
         made = scratch / f"{time.monotonic_ns()}"
         with staged(made) as directory:
-            shutil.copytree(registry.download(first, cache_dir), directory, dirs_exist_ok=True)
+            shutil.copytree(draft_dir, directory, dirs_exist_ok=True)
             (directory / "manifest.json").unlink()
             change(directory)
         if golden_tau is None:
-            target_dir, k = registry.download(target, cache_dir), load_recipe(self._recipe).num_draft_tokens
+            k = load_recipe(self._recipe).num_draft_tokens
             golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, scratch / "golden")
         tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
         number = registry.register("draft", made, tags).number
@@ -215,18 +212,14 @@ class Stack(Served):
     def planted(self, golden: list[Golden]) -> tuple[str, ...]:
         """Return where in the home something lies that may not: what was asked by those who did not let it be logged.
 
-        Args:
-            golden: an answer to each of them, for the token ids of what it was asked.
+        `golden` is an answer to each of them, for the token ids of what it was asked.
         """
-        needles = {mark: _forms(mark, golden) for log, mark in MARKS.items() if log != "full"}
-        return tuple(
-            f"{mark} in {file.relative_to(self.home)}"
-            for file in sorted(self.home.rglob("*"))
-            if file.is_file()
-            for content in (file.read_bytes(),)
-            for mark, forms in needles.items()
-            if any(form in content for form in forms)
-        )
+        needles = [(mark, form) for log, mark in MARKS.items() if log != "full" for form in _forms(mark, golden)]
+        found: set[str] = set()
+        for file in (path for path in self.home.rglob("*") if path.is_file()):
+            content = file.read_bytes()
+            found |= {f"{mark} in {file.relative_to(self.home)}" for mark, form in needles if form in content}
+        return tuple(sorted(found))
 
     def _is_down(self) -> bool:
         free = port_is_free("127.0.0.1", self._port)
@@ -238,6 +231,10 @@ class Stack(Served):
                 told = self.status()
                 phase, draft, proven = str(told["phase"]), told["draft_version"], told["proof"] is not None
                 self.looks.append(Look(at_s=time.monotonic(), phase=phase, draft=draft, proven=proven))
+
+
+def _questions(log: str, numbers: range) -> tuple[str, ...]:
+    return tuple(QUESTION.format(mark=MARKS[log], number=number) for number in numbers)
 
 
 def _kind(process: psutil.Process) -> str:
