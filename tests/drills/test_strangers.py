@@ -39,10 +39,7 @@ def _schema(schema: object) -> Form:
 
 
 def _nested(depth: int) -> object:
-    schema: object = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
+    return {"type": "array", "items": _nested(depth - 1)} if depth else {"type": "integer"}
 
 
 def _called(arguments: str) -> Form:
@@ -68,10 +65,8 @@ def test_f26_a_form_that_explodes_is_refused_in_its_time_and_nobody_else_notices
         assert answer_in(client, small).status_code == httpx.codes.OK
         with strangers.load() as load:
             before = strangers.memory_bytes()
-            for name, form in EXPLODING.items():
-                answer = answer_in(client, form)  # within the client's limit, which is far from what they would take
-                assert answer.status_code == httpx.codes.BAD_REQUEST, (name, answer.text)
-                assert answer.json()["error"].keys() == {"message", "type", "param", "code"}, name
+            for form in EXPLODING.values():  # within the client's limit, which is far from what they would take
+                require_error(answer_in(client, form), httpx.codes.BAD_REQUEST)
             grown = strangers.memory_bytes() - before
         assert load.ended_well(), load.outcomes
         assert grown < MOST_GROWTH_BYTES, grown

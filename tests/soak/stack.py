@@ -1,7 +1,6 @@
 """The whole stack that a soak runs: `redraft up` in a home on a small disk, its processes, its drafts, what it left."""
 
 import re
-import shutil
 import struct
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from infra.artifacts import staged
 from infra.keys import bring_keys
 from infra.processes import free_port, port_is_free, wait_until
 from infra.querylog import QueryLog
@@ -22,12 +20,9 @@ from infra.registry import Registry
 from infra.serving import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
-from models.core.drafting.draft_families import open_draft
 from models.core.evaluation.golden import Golden
-from models.recipe import load_recipe
-from tasks.measure_draft import measure_golden
 from tests.drills.load import Client
-from tests.drills.spoiled import Spoil, noisy
+from tests.drills.spoiled import Spoil, noisy, register_changed
 from tests.flows.conftest import Cli, registry_of
 from tests.soak.checker import Look
 from tests.world import Served
@@ -134,19 +129,13 @@ class Stack(Served):
 
     def parts(self) -> dict[Part, list[int]]:
         """Return the processes that run, by what they are."""
-        state, found = read_state(self.home), dict[Part, list[int]]()
-        if state is None:
+        if (state := read_state(self.home)) is None:
             return {}
-        found[Part(SUPERVISOR, serves=True, returns=True)] = [state.pid]
+        found = {Part(SUPERVISOR, serves=True, returns=True): [state.pid]}
         for program in state.programs:
-            with suppress(psutil.NoSuchProcess):
-                guard = psutil.Process(program.pid or 0)
-                for process in (guard, *guard.children(recursive=True)):
-                    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                        kind = "guard" if process == guard else _kind(process)
-                        serves = program.name == SERVICE and kind not in ASIDE
-                        part = Part(f"{program.name}: {kind}", serves, kind not in NOT_BACK)
-                        found.setdefault(part, []).append(process.pid)
+            for kind, pid in _family(program.pid or 0):
+                serves = program.name == SERVICE and kind not in ASIDE
+                found.setdefault(Part(f"{program.name}: {kind}", serves, kind not in NOT_BACK), []).append(pid)
         return found
 
     def is_whole(self) -> bool:
@@ -168,20 +157,7 @@ class Stack(Served):
 
     def register(self, change: Spoil, golden_tau: float | None = None, spoiled: bool = False) -> int:
         """Register the first draft with a change, and an honest promise unless another is given."""
-        registry, scratch = self.registry, self.home / "made"
-        first, target = registry.get("draft", 1), registry.champion("target")
-        assert target is not None
-        draft_dir, target_dir = (registry.download(one, self.home / "made-of") for one in (first, target))
-        made = scratch / f"{time.monotonic_ns()}"
-        with staged(made) as directory:
-            shutil.copytree(draft_dir, directory, dirs_exist_ok=True)
-            (directory / "manifest.json").unlink()
-            change(directory)
-        if golden_tau is None:
-            k = load_recipe(self._recipe).num_draft_tokens
-            golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, scratch / "golden")
-        tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
-        number = registry.register("draft", made, tags).number
+        number = register_changed(self.home, change, golden_tau)
         if spoiled:
             self.spoiled.add(number)
         return number
@@ -237,9 +213,14 @@ def _questions(log: str, numbers: range) -> tuple[str, ...]:
     return tuple(QUESTION.format(mark=MARKS[log], number=number) for number in numbers)
 
 
-def _kind(process: psutil.Process) -> str:
-    told = " ".join(process.cmdline())
-    return next((name for mark, name in NAMES if mark in told), "other")
+def _family(guard: int) -> Iterator[tuple[str, int]]:
+    """Yield kind and id of a program's processes."""
+    with suppress(psutil.NoSuchProcess):
+        yield "guard", psutil.Process(guard).pid
+        for process in psutil.Process(guard).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                told = " ".join(process.cmdline())
+                yield next((name for mark, name in NAMES if mark in told), "other"), process.pid
 
 
 def _forms(mark: str, golden: list[Golden]) -> list[bytes]:
