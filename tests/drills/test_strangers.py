@@ -34,6 +34,14 @@ BOTH = {"type": "string", "pattern": "((a|b)*c{1,99}){1,99}"}
 MANY = {"type": "array", "minItems": 900, "maxItems": 900, "items": {"type": "string", "pattern": "(a|b){900}"}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _usual_controller() -> Iterator[None]:
+    """Measure a service whose controller looks as seldom as everywhere else than in tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S")
+        yield
+
+
 def _schema(schema: object) -> Form:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
 

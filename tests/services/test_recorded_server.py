@@ -81,7 +81,7 @@ async def recorded(app: Starlette, home: Path, monkeypatch: pytest.MonkeyPatch) 
         living.cancel()  # as it is with the loop that ends
 
 
-@pytest.mark.parametrize("law", ["a chat", "usage in every chunk", "two choices", "a played.whole completion"])
+@pytest.mark.parametrize("law", ["a chat", "usage in every chunk", "two choices", "a whole completion"])
 async def test_with_and_without_it_a_client_gets_the_same_bytes(
     tmp_path: Path, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
