@@ -83,7 +83,7 @@ def settings(tmp_path: Path, store: Path) -> Settings:
     return settings
 
 
-def test_f37_an_erasure_killed_at_each_change_of_a_file_and_each_write_of_its_journal_is_completed_by_the_next(
+def test_f37_an_erasure_killed_at_any_change_of_a_file_or_its_journal_is_completed_by_the_next(
     settings: Settings,
 ) -> None:
     done = run_python(KILLS, settings.home, settings.home.with_name("whole"))

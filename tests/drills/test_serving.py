@@ -64,7 +64,7 @@ def clock(scene: Scene) -> Iterator[Clock]:
     scene.clock.jump_to(0)
 
 
-def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_rows_wait_for_room(
+def test_f16_with_a_full_disk_under_the_query_log_rows_wait_for_room_and_no_answer_does(
     scene: Scene, world: World
 ) -> None:
     if not scene.has_small_disk:
@@ -92,9 +92,7 @@ def losses_are_in_the_log(world: World) -> bool:
         return log.stats().dropped == world.status()["log"]["dropped"]
 
 
-def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_and_nothing_half_written_is_left(
-    scene: Scene, world: World
-) -> None:
+def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_on(scene: Scene, world: World) -> None:
     if not scene.has_small_disk:
         pytest.skip("mounting a small disk is not allowed here")
     first, _ = world.versions
@@ -195,9 +193,7 @@ def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene
     assert load.outcomes["broken"] + load.outcomes["no answer"] <= load.num_clients, load.outcomes
 
 
-def test_f21_what_somebody_set_by_hand_in_the_registry_and_may_not_serve_is_put_back(
-    scene: Scene, world: World
-) -> None:
+def test_f21_what_somebody_set_by_hand_in_the_registry_and_may_not_is_put_back(scene: Scene, world: World) -> None:
     by_hand = world.registry.store.client
     ours = by_hand.get_model_version("draft", "1")
     number = by_hand.create_model_version("draft", source=ours.source, model_id=ours.tags["model_id"]).version
@@ -213,7 +209,7 @@ def test_f21_what_somebody_set_by_hand_in_the_registry_and_may_not_serve_is_put_
     assert load.ended_well(), load.outcomes
 
 
-def test_f20_without_the_orchestrator_serving_goes_on_and_what_asks_for_a_refresh_stays(
+def test_f20_without_the_orchestrator_service_goes_on_and_the_want_of_a_refresh_stays(
     scene: Scene, world: World
 ) -> None:
     hopeful = world.register(3, tau=json.dumps({"drift": 3.9}))
@@ -232,7 +228,7 @@ def test_f20_without_the_orchestrator_serving_goes_on_and_what_asks_for_a_refres
     assert (fallen.fall.draft, fallen.fall.promised) == (hopeful, 3.9)
 
 
-def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_the_last_good_draft(
+def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_its_draft(
     scene: Scene, world: World
 ) -> None:
     last_good = world.versions[1]
@@ -257,7 +253,7 @@ def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_the_
     assert load.outcomes["error frame"] > 0, load.outcomes
 
 
-def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
+def test_f24_after_the_clock_jumped_drafts_are_followed_and_rows_keep_their_order(
     scene: Scene, world: World, clock: Clock
 ) -> None:
     first, second = world.versions
@@ -301,9 +297,7 @@ def test_f23_a_draft_that_there_is_no_memory_for_is_loaded_once_there_is(scene: 
     assert load.ended_well(), load.outcomes
 
 
-def test_f3_f14_streams_drain_before_the_service_ends_and_with_another_target_it_waits_for_a_draft_for_it(
-    scene: Scene,
-) -> None:
+def test_f3_f14_streams_drain_before_the_end_and_with_another_target_no_old_draft_serves(scene: Scene) -> None:
     world = scene.world
     rolled = world.home / "rolled"
     shutil.copytree(world.target, rolled)

@@ -164,9 +164,7 @@ def _header_flood(strangers: Strangers, grown: list[int]) -> Iterator[None]:
             grown.append(strangers.memory_bytes() - before)
 
 
-def test_f27_beside_half_open_connections_and_headers_by_the_megabyte_clients_with_keys_hardly_wait(
-    strangers: Strangers,
-) -> None:
+def test_f27_beside_half_open_connections_and_megabytes_of_headers_clients_hardly_wait(strangers: Strangers) -> None:
     world, grown = strangers.world, list[int]()
     with caller(world, KEY) as client:
         slowed = _slowed(client, lambda: _header_flood(strangers, grown), MANY_TRIES, _p99, MOST_SLOWED_BY_HEADERS)

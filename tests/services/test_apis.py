@@ -100,9 +100,7 @@ def test_a_response_is_a_chats_answer_whole_and_streamed(client: openai.OpenAI) 
     assert final.id != whole.id
 
 
-def test_a_response_reads_items_instructions_and_calls_of_tools_as_a_chat_reads_its_messages(
-    client: openai.OpenAI,
-) -> None:
+def test_a_response_reads_items_instructions_and_calls_as_a_chat_reads_its_messages(client: openai.OpenAI) -> None:
     items = [
         {"role": "user", "content": "add"},
         {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
@@ -185,9 +183,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_can_not_be_served_is_refused_before_a_stream_begins_and_in_the_apis_own_shape(
-    world: World, path: str, stream: bool
-) -> None:
+def test_what_is_not_served_is_refused_in_its_apis_shape_before_a_stream(world: World, path: str, stream: bool) -> None:
     valid = {"/v1/responses": RESPONSE, "/v1/messages": MESSAGE}[path] | {"stream": stream}
     for wrong, param, code in REFUSED[path]:
         answer = post(world, path, valid | wrong)

@@ -21,7 +21,7 @@ ASKED = Origin("asked", "chat", "full", None)
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
+async def test_a_full_folder_takes_no_more_until_files_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "SWEEP_S", 0.01)
@@ -65,9 +65,7 @@ class Engine:
         return self.ring.settle(claims)
 
 
-async def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_name_that_the_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(tmp_path: Path) -> None:
     engine: Any = Engine()
     states = Capture(engine, CapturedFiles(tmp_path / "queries.db"), Params(share=1.0), "target", width=8)
     states._named = Fickle()

@@ -42,9 +42,7 @@ def test_an_error_of_the_engine_becomes_what_a_client_may_know_and_its_text_is_i
     assert ("the engine failed on a request: anything, 500" in caplog.text) == (told[0] == 500)
 
 
-def test_an_engine_that_ended_is_known_by_what_vllm_makes_of_it_whatever_its_words(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_that_ended_is_known_by_what_vllm_makes_of_it(caplog: pytest.LogCaptureFixture) -> None:
     body = create_error_response(EngineEnded()).model_dump()
     body["error"]["message"] = "other words"
     told = from_error(body)
@@ -66,9 +64,7 @@ def test_what_a_handler_raises_becomes_a_refusal(raised: Exception, told: tuple[
     assert (refused.value.status, refused.value.message) == told
 
 
-def test_tools_that_nobody_can_use_are_the_clients_fault_and_their_text_stays_out_of_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tools_that_nobody_can_use_are_the_clients_fault_and_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(error: Exception) -> dict[str, Any]:
         raise error
 

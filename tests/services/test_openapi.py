@@ -133,7 +133,7 @@ def test_no_route_is_left_out() -> None:
 
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", PATHS)
-def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
+def test_whatever_is_sent_is_answered_or_refused_in_its_apis_shape(
     world: World, path: str, mode: GenerationMode
 ) -> None:
     if path == "/readyz":

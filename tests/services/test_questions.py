@@ -83,9 +83,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("path", "body"), [(path, body) for path, told in REFUSED.items() for body in told], ids=str)
-def test_what_would_be_ignored_or_take_everything_is_400_by_the_name_that_it_has_in_its_api(
-    path: str, body: dict[str, Any]
-) -> None:
+def test_what_would_be_ignored_or_take_everything_is_400_by_its_name(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
         check_limits(as_chat(path, body))
     assert (refused.value.status, refused.value.param) == (400, next(iter(body)))

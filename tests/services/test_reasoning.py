@@ -118,9 +118,7 @@ def test_where_the_recipe_names_no_small_model_it_is_refused_by_the_name_of_the_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_ended_is_unavailable(
-    tiny_target: Path, small: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_engine_is_503(tiny_target: Path, small: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def inside() -> None:
         async with running(tiny_target, small) as (reasoning, target):
 
@@ -137,7 +135,7 @@ def test_an_engine_that_ended_is_unavailable(
     assert (refused.value.status, refused.value.message) == (503, UNAVAILABLE.message)
 
 
-def test_a_small_model_that_can_not_go_with_the_target_is_refused_by_the_name_of_its_key(
+def test_a_small_model_that_can_not_go_with_the_target_is_refused(
     tiny_target: Path, small: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"is no directory"):

@@ -379,7 +379,7 @@ def test_a_draft_for_another_target_or_of_a_family_that_a_newer_release_has_is_l
 
 
 @pytest.mark.parametrize("found", ["elsewhere", "by an operator", "on probation"])
-def test_after_a_quarantine_the_replica_answers_on_where_the_draft_before_has_another_shape(
+def test_after_a_quarantine_the_replica_answers_on_where_the_last_draft_does_not_fit(
     running: World, found: str
 ) -> None:
     bad = running.serve({"golden_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
@@ -493,9 +493,7 @@ def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running:
 
 
 @pytest.mark.slow
-def test_a_boot_draft_that_can_not_be_judged_serves_on_holds_up_no_champion_and_is_proven_after_its_wait(
-    world: World,
-) -> None:
+def test_a_boot_draft_that_can_not_be_judged_serves_on_and_holds_up_no_champion(world: World) -> None:
     boot = world.push(fault="stumbles")
     world.boot()
     with pytest.raises(RuntimeError, match="stumbled"):
@@ -598,9 +596,7 @@ def test_a_draft_is_blamed_for_its_own_output_though_the_target_fails_elsewhere(
 
 
 @pytest.mark.slow
-def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried_and_judged_again(
-    running: World,
-) -> None:
+def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried_again(running: World) -> None:
     version = running.push(fault="corrupts")
     for _ in range(2):
         running.tick()
@@ -833,9 +829,7 @@ class SlowSource(DraftSource):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_put_back", [False, True])
-def test_an_operator_who_switches_off_while_a_draft_is_fetched_gets_it_at_once(
-    running: World, is_put_back: bool
-) -> None:
+def test_an_operator_who_switches_off_during_a_fetch_gets_it_at_once(running: World, is_put_back: bool) -> None:
     running.push({"golden_tau": "3.9"} if is_put_back else None)
     if is_put_back:
         running.boot()
@@ -983,9 +977,7 @@ def test_the_first_look_ends_with_a_tested_draft_or_once_a_test_that_hangs_is_gi
 
 
 @pytest.mark.parametrize("content", ["", "{}x", '{"good": 1}'])
-def test_a_damaged_state_is_counted_and_as_empty_as_a_missing_one(
-    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_state_is_counted_and_as_none(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path, counts = tmp_path / "state.json", Counter[str]()
     assert (recall(path, counts), counts) == (DraftHistory(), {})
     path.write_text(content)

@@ -113,9 +113,7 @@ def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Rec
     assert querylog.stats().total == 1
 
 
-def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits_for_no_refresh(
-    recorder: Recorder, querylog: QueryLog
-) -> None:
+def test_an_answer_too_short_to_learn_from_is_counted_without_its_text(recorder: Recorder, querylog: QueryLog) -> None:
     for number in range(3):
         record(recorder, number, text="abc"[: number + 1])
     recorder.close()
@@ -198,9 +196,7 @@ def test_the_longest_of_the_last_requests_is_known_however_it_was_drafted(record
     assert recorder.longest_context() == len(encode("hi")) + len(encode("there"))
 
 
-def test_requests_count_in_the_order_in_which_they_ended_for_their_own_draft_and_the_last_drafts_are_kept(
-    recorder: Recorder,
-) -> None:
+def test_requests_count_for_their_own_draft_in_their_order_and_the_last_drafts_are_kept(recorder: Recorder) -> None:
     for index, (draft, domain) in enumerate([("7", "chat"), ("8", "chat"), ("7", "code")]):  # a swap beside a stream
         record(recorder, index, "none", domain, draft_version=draft)
     assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code"]
@@ -211,9 +207,7 @@ def test_requests_count_in_the_order_in_which_they_ended_for_their_own_draft_and
     assert [bool(recorder.acceptance(draft)) for draft in drafts] == [False] + [True] * MAX_DRAFTS
 
 
-def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written_whatever_becomes_of_its_states(
-    querylog: QueryLog,
-) -> None:
+def test_a_row_that_can_not_be_made_is_counted_and_the_next_written_whatever_fails(querylog: QueryLog) -> None:
     def fails(completion: Completion, row_id: str | None) -> None:
         raise RuntimeError("Event loop is closed")
 

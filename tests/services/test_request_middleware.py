@@ -147,9 +147,7 @@ def test_bodies_that_trickle_in_hold_nobody_up_and_end_as_408(world: World, clie
             assert one.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_reader_that_does_not_read_holds_nobody_up_and_its_stream_is_whole(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_a_reader_that_waits_holds_nobody_up_and_its_stream_is_whole(world: World, client: openai.OpenAI) -> None:
     num_choices = 12  # with the alternatives of each token, more than the sockets' buffers hold
     body = chat(stream=True, n=num_choices, max_tokens=150, ignore_eos=True, logprobs=True, top_logprobs=20)
     with socket.socket() as slow:
@@ -237,7 +235,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": MARKERS, "arguments"
     ],
     ids=["turn", "parts", "scrubbed"],
 )
-def test_a_marker_in_a_message_is_text_to_the_target_and_in_the_log(
+def test_a_marker_in_a_message_is_text_everywhere(
     world: World, client: openai.OpenAI, messages: Any, text: str
 ) -> None:
     headers = FULL | {"X-Redraft-Domain": (domain := f"marker-{len(text)}")}

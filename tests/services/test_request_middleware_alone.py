@@ -75,9 +75,7 @@ def test_only_the_headers_that_mean_something_here_pass() -> None:
     [[("X-A", b"x" * HEADER_BYTES)], [(f"X-{number}", b"x") for number in range(HEADER_LINES)]],
     ids=["bytes", "lines"],
 )
-def test_too_many_bytes_or_lines_of_headers_are_400_before_anyone_looks_at_the_key(
-    headers: list[tuple[str, bytes]], keys: Keys
-) -> None:
+def test_too_many_bytes_or_lines_of_headers_are_400_before_keys(headers: list[tuple[str, bytes]], keys: Keys) -> None:
     require_error(ask(headers=headers, keys=keys), 400, "headers_too_large")
     few = [(name, value[: HEADER_BYTES // 2]) for name, value in headers[: HEADER_LINES - 1]]
     assert ask(headers=few).status == 200

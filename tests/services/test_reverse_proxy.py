@@ -169,9 +169,7 @@ def test_a_body_that_turns_out_malformed_is_a_400_in_openais_shape(scene: Scene,
     assert said.headers["content-type"] == "application/json"
 
 
-def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_served(
-    scene: Scene, replica: Child
-) -> None:
+def test_after_an_answer_that_came_before_its_body_the_same_client_is_served(scene: Scene, replica: Child) -> None:
     with httpx.Client(base_url=scene.url, trust_env=False, timeout=60) as client:
         for _ in range(10):
             refused = client.post("/v1/early", content=b"x" * (4 << 20))
@@ -255,7 +253,7 @@ def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_pat
         ending.join()
 
 
-def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for(
+def test_without_haproxy_rays_own_serves_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(front: str) -> ReverseProxy | None:
@@ -278,9 +276,7 @@ def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None
 
 
 @pytest.mark.slow
-def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits_for_room(
-    scene: Scene, many_files: None
-) -> None:
+def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits(scene: Scene, many_files: None) -> None:
     connections, of_address = scene.limits()
     asked, late = b"GET /v1/caller HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", "127.0.0.9"
     with ExitStack() as stack:

@@ -146,9 +146,7 @@ def test_the_log_says_at_the_start_which_model_runner_serves(world: World) -> No
     assert "vLLM's model runner is V1, vllm.v1.worker.cpu_model_runner.CPUModelRunner" in log
 
 
-def test_a_request_with_a_seed_and_a_temperature_is_decoded_without_drafts_and_counted_apart(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_a_request_with_a_seed_and_a_temperature_is_not_drafted_for(world: World, client: openai.OpenAI) -> None:
     before, head = world.status()["seeded"], {"X-Redraft-Speculation": "head"}
     settings = ((1, 0.0), (None, 0.8), (1, 0.8))
     told = [ask(client, PROMPTS[1], seed=seed, temperature=t, extra_headers=head) for seed, t in settings]
@@ -156,9 +154,7 @@ def test_a_request_with_a_seed_and_a_temperature_is_decoded_without_drafts_and_c
     assert world.status()["seeded"] - before == 1
 
 
-def test_whatever_asks_whether_the_service_lives_is_never_drawn_to_judge_the_draft(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_what_asks_whether_the_service_lives_is_never_drawn_to_judge(world: World, client: openai.OpenAI) -> None:
     domain = {"X-Redraft-Domain": "probed"}
     for _ in range(40):
         client.completions.create(model="target", prompt="hi", max_tokens=1, extra_headers=domain)
@@ -215,9 +211,7 @@ def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the
     assert not [key for key in (*made.values(), KEY) if any(key.encode() in content for content in kept)]
 
 
-def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_so_is_the_way_back(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_back(world: World, client: openai.OpenAI) -> None:
     text, steps = stream_text(client, PROMPTS[2])[0], world.operator | {"X-Redraft-Detail": "steps"}
     for k in (2, 3):
         version = world.register(k + 3, num_draft_tokens=str(k))
