@@ -155,6 +155,7 @@ def test_only_what_was_consented_to_is_logged_of_every_api(world: World, path: s
         assert post(world, path, said, **headers).status_code == 200
     first, second = world.wait_for_rows(domain, 2)  # of full consent
     assert first.subject == second.subject == subject_of(sha256_of(KEY), "ada")
+    assert first.key == second.key == subject_of(sha256_of(KEY), None)
     assert first.completion_ids == second.completion_ids
     assert first.prompt_ids == second.prompt_ids
     assert "hello" in first.prompt

@@ -186,6 +186,11 @@ def test_a_key_is_checked_before_the_body_is_there(world: World) -> None:
             assert stranger.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
+@pytest.mark.parametrize("headers", [{"X_A": b"x" * 20_000}, {f"X_{number}": b"x" for number in range(200)}], ids=len)
+def test_too_many_bytes_or_lines_of_headers_are_400(world: World, headers: dict[str, bytes]) -> None:
+    assert post(world, chat(), **headers).status_code == 400
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -291,6 +296,18 @@ def test_control_characters_reach_the_row_and_no_log(world: World, client: opena
 def test_a_schema_that_makes_no_sense_is_400_and_in_no_log(world: World, settings: dict[str, Any]) -> None:
     require_refused(post(world, chat(**settings)), 400)
     assert b"FORGED" not in (world.home / "service.log").read_bytes()
+
+
+def test_a_keys_made_up_domains_hide_nobody_elses(world: World) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    for number in range(20):
+        with world.client(world.flooder) as client:
+            ask(client, "hi", **options, extra_headers={"X-Redraft-Domain": f"junk-{number}"})
+    with world.client() as client:
+        ask(client, "hi", **options, extra_headers={"X-Redraft-Domain": "afterwards"})
+    domains = world.wait_for("rows", lambda told: "afterwards" in told["acceptance"])["acceptance"].keys()
+    assert len([name for name in domains if name.startswith("junk-")]) == 16
+    assert "other" in domains
 
 
 @pytest.mark.parametrize("body", [{"on": "../x"}, {"on": 1}, {"draft": "http://x/"}, {}, {"on": True, "draft": 2}])

@@ -254,13 +254,19 @@ def test_a_start_that_a_draft_did_not_fail_or_a_probation_that_it_passed_ends_th
     assert memory.after_start([]).failed_starts == memory.with_good(version(2)).failed_starts == {}
 
 
-def test_the_wait_of_a_draft_that_the_engine_did_not_start_with_doubles_with_each_start() -> None:
-    memory, waits = DraftHistory(), []
+def test_the_wait_of_a_draft_that_the_engine_did_not_start_with_grows_with_each_start() -> None:
+    memory = DraftHistory().after_start([version(2), version(3)]).after_start([version(2)])
+    waits = memory.postponed(SERVE, 50.0)[label(version(2))]
+    assert (waits.num_attempts, waits.wait_s, waits.due_s) == (2, 600.0, 650.0)
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    state, waits = PROVING, []
     for _ in range(6):
-        memory = memory.after_start([version(2), version(3)])
-        waits.append(memory.postponed(SERVE, 50.0)[label(version(2))].wait_s)
+        state = follow(state, event(swap.undecided, "slow", 0.0))
+        waits.append(state.postponed[label(version(1))].wait_s)
+        state = follow(state, event(swap.ticked, MAX_WAIT_S))
     assert waits == [300.0, 600.0, 1200.0, 2400.0, MAX_WAIT_S, MAX_WAIT_S]
-    assert memory.postponed(SERVE, 50.0)[label(version(2))].due_s == 50.0 + MAX_WAIT_S
 
 
 def test_the_wait_of_what_is_neither_served_nor_champion_is_forgotten() -> None:
