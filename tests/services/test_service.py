@@ -164,19 +164,23 @@ def test_what_asks_whether_the_service_lives_is_never_drawn_to_judge(world: Worl
 
 
 def test_off_acts_whatever_becomes_of_a_new_draft(world: World, client: openai.OpenAI) -> None:
+    def turn(on: bool) -> tuple[str, bool]:
+        """Switch, and return what is answered and whether it was drafted for."""
+        url = f"{world.url}/redraft/speculation"
+        httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
+        again, _, usage = stream_text(client, PROMPTS[1])
+        return again, usage["redraft"]["drafted"] > 0
+
     text = stream_text(client, PROMPTS[1])[0]
     for number in range(4):
         version = world.versions[(number + 1) % 2]
         world.registry.promote("draft", version)
         time.sleep(0.25 * number)  # before it is looked at, loaded, on probation, or serves
-        for on in (False, True):
-            url = f"{world.url}/redraft/speculation"
-            httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
-            again, _, usage = stream_text(client, PROMPTS[1])
-            assert (again, usage["redraft"]["drafted"] > 0 or on) == (text, on)
+        assert not turn(on=False)[1]
+        turn(on=True)
         world.wait_for_draft(version)
         world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
-    assert stream_text(client, PROMPTS[1])[2]["redraft"]["drafted"] > 0
+    assert [turn(on) for on in (False, True)] == [(text, False), (text, True)]
 
 
 def test_metrics_count_requests_and_swaps(world: World) -> None:
