@@ -134,8 +134,8 @@ async def test_what_waits_is_bounded_for_a_key_and_in_all(
     asked: Asked, limits: dict[str, Any], keys: list[str], status: int, others: list[str]
 ) -> None:
     waits = turns(max_num_seqs=1, **limits)
-    for key in keys:
-        await asked(waits, key)
+    tasks = [await asked(waits, key) for key in keys]
+    assert [task.done() for task in tasks] == [True, False, False]
     with pytest.raises(RequestError) as refused:
         await waits.take("flooder", ONE)
     assert refused.value.status == status
@@ -149,6 +149,7 @@ async def test_what_waits_is_bounded_for_a_key_and_in_all(
         ({"input": [], "max_tokens": None}, Cost(1, 1000)),
         ({"messages": [], "max_completion_tokens": 20, "max_tokens": 50, "n": 3}, Cost(3, 60)),
         ({"messages": []}, Cost(1, 1000)),
+        ({"messages": [], "max_tokens": 0}, Cost(1, 1000)),
         ({"messages": [], "max_tokens": 10**30}, Cost(1, 1000)),
         ({"prompt": "x"}, Cost(1, 16)),
         ({"prompt": [1, 2, 3]}, Cost(1, 16)),
