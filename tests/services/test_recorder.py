@@ -265,7 +265,7 @@ def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
     assert (told(recorder)["accepted"], told(recorder)["looked_up"]) == (2, 2)
     assert recorder.accepted == {"head": 0, "lookup": 2, "structured": 0}
     record(recorder, 2)  # of an engine that looks nothing up
-    assert recorder.accepted == {"head": 2, "lookup": 2, "structured": 0}
+    assert (recorder.accepted, recorder.tokens) == ({"head": 2, "lookup": 2, "structured": 0}, 10)
 
 
 def test_what_a_grammar_constrained_is_counted_for_itself(recorder: Recorder, querylog: QueryLog) -> None:
