@@ -58,6 +58,7 @@ def test_f40_whatever_the_environment_says_of_serves_haproxy_what_stands_before_
             require_error(stranger.get(path), httpx.codes.UNAUTHORIZED)
         require_error(client.get("nowhere"), httpx.codes.NOT_FOUND)
         require_error(answer_in(client, {"user": "x" * (2 << 20)}), httpx.codes.REQUEST_ENTITY_TOO_LARGE)
+        client.headers["X-Redraft-Log"] = "none"  # the drill of f36 counts rows
         assert answer_in(client, {}).json()["choices"]
     # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
     assert len([address for address in strangers.listening() if not address.endswith("127.0.0.1")]) <= 1
@@ -68,11 +69,10 @@ def test_f36_with_a_log_that_is_torn_or_of_another_schema_serving_goes_on_and_lo
     strangers: Strangers, spoiled: tuple[str, bytes]
 ) -> None:
     world, (said, content) = strangers.world, spoiled
-    before = world.status()["log"]["dropped"]
     with world.client(OTHER_KEY) as client:
         for prompt in PROMPTS[:4]:
             assert ask(client, prompt).choices[0].finish_reason
-        log = world.wait_for("lost rows", lambda status: status["log"]["dropped"] == before + 4)["log"]
+        log = world.wait_for("lost rows", lambda status: status["log"]["dropped"] == 4)["log"]
     assert said in log["last_error"]
     assert said in (world.home / "service.log").read_text()
     assert world.querylog.read_bytes() == content
