@@ -983,11 +983,3 @@ def test_a_damaged_state_is_counted_and_as_none(tmp_path: Path, content: str, ca
     path.write_text(content)
     assert (recall(path, counts), counts) == (DraftHistory(), {"errors": 1})
     assert f"{path} is not a memory of drafts" in caplog.text
-
-
-def test_a_state_survives_writing(world: World) -> None:
-    state = DraftHistory().with_good(world.push()).with_refused(world.push(), "bad")
-    remember(world.config.memory, state, Counter())
-    assert world.remembered() == state
-    assert state.with_refused(state.good[0], "too").good == ()
-    assert list(world.home.glob(".state*")) == []
