@@ -197,9 +197,10 @@ def test_the_longest_of_the_last_requests_is_known_however_it_was_drafted(record
 
 
 def test_requests_count_for_their_own_draft_in_their_order_and_the_last_drafts_are_kept(recorder: Recorder) -> None:
-    for index, (draft, domain) in enumerate([("7", "chat"), ("8", "chat"), ("7", "code")]):  # a swap beside a stream
+    asked = [("7", "code"), ("8", "chat"), ("7", "chat"), ("7", "code")]  # the last two began before a swap
+    for index, (draft, domain) in enumerate(asked):
         record(recorder, index, "none", domain, draft_version=draft)
-    assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code"]
+    assert [trace.domain for trace in recorder.recent("7")] == ["code", "chat", "code"]
     assert [len(recorder.acceptance(draft)) for draft in ("7", "8", "9")] == [2, 1, 0]
     drafts = [str(number) for number in range(20, 21 + MAX_DRAFTS)]
     for index, draft in enumerate(drafts):
