@@ -107,15 +107,9 @@ def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_on(scen
     assert load.ended_well(), load.outcomes
 
 
-@pytest.mark.parametrize(("spoil", "before", "tags", "reason", "is_quarantined"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("spoil", "before", "tags", "reason", "quarantined"), BAD.values(), ids=BAD.keys())
 def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
-    scene: Scene,
-    world: World,
-    spoil: Spoil | None,
-    before: bool,
-    tags: dict[str, str],
-    reason: str,
-    is_quarantined: bool,
+    scene: Scene, world: World, spoil: Spoil | None, before: bool, tags: dict[str, str], reason: str, quarantined: bool
 ) -> None:
     directory = world.home / "made" / f"bad-{time.monotonic_ns()}"
     shutil.copytree(world.make(1), directory)
@@ -130,10 +124,10 @@ def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
         assert reason in world.wait_for_refusal(bad)
         good = world.versions[0]
         world.wait_for("the good one", lambda status: (status["draft_version"], status["speculating"]) == (good, True))
-        told = reason if is_quarantined else ""
+        told = reason if quarantined else ""
         wait_until(lambda: told in world.registry.get("draft", bad).quarantined, 60, None, "the quarantine")
     assert load.ended_well(), load.outcomes
-    assert (world.registry.get("draft", bad).quarantined != "") == is_quarantined
+    assert (world.registry.get("draft", bad).quarantined != "") == quarantined
 
 
 def test_f2_without_its_controller_the_service_answers_as_before_and_follows_drafts(scene: Scene, world: World) -> None:
@@ -150,9 +144,7 @@ def test_f2_without_its_controller_the_service_answers_as_before_and_follows_dra
     assert load.ended_well(), load.outcomes
 
 
-def test_f20_without_the_orchestrator_service_goes_on_and_the_want_of_a_refresh_stays(
-    scene: Scene, world: World
-) -> None:
+def test_f20_without_the_orchestrator_serving_goes_on_and_a_wanted_refresh_stays(scene: Scene, world: World) -> None:
     hopeful = world.register(3, tau=json.dumps({"drift": 3.9}))
     with scene.load(num_clients=2) as load:
         world.registry.promote("draft", hopeful)
@@ -169,9 +161,7 @@ def test_f20_without_the_orchestrator_service_goes_on_and_the_want_of_a_refresh_
     assert (fallen.fall.draft, fallen.fall.promised) == (hopeful, 3.9)
 
 
-def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_its_draft(
-    scene: Scene, world: World
-) -> None:
+def test_f1_f19_a_replica_killed_without_a_registry_comes_back_with_its_draft(scene: Scene, world: World) -> None:
     last_good = world.versions[1]
     world.registry.promote("draft", last_good)
     world.wait_for_draft(last_good)
@@ -224,9 +214,8 @@ def test_f3_f14_streams_drain_before_the_end_and_with_another_target_no_old_draf
     rolled = world.home / "rolled"
     shutil.copytree(world.target, rolled)
     [weights] = rolled.glob("*.safetensors")
-    save_file(
-        load_file(weights), weights, metadata={"format": "pt", "rolled": "again"}
-    )  # other bytes, the same answers
+    # Other bytes, the same answers.
+    save_file(load_file(weights), weights, metadata={"format": "pt", "rolled": "again"})
     world.target = rolled
     with scene.load() as load:
         load.wait_for_stream()
