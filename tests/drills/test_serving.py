@@ -23,7 +23,7 @@ from models.core.drafting.draft_format import WEIGHTS
 from tests.drills.machine import Clock
 from tests.drills.scene import Scene, filled, require_end_without, running
 from tests.drills.spoiled import BAD, Spoil
-from tests.world import World, ask, make_target
+from tests.world import PROMPTS, World, ask, make_target, stream_text
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -225,9 +225,13 @@ def test_f3_f14_streams_drain_before_the_end_and_with_another_target_no_old_draf
         assert (status["draft_version"], status["speculating"], status["fallback"]) == (None, False, "no draft")
         before = load.outcomes["ok"]
         wait_until(lambda: load.outcomes["ok"] > before + 10, 60, None, "answers without speculation")
-        world.registry.promote("draft", fitting := world.register(4))
+        world.registry.promote("draft", fitting := world.register(5, num_draft_tokens="2"))
         world.wait_for_draft(fitting, RECOVERY_S)
-        world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
+        status = world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
+        with world.client() as client:
+            steps = stream_text(client, PROMPTS[0], extra_headers=world.operator | {"X-Redraft-Detail": "steps"})[2]
+        # The replica of its own that it asked for booted with it, and with its K.
+        assert (status["swaps"], max(steps["redraft"]["drafted_per_step"])) == (0, 2)
     # Serve kills its proxy at the end: a request that came in that moment gets no answer, but none that began breaks.
     assert load.ended_well("429", "503", "no connection", "no answer"), load.outcomes
     assert load.outcomes["no answer"] <= load.num_clients, load.outcomes

@@ -213,16 +213,3 @@ def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the
         assert asked(role) == [401] * 5
     kept = [entry.read_bytes() for entry in world.home.rglob("*") if entry.is_file() and entry.suffix != ".safetensors"]
     assert not [key for key in (*made.values(), KEY) if any(key.encode() in content for content in kept)]
-
-
-def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_back(world: World, client: openai.OpenAI) -> None:
-    text, steps = stream_text(client, PROMPTS[2])[0], world.operator | {"X-Redraft-Detail": "steps"}
-    for k in (2, 3):
-        version = world.register(k + 3, num_draft_tokens=str(k))
-        world.registry.promote("draft", version)
-        world.wait_for_draft(version, timeout_s=240)
-        status = world.wait_for("its proof", lambda told: told["replacement"] is None and told["proof"] is not None)
-        assert status["swaps"] == 0  # it booted with it
-        again, _, usage = stream_text(client, PROMPTS[2], extra_headers=steps)
-        assert (again, max(usage["redraft"]["drafted_per_step"])) == (text, k)
-        assert "quarantined" not in world.registry.get("draft", version).tags
