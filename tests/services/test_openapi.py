@@ -27,7 +27,7 @@ from tests.world import MODEL, World
 
 pytestmark = pytest.mark.engine
 
-NUM_EXAMPLES = 40
+NUM_EXAMPLES = 25
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = {
     "/v1/chat/completions": ChatCompletionRequest,
