@@ -1,9 +1,11 @@
 """A running service over a registry that is a server, and what can be done to it from outside."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,10 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.artifacts import staged
 from infra.processes import Child, answers, free_port, hold_port, wait_until
-from infra.settings import load_settings
+from infra.registry import open_registry
+from infra.settings import Settings, load_settings
+from models.core.drafting.draft_families import open_draft
+from models.recipe import load_recipe
+from tasks.measure_draft import measure_golden
 from tests.drills.load import Client, Load, Wanted, quiet_answers
 from tests.drills.machine import Clock, seen_with
+from tests.drills.spoiled import Spoil
 from tests.world import World
 
 LOG_BYTES = 64 << 20
@@ -170,3 +178,20 @@ def filled(folder: Path, but_bytes: int = 0) -> Iterator[None]:
         yield
     finally:
         filler.unlink()
+
+
+def register_changed(home: Path, change: Spoil, golden_tau: float | None = None) -> int:
+    """Register the first draft of a tiny build with a change, and an honest promise unless another is given."""
+    registry, made = open_registry(Settings(home=home)), home / "made" / f"{time.monotonic_ns()}"
+    first, target = registry.get("draft", 1), registry.champion("target")
+    assert target is not None
+    draft_dir, target_dir = (registry.download(one, home / "made-of") for one in (first, target))
+    with staged(made) as directory:
+        shutil.copytree(draft_dir, directory, dirs_exist_ok=True)
+        (directory / "manifest.json").unlink()
+        change(directory)
+    if golden_tau is None:
+        k = load_recipe("tiny").num_draft_tokens
+        golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, home / "made" / "golden")
+    tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
+    return registry.register("draft", made, tags).number

@@ -1,21 +1,13 @@
 """Drafts that are spoiled in one way each."""
 
 import json
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.artifacts import staged
-from infra.registry import open_registry
-from infra.settings import Settings
-from models.core.drafting.draft_families import open_draft
 from models.core.drafting.draft_format import WEIGHTS
-from models.recipe import load_recipe
-from tasks.measure_draft import measure_golden
 
 Spoil = Callable[[Path], None]
 
@@ -73,20 +65,3 @@ BAD: dict[str, tuple[Spoil | None, bool, dict[str, str], str, bool]] = {
     "F13 config": (FOREIGN, True, {}, "was made for tokenizer_sha256", True),
     "F15 promise": (None, True, {"golden_tau": "3.9"}, "promised 3.900", True),
 }
-
-
-def register_changed(home: Path, change: Spoil, golden_tau: float | None = None) -> int:
-    """Register the first draft of a tiny build with a change, and an honest promise unless another is given."""
-    registry, made = open_registry(Settings(home=home)), home / "made" / f"{time.monotonic_ns()}"
-    first, target = registry.get("draft", 1), registry.champion("target")
-    assert target is not None
-    draft_dir, target_dir = (registry.download(one, home / "made-of") for one in (first, target))
-    with staged(made) as directory:
-        shutil.copytree(draft_dir, directory, dirs_exist_ok=True)
-        (directory / "manifest.json").unlink()
-        change(directory)
-    if golden_tau is None:
-        k = load_recipe("tiny").num_draft_tokens
-        golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, home / "made" / "golden")
-    tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
-    return registry.register("draft", made, tags).number

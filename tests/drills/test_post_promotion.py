@@ -14,7 +14,8 @@ from infra.post_promotion import ROLLED_BACK, PostPromotionTest, PostPromotionTe
 from infra.processes import Child, wait_until
 from infra.service_process import last_url
 from infra.settings import Settings
-from tests.drills.spoiled import noisy, register_changed
+from tests.drills.scene import register_changed
+from tests.drills.spoiled import noisy
 from tests.flows.conftest import Cli
 from tests.infra.collector import collecting
 from tests.world import Served

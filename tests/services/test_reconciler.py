@@ -86,18 +86,13 @@ class FaultyEngine(TorchEngine):
         return self.rules[True]
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        request_id: str,
-        on_first_token: Callable[[], None] | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, told: Any = None
     ) -> Completion:
         assert request_id.startswith("golden-")
-        assert on_first_token is not None
 
         def read() -> None:
             self.num_reading -= 1
-            on_first_token()
+            told()
 
         self.num_asked += 1
         self.priorities.add(sampling.priority)
@@ -649,14 +644,17 @@ def test_when_the_last_good_draft_can_not_be_put_back_speculation_goes_off(runni
     running.require(None, errors=1)
 
 
+def rename(database: Path, table: str, name: str) -> None:
+    with closing(sqlite3.connect(database)) as db, db:
+        db.execute(f"ALTER TABLE {table} RENAME TO {name}")
+
+
 @contextmanager
 def without(database: Path, table: str) -> Iterator[None]:
     """Let a database lack a table."""
-    for last, (old, new) in enumerate([(table, "gone"), ("gone", table)]):
-        with closing(sqlite3.connect(database)) as db, db:
-            db.execute(f"ALTER TABLE {old} RENAME TO {new}")
-        if not last:
-            yield
+    rename(database, table, "gone")
+    yield
+    rename(database, "gone", table)
 
 
 @pytest.mark.slow
@@ -680,9 +678,6 @@ def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: Wor
     assert (running.boot(), running.counts["registry_unavailable"]) == (1, 1)
 
 
-NOBODY = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-
-
 @pytest.mark.slow
 def test_a_draft_whose_object_store_is_gone_waits_and_the_last_good_one_serves_over_a_restart_too(
     running: World, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
@@ -692,7 +687,7 @@ def test_a_draft_whose_object_store_is_gone_waits_and_the_last_good_one_serves_o
     running.tick()
     pushed = running.push()
     with monkeypatch.context() as gone:
-        gone.setenv("AWS_ENDPOINT_URL", NOBODY)
+        gone.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
         running.connect(bucket.address)
         running.loop._source = running.source
         running.tick(2)

@@ -26,6 +26,8 @@ from tests.soak.stack import CONSENTS, Stack
 DISK_BYTES = 512 << 20
 CLIENTS_EACH = 2
 PAUSE_S = (1.0, 5.0)
+
+
 def main() -> int:
     """Run it and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="The whole stack while everything fails.")

@@ -22,7 +22,8 @@ from infra.supervisor import read_state
 from infra.versions import Version, is_usable
 from models.core.evaluation.golden import Golden
 from tests.drills.load import Client
-from tests.drills.spoiled import Spoil, noisy, register_changed
+from tests.drills.scene import register_changed
+from tests.drills.spoiled import Spoil, noisy
 from tests.flows.conftest import Cli, registry_of
 from tests.soak.checker import Look
 from tests.world import Served
