@@ -85,10 +85,8 @@ class FaultyEngine(TorchEngine):
     def sound(self) -> tuple[Any, BaseParams]:
         return self.rules[True]
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: Sampling, request_id: str, told: Any = None
-    ) -> Completion:
-        assert request_id.startswith("golden-")
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, name: str, told: Any = None) -> Completion:
+        assert name.startswith("golden-")
 
         def read() -> None:
             self.num_reading -= 1
@@ -105,9 +103,9 @@ class FaultyEngine(TorchEngine):
         try:
             if fault == "hangs":
                 await asyncio.Event().wait()
-            if fault == "stumbles" and request_id.endswith("-1"):
+            if fault == "stumbles" and name.endswith("-1"):
                 raise RuntimeError("the engine stumbled")
-            completion = await super().generate(prompt_ids, sampling, request_id, read)
+            completion = await super().generate(prompt_ids, sampling, name, read)
         finally:
             self.num_running -= 1
         if self.accepts is None or not self.speculating:
