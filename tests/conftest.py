@@ -53,6 +53,8 @@ LONG = (
 )
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
+# Serve's controller looks as often as by default; ours looks seldom, which each start and end of a service waits for.
+_ENGINE_ENVIRONMENT["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] = "0.1"
 # What is compiled of our own kernels is the same for all homes of tests; otherwise each has its own.
 _ENGINE_ENVIRONMENT["TORCH_EXTENSIONS_DIR"] = str(Path.home() / ".cache" / "torch_extensions")
 # Where the browser, its pictures and a Postgres are is the tests' business; settings refuse names that they don't know.

@@ -28,7 +28,7 @@ from models.targets import describe
 from tasks.measure_draft import measure_golden
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
-from tests.tags import draft_tags
+from tests.tags import tags_for
 
 KEY, OTHER_KEY = "the-key-of-team-one", "the-key-of-team-two"
 MODEL = "target"
@@ -73,9 +73,17 @@ class Served:
             time.sleep(0.1)
         raise AssertionError(f"{what}: {seen}")
 
-    def wait_for_draft(self, number: int) -> None:
+    def wait_for_draft(self, number: int, timeout_s: float = 60.0) -> None:
         """Wait until the service serves a draft that passed its probation."""
-        self.wait_for(f"draft {number}", lambda status: str(status["draft_version"]) == str(number))
+        self.wait_for(f"draft {number}", lambda status: str(status["draft_version"]) == str(number), timeout_s)
+
+    def wait_for_refusal(self, number: int) -> str:
+        """Wait until the service refused a draft, and return why."""
+
+        def why(status: dict[str, Any]) -> str:
+            return next((told for name, told in status["refused"].items() if name.startswith(f"{number}-")), "")
+
+        return why(self.wait_for("refusal", lambda status: why(status) != ""))
 
 
 class World(Served):
@@ -141,14 +149,11 @@ class World(Served):
 
     def register_files(self, directory: Path, **changed: str) -> int:
         """Register whatever a directory holds as a draft for the target."""
-        card = describe(self.target)
-        tags = draft_tags() | {
-            "target_sha256": card.sha256,
-            "tokenizer_sha256": card.tokenizer_sha256,
-            "vocab_size": str(card.vocab_size),
-            "golden_tau": "1.0",
-        }
-        return self.registry.register("draft", directory, tags | changed).number
+        return self.registry.register("draft", directory, tags_for(describe(self.target), **changed)).number
+
+    def champion(self) -> int | None:
+        found = self.registry.champion("draft")
+        return None if found is None else found.number
 
     def config(self) -> Path:
         """Write the service's settings."""

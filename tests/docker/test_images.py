@@ -21,6 +21,10 @@ from models.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
+STACK: dict[str, Any] = yaml.safe_load(COMPOSE)
+SERVICES: dict[str, Any] = STACK["services"]
+OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CUDA_OF = {"torch==2.13.0": "13.0"}  # what the wheel of the index asks for, cuda-toolkit==13.0.3
 ONCE = {"bucket", "build"}  # end by themselves
@@ -40,12 +44,9 @@ def test_an_image_copies_what_is_there_and_runs_a_command_as_an_ordinary_user(im
     assert {keyword for keyword, _ in steps} <= INSTRUCTIONS
     assert steps[0][0] == "FROM"
     assert ":" in steps[0][1], "a base image without a version changes by itself"
-    for keyword, rest in steps:
-        if keyword == "COPY":
-            *sources, _ = rest.split()
-            assert all((ROOT / source).exists() for source in sources), rest
-    copied = " ".join(rest for keyword, rest in steps if keyword == "COPY")
-    assert all(package in copied for package in ("flows", "infra", "models", "services", "tasks"))
+    copied = [source for keyword, rest in steps if keyword == "COPY" for source in rest.split()[:-1]]
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    assert {"flows", "infra", "models", "services", "tasks"} <= {source.rstrip("/") for source in copied}
     last = dict(steps)
     assert int(last["USER"]) > 0, "a cluster takes no name for a user that is not root"
     assert json.loads(last["ENTRYPOINT"]) == ["redraft"]
@@ -66,8 +67,7 @@ def test_an_image_installs_extras_that_are_there_by_the_constraints(image: Path)
 
 def test_the_cuda_of_the_image_is_that_of_torch() -> None:
     [torch] = [one for one in PROJECT["dependencies"] if one.startswith("torch==")]
-    base = dict(instructions(ROOT / "docker" / "cuda.Dockerfile"))["FROM"]
-    assert base.startswith(f"nvidia/cuda:{CUDA_OF[torch]}.")
+    assert dict(instructions(ROOT / "docker" / "cuda.Dockerfile"))["FROM"].startswith(f"nvidia/cuda:{CUDA_OF[torch]}.")
 
 
 def require_command(arguments: list[str]) -> None:
@@ -76,17 +76,8 @@ def require_command(arguments: list[str]) -> None:
     command.make_context(arguments[0], list(arguments[1:]))
 
 
-@pytest.fixture(scope="module")
-def stack() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-
-
-def ours(stack: dict[str, Any]) -> dict[str, Any]:
-    return {name: service for name, service in stack["services"].items() if "build" in service}
-
-
-def test_the_stack_builds_an_image_that_is_there_and_starts_what_exists(stack: dict[str, Any]) -> None:
-    for name, service in ours(stack).items():
+def test_the_stack_builds_an_image_that_is_there_and_starts_what_exists() -> None:
+    for name, service in OURS.items():
         assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).is_file(), name
         if "entrypoint" not in service:
             require_command(service["command"])
@@ -95,37 +86,35 @@ def test_the_stack_builds_an_image_that_is_there_and_starts_what_exists(stack: d
             assert load_recipe(service["command"][-1])
         else:
             assert find_spec(service["entrypoint"][2]) is not None
-    assert stack["services"]["runner"]["entrypoint"][-1] == deployments.__name__
+    assert SERVICES["runner"]["entrypoint"][-1] == deployments.__name__
 
 
-def test_what_the_stack_refers_to_is_there_and_of_a_version(stack: dict[str, Any]) -> None:
-    services = stack["services"]
-    for name, service in services.items():
+def test_what_the_stack_refers_to_is_there_and_of_a_version() -> None:
+    for name, service in SERVICES.items():
         assert re.fullmatch(r"[a-z/]+:[a-z0-9.-]*\d[a-z0-9.-]*|redraft:cpu", service["image"]), name
         for volume in service.get("volumes", ()):
-            assert volume.partition(":")[0] in stack["volumes"]
-        assert {one["source"] for one in service.get("configs", ())} <= stack["configs"].keys()
+            assert volume.partition(":")[0] in STACK["volumes"]
+        assert {one["source"] for one in service.get("configs", ())} <= STACK["configs"].keys()
         for other, how in service.get("depends_on", {}).items():
             assert how["condition"] == ("service_completed_successfully" if other in ONCE else "service_healthy")
-            assert other in services
+            assert other in SERVICES
 
 
-def test_what_goes_on_says_whether_it_is_well_at_a_port_that_it_listens_on(stack: dict[str, Any]) -> None:
-    services = stack["services"]
-    assert {name for name, service in services.items() if "healthcheck" not in service} == ONCE
+def test_what_goes_on_says_whether_it_is_well_at_a_port_that_it_listens_on() -> None:
+    assert {name for name, service in SERVICES.items() if "healthcheck" not in service} == ONCE
     for name in ("prefect", "mlflow", "serve"):
-        command = [*services[name].get("entrypoint", []), *services[name]["command"]]
+        command = [*SERVICES[name].get("entrypoint", []), *SERVICES[name]["command"]]
         port = command[command.index("--port") + 1]
-        assert f"http://127.0.0.1:{port}/" in services[name]["healthcheck"]["test"][-1]
-        assert services[name]["ports"][0].endswith(f"{port}:{port}")
-    assert services["serve"]["healthcheck"]["test"][-1].endswith("/readyz')")
-    assert f":{urlsplit(stack['x-redraft']['environment']['AWS_ENDPOINT_URL']).port}/" in str(
-        services["s3"]["healthcheck"]
+        assert f"http://127.0.0.1:{port}/" in SERVICES[name]["healthcheck"]["test"][-1]
+        assert SERVICES[name]["ports"][0].endswith(f"{port}:{port}")
+    assert SERVICES["serve"]["healthcheck"]["test"][-1].endswith("/readyz')")
+    assert f":{urlsplit(STACK['x-redraft']['environment']['AWS_ENDPOINT_URL']).port}/" in str(
+        SERVICES["s3"]["healthcheck"]
     )
 
 
-def test_the_stacks_lock_is_that_of_the_post_promotion_test(stack: dict[str, Any], tmp_path: Path) -> None:
-    told = stack["services"]["post-promotion"]
+def test_the_stacks_lock_is_that_of_the_post_promotion_test(tmp_path: Path) -> None:
+    told = SERVICES["post-promotion"]
     [_, check] = told["healthcheck"]["test"]
     tests = PostPromotionTests(Settings(home=tmp_path))
     here = check.replace(told["environment"]["REDRAFT_HOME"], str(tmp_path))
@@ -134,29 +123,28 @@ def test_the_stacks_lock_is_that_of_the_post_promotion_test(stack: dict[str, Any
     assert subprocess.run(["sh", "-c", here], check=False).returncode == 1
 
 
-def test_ours_write_to_the_volume_and_a_folder_of_temporary_files_alone(stack: dict[str, Any]) -> None:
-    for name, service in ours(stack).items():
+def test_ours_write_to_the_volume_and_a_folder_of_temporary_files_alone() -> None:
+    for name, service in OURS.items():
         assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp"]), name  # noqa: S108
         assert service["volumes"] == [f"home:{service['environment']['REDRAFT_HOME']}"]
     for image in IMAGES:
-        assert f"REDRAFT_HOME={stack['x-redraft']['environment']['REDRAFT_HOME']} " in dict(instructions(image))["ENV"]
+        assert f"REDRAFT_HOME={STACK['x-redraft']['environment']['REDRAFT_HOME']} " in dict(instructions(image))["ENV"]
 
 
-def test_only_the_endpoint_is_open_to_other_machines_and_it_asks_for_a_key(stack: dict[str, Any]) -> None:
-    for name, service in stack["services"].items():
+def test_only_the_endpoint_is_open_to_other_machines_and_it_asks_for_a_key() -> None:
+    for name, service in SERVICES.items():
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:") or name == "serve"
-    holding = {name for name, service in ours(stack).items() if "REDRAFT_API_KEYS" in service["environment"]}
+    holding = {name for name, service in OURS.items() if "REDRAFT_API_KEYS" in service["environment"]}
     assert holding == {"serve"}
-    assert "?" in stack["services"]["serve"]["environment"]["REDRAFT_API_KEYS"]
+    assert "?" in SERVICES["serve"]["environment"]["REDRAFT_API_KEYS"]
 
 
-def test_the_stack_sets_only_variables_that_are_settings_and_holds_no_secret(stack: dict[str, Any]) -> None:
-    for service in ours(stack).values():
+def test_the_stack_sets_only_variables_that_are_settings_and_holds_no_secret() -> None:
+    for service in OURS.values():
         own = {name: value for name, value in service["environment"].items() if name.startswith("REDRAFT_")}
         load_settings(own | {"REDRAFT_API_KEYS": "a-clients-key"})
-    text = (ROOT / "docker" / "compose.yaml").read_text()
-    secrets = [*re.findall(r"(?:PASSWORD|SECRET|SECRET_ACCESS_KEY|AUTH_STRING|secretKey\"): \"?(.+)", text)]
-    secrets += re.findall(r"redraft:([^@\s]+)@postgres", text)
+    secrets = [*re.findall(r"(?:PASSWORD|SECRET|SECRET_ACCESS_KEY|AUTH_STRING|secretKey\"): \"?(.+)", COMPOSE)]
+    secrets += re.findall(r"redraft:([^@\s]+)@postgres", COMPOSE)
     assert len(secrets) >= 6
     assert [secret for secret in secrets if not secret.startswith("${")] == []

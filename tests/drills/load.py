@@ -32,8 +32,7 @@ class Reply(Frozen):
 
 
 class Wanted(Frozen):
-    """What the target says to a prompt in a quiet time, and when another answer counts as well
-    (`evaluation.golden`)."""
+    """What the target says to a prompt in a quiet time, and when another answer counts too (`evaluation.golden`)."""
 
     text: str
     golden: Golden
@@ -49,24 +48,15 @@ class Wanted(Frozen):
 
     def compare(self, reply: Reply) -> str:
         """Say how an answer differs."""
-        wanted, got, gaps = self.golden.token_ids, reply.token_ids, self.golden.gaps
-        said = f"{len(got)} tokens of {len(wanted)}, finish reason {reply.finish_reason!r}"
-        at = first_difference(wanted, got)
-        if at is None:
-            return f"{said}, text {reply.text!r} of the same tokens, wanted {self.text!r}"
-        gap = f"gap {gaps[at]:.4g}, threshold {self.threshold:.4g}" if at < len(gaps) else "past the end"
-        return f"{said}, parted at token {at} ({gap}): {got[at : at + 8]}, wanted {wanted[at : at + 8]}"
+        at = first_difference(self.golden.token_ids, reply.token_ids)
+        gaps = "" if at is None else f", gaps from there {self.golden.gaps[at : at + 8]}"
+        return f"parted at token {at}, threshold {self.threshold:.4g}{gaps}: {reply}, wanted {self.golden.token_ids}"
 
 
 def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KEY) -> dict[str, Wanted]:
-    """Return what the target says alone, with a threshold of near ties from two more batch sizes.
+    """Return what the target says alone to a client, with a threshold of near ties from two more batch sizes.
 
     The service is left speculating.
-
-    Args:
-        world: the service.
-        prompts: what is asked.
-        key: of a client whose requests may be asked.
     """
     speculation = f"{world.url}/redraft/speculation"
     httpx.post(speculation, json={"on": False}, headers=world.operator, trust_env=False).raise_for_status()
@@ -75,12 +65,10 @@ def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KE
         def answer(prompt: str) -> tuple[str, Golden]:
             options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "logprobs": True, "top_logprobs": 2}
             told = ask(client, prompt, **options, extra_body={"return_token_ids": True}).model_dump()
-            [choice] = told["choices"]
+            [choice], ids = told["choices"], told["prompt_token_ids"]
             best = [sorted(top["logprob"] for top in one["top_logprobs"]) for one in choice["logprobs"]["content"]]
             gaps = tuple(more - less for less, more in best)
-            return choice["message"]["content"], Golden(
-                prompt_ids=told["prompt_token_ids"], token_ids=choice["token_ids"], gaps=gaps
-            )
+            return choice["message"]["content"], Golden(prompt_ids=ids, token_ids=choice["token_ids"], gaps=gaps)
 
         alone = [answer(prompt) for prompt in prompts]
         golden, reruns = [one for _, one in alone], []
@@ -90,10 +78,8 @@ def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KE
     httpx.post(speculation, json={"on": True}, headers=world.operator, trust_env=False).raise_for_status()
     world.wait_for("speculation", lambda status: bool(status["speculating"]))
     threshold = max(SPACING, near_tie_threshold(golden, reruns))
-    return {
-        prompt: Wanted(text=text, golden=one, threshold=threshold)
-        for prompt, (text, one) in zip(prompts, alone, strict=True)
-    }
+    answers = zip(prompts, alone, strict=True)
+    return {prompt: Wanted(text=text, golden=one, threshold=threshold) for prompt, (text, one) in answers}
 
 
 class Client(NamedTuple):
@@ -121,16 +107,11 @@ class Load:
     Attributes:
         num_clients: how many ask, each one request at a time.
         outcomes: how often a request ended as
-            "ok": with a finish reason and the wanted text;
-            "near tie": whole, and another text from where the two best tokens were nearly tied;
-            "error frame": a stream that said that it was broken;
-            "429", "503": refused in OpenAI's shape; any other status likewise;
-            "broken": an answer that broke off before its end;
-            "no answer": a connection that was taken, and ended before an answer began;
+            "ok", "near tie" or "wrong", by its text: see `Wanted.judge`;
+            "429" or another status: refused in OpenAI's shape; "shapeless": refused, and not in it;
+            "error frame": a stream that said that it was broken; "broken": an answer that broke off before its end;
             "cut": a body that ended as a whole one does, and was none;
-            "wrong": another text;
-            "shapeless": an error that is not in OpenAI's shape;
-            "no connection": nobody listened.
+            "no connection": nobody listened; "no answer": a connection ended before an answer began.
     """
 
     def __init__(
@@ -140,13 +121,9 @@ class Load:
         askers: Sequence[Client],
         tell: Callable[[Ended], object] = lambda ended: None,
     ) -> None:
-        """Make it; `with` runs it.
+        """Take prompts with their answers (to any other prompt a whole one is "ok"), and who asks, all at once.
 
-        Args:
-            url: of the service.
-            wanted: prompt to answer, see `quiet_answers`; to any other prompt a whole answer is "ok".
-            askers: who asks, all at once.
-            tell: called with each request that ended, by several threads.
+        `tell` is called with each request that ended, by several threads.
         """
         self.outcomes: Counter[str] = Counter()
         self._url, self._wanted = f"{url}/v1/chat/completions", wanted
@@ -172,11 +149,7 @@ class Load:
         return self.outcomes["near tie"] <= max(1, MAX_NEAR_TIES * self.outcomes.total())
 
     def wait_for_stream(self, timeout_s: float = 60.0) -> None:
-        """Wait for the first part of the next stream: nearly all of its answer is still to come.
-
-        Raises:
-            TimeoutError: none began in time.
-        """
+        """Wait for the first part of the next stream: nearly all of its answer is still to come."""
         self._begun.clear()
         if not self._begun.wait(timeout_s):
             raise TimeoutError(f"no stream began within {timeout_s:g} s")
@@ -227,9 +200,8 @@ class Load:
 
 def _of_body(received: bytes) -> Reply:
     [choice] = json.loads(received)["choices"]
-    return Reply(
-        text=choice["message"]["content"], token_ids=choice["token_ids"], finish_reason=choice["finish_reason"]
-    )
+    text, ids, finish = choice["message"]["content"], choice["token_ids"], choice["finish_reason"]
+    return Reply(text=text, token_ids=ids, finish_reason=finish)
 
 
 def _of_stream(received: bytes) -> Reply | str:
@@ -243,11 +215,9 @@ def _of_stream(received: bytes) -> Reply | str:
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     if not choices[-1]["finish_reason"]:
         return "cut"
-    return Reply(
-        text="".join(choice["delta"].get("content") or "" for choice in choices),
-        token_ids=[token for choice in choices for token in choice.get("token_ids") or ()],
-        finish_reason=choices[-1]["finish_reason"],
-    )
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return Reply(text=text, token_ids=ids, finish_reason=choices[-1]["finish_reason"])
 
 
 def _is_error(received: bytes) -> bool:

@@ -18,17 +18,15 @@ class Strangers:
     """A service, and what its processes hold."""
 
     def __init__(self, world: World) -> None:
-        self.world, self._service = world, world.start()
+        self.world, self.service = world, world.start()
 
     def memory_bytes(self) -> int:
         """Return the resident memory of the service's processes, shared pages counted once for each."""
-        runner = psutil.Process(self._service.pid)
-        return sum(process.memory_info().rss for process in [runner, *runner.children(recursive=True)])
+        return sum(process.memory_info().rss for process in self._family())
 
     def listening(self) -> list[str]:
         """Return the addresses that the service's processes listen on, one for each port."""
-        runner = psutil.Process(self._service.pid)
-        family = {process.pid for process in runner.children(recursive=True)}
+        family = {process.pid for process in self._family()}
         found = psutil.net_connections(kind="inet")
         ours = {c.laddr for c in found if c.status == psutil.CONN_LISTEN and c.pid in family}
         return [address.ip for address in ours]
@@ -41,7 +39,7 @@ class Strangers:
         """End the service, and start it again at the end."""
         self.stop()
         yield
-        self._service = self.world.start()
+        self.service = self.world.start()
 
     def bring_back_the_first_log(self) -> None:
         """Let the log's folder be as it was when this was called first; the service is stopped."""
@@ -51,7 +49,11 @@ class Strangers:
         shutil.copytree(*((kept, folder) if kept.exists() else (folder, kept)))
 
     def stop(self) -> None:
-        self._service.stop(grace_s=60)
+        self.service.stop(grace_s=60)
+
+    def _family(self) -> list[psutil.Process]:
+        service = psutil.Process(self.service.pid)
+        return [service, *service.children(recursive=True)]
 
 
 def caller(world: World, key: str) -> httpx.Client:

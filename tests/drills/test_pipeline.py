@@ -1,28 +1,20 @@
-"""A refresh that is killed wherever it hurts, one that diverges, one whose disk is full, and two at once."""
+"""A refresh that is killed wherever it hurts, one that diverges, one whose disk is full."""
 
-import asyncio
 import os
 import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-from uuid import UUID
 
 import pytest
-from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.consent import QueryRow
-from infra.processes import Child, wait_until
+from infra.processes import wait_until
 from infra.querylog import QueryLog
-from infra.settings import load_settings
 from tests.drills.scene import filled, small_disk
 from tests.flows.conftest import Cli, registry_of
 
@@ -32,35 +24,23 @@ RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    """The tiny recipe with a checkpoint after every step, and no refresh by itself while a test looks on."""
+    """The tiny recipe with a checkpoint after every step."""
     file = tmp_path / "drill.toml"
-    text = RECIPE.read_text().replace("[distill]\n", "[distill]\ncheckpoint_s = 0.0\n")
-    file.write_text('name = "tiny"\n' + text + "\n[schedule]\nrefresh_interval_s = 86400\n")
+    file.write_text('name = "tiny"\n' + RECIPE.read_text().replace("[distill]\n", "[distill]\ncheckpoint_s = 0.0\n"))
     return str(file)
 
 
-@contextmanager
-def orchestrated(home: Path, recipe: str, api: str) -> Iterator[None]:
-    """The runner of flows, as `redraft up` starts it, over a Prefect server; this process talks to the server."""
-    variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables()
-    variables |= {"REDRAFT_HOME": str(home), "PREFECT_API_URL": api, "OMP_NUM_THREADS": "1"}
-    runner = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
-    with Child.start(runner, variables, home / "runner.log", "the runner"), temporary_settings({PREFECT_API_URL: api}):
-        yield
-
-
 def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_moved_goes_on_each_time(
-    home: Path, rows: list[QueryRow], recipe: str, orchestrator: str
+    home: Path, rows: list[QueryRow], recipe: str, cli_in: Callable[[Path], Cli]
 ) -> None:
-    cli, log, drafts = Cli(home, orchestrator), QueryLog(home / "queries.db"), home / "artifacts" / "draft"
+    cli, log, drafts = cli_in(home), QueryLog(home / "queries.db"), home / "artifacts" / "draft"
     log.append(rows)
     made = {path.name for path in drafts.iterdir()}
 
-    def nothing_happened() -> bool:
-        registry = registry_of(home)
-        whole = {path.name for path in drafts.iterdir() if not path.name.startswith(".")}
-        champion = registry.champion("draft")
-        return whole == made and log.windows.cursor() == 0 and champion is not None and champion.number == 1
+    def require_nothing_happened() -> None:
+        assert _drafts(home) == (1, [1])
+        assert {path.name for path in drafts.iterdir() if not path.name.startswith(".")} == made
+        assert log.windows.cursor() == 0
 
     first = cli.start("refresh", "--recipe", recipe)
     wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, 120, None, "the claim")
@@ -70,30 +50,23 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert (second.returncode, "the open window belongs to refresh" in told) == (2, True), told
     os.kill(first.pid, signal.SIGCONT)
     _kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
-    assert nothing_happened()
-    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+    require_nothing_happened()
 
     _kill_when(cli.start("refresh", "--recipe", recipe), lambda: any(drafts.glob(".staging-*/model.safetensors")))
-    assert nothing_happened()
-    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+    require_nothing_happened()
 
     with closing(sqlite3.connect(home / "queries.db", isolation_level=None)) as db:
         db.execute("DELETE FROM attempts")  # after the third kill the window would be set aside
     registered = "SELECT count(*) FROM model_versions WHERE name = 'draft' AND version = 2"
     _kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
-    champion = registry_of(home).champion("draft")
-    assert champion is not None
-    assert (champion.number, log.windows.cursor()) == (1, 0)
+    assert (_drafts(home), log.windows.cursor()) == ((1, [2, 1]), 0)
 
-    with orchestrated(home, recipe, orchestrator):
-        states = sorted(run.state_name or "" for run in _run_twice_at_once())
-    assert states == ["Cancelled", "Completed"]
-    versions = registry_of(home).versions("draft")
-    assert [version.number for version in versions] == [2, 1]
-    assert (versions[0].tags["window_first_seq"], versions[0].tags["window_last_seq"]) == ("1", str(len(rows)))
-    champion = registry_of(home).champion("draft")
-    assert champion is not None
-    assert (champion.number, log.windows.cursor(), log.stats().depth) == (2, len(rows), 0)
+    cli.run("refresh", "--recipe", recipe)
+    assert _drafts(home) == (2, [2, 1])
+    window = registry_of(home).get("draft", 2).lineage.window
+    assert window is not None
+    assert (window.first_seq, window.last_seq) == (1, len(rows))
+    assert (log.windows.cursor(), log.stats().depth) == (len(rows), 0)
     assert list(drafts.glob(".staging-*")) == []
 
 
@@ -106,16 +79,10 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
     wild.write_text(Path(recipe).read_text().replace("num_epochs = 24", "num_epochs = 24, learning_rate = 1e30"))
 
     def require_unchanged(num_attempts: int, error: str) -> None:
-        champion, attempt = registry_of(home).champion("draft"), log.stats().attempt
-        assert champion is not None
+        attempt = log.stats().attempt
         assert attempt is not None
-        assert [version.number for version in registry_of(home).versions("draft")] == [champion.number] == [1]
-        assert (log.windows.cursor(), attempt.number, attempt.running, error in attempt.error) == (
-            0,
-            num_attempts,
-            False,
-            True,
-        )
+        assert (_drafts(home), log.windows.cursor()) == ((1, [1]), 0)
+        assert (attempt.number, attempt.running, error in attempt.error) == (num_attempts, False, True)
         assert list(artifacts.rglob(".staging-*")) == []
         assert error in cli.run("status")
 
@@ -137,8 +104,15 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         assert (full.returncode != 0, "No space left on device" in told) == (True, True), told
         require_unchanged(2, "No space left on device")
         cli.run("refresh", "--recipe", recipe)
-        assert [version.number for version in registry_of(home).versions("draft")] == [2, 1]
+        assert _drafts(home)[1] == [2, 1]
         assert (log.windows.cursor(), log.stats().depth) == (len(rows), 0)
+
+
+def _drafts(home: Path) -> tuple[int | None, list[int]]:
+    """Return the champion and all drafts of a home."""
+    registry = registry_of(home)
+    champion = registry.champion("draft")
+    return None if champion is None else champion.number, [version.number for version in registry.versions("draft")]
 
 
 def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
@@ -156,28 +130,3 @@ def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> Non
 def _one(database: Path, query: str) -> int:
     with closing(sqlite3.connect(database, timeout=60)) as db:
         return int(db.execute(query).fetchone()[0])
-
-
-def _run_twice_at_once() -> list[FlowRun]:
-    """Ask the orchestrator for two refreshes and return both when they have ended."""
-
-    async def run() -> list[FlowRun]:
-        async with get_client() as client, asyncio.timeout(180):
-            while (deployment := await _deployment(client)) is None:
-                await asyncio.sleep(0.5)
-            asked = [await client.create_flow_run_from_deployment(deployment) for _ in range(2)]
-            while True:
-                runs = [await client.read_flow_run(one.id) for one in asked]
-                if all(one.state is not None and one.state.is_final() for one in runs):
-                    return runs
-                await asyncio.sleep(0.5)
-
-    return asyncio.run(run())
-
-
-async def _deployment(client: PrefectClient) -> UUID | None:
-    """Return the deployment of `refresh`, None until the runner has made it."""
-    try:
-        return (await client.read_deployment_by_name("refresh/online")).id
-    except ObjectNotFound:
-        return None

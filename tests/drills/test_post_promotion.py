@@ -2,24 +2,21 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from infra.artifacts import staged
 from infra.events import DRAFT_ROLLED_BACK
 from infra.post_promotion import ROLLED_BACK, PostPromotionTest, PostPromotionTests
 from infra.processes import Child, wait_until
 from infra.service_process import last_url
 from infra.settings import Settings
-from models.core.drafting.draft_families import open_draft
-from models.recipe import load_recipe
-from tasks.measure_draft import measure_golden
+from tests.drills.scene import register_changed
 from tests.drills.spoiled import noisy
-from tests.flows.conftest import Cli, registry_of
+from tests.flows.conftest import Cli
 from tests.infra.collector import collecting
 from tests.world import Served
 
@@ -28,32 +25,12 @@ RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
 LOOK = "\n[post_promotion_test]\nperiod_s = 0.5\nper_look = 16\n"
 
 
-def spoiled(home: Path, tmp_path: Path) -> int:
-    """Register the champion with noise on its weights; it keeps its promise on the golden prompts, which is honest."""
-    registry, cache = registry_of(home), tmp_path / "cache"
-    champion, target = registry.champion("draft"), registry.champion("target")
-    assert champion is not None
-    assert target is not None
-    target_dir = registry.download(target, cache)
-    made = tmp_path / "spoiled"
-    with staged(made) as directory:
-        shutil.copytree(registry.download(champion, cache), directory, dirs_exist_ok=True)
-        (directory / "manifest.json").unlink()
-        noisy(0.2, seed=0)(directory)
-    num_draft_tokens = load_recipe("tiny").num_draft_tokens
-    golden_tau = measure_golden(open_draft(made, target_dir), target_dir, num_draft_tokens, tmp_path / "golden")
-    lineage = champion.lineage.model_copy(
-        update={"parent": champion.number, "gate": "passed", "golden_tau": golden_tau}
-    )
-    return registry.register("draft", made, lineage.to_tags()).number
-
-
 def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_requests(
-    home: Path, tmp_path: Path
+    home: Path, tmp_path: Path, cli_in: Callable[[Path], Cli]
 ) -> None:
-    cli, recipe = Cli(home), tmp_path / "strict.toml"
+    cli, recipe = cli_in(home), tmp_path / "strict.toml"
     recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + LOOK)
-    worse, settings = spoiled(home, tmp_path), Settings(home=home)
+    worse, settings = register_changed(home, noisy(0.2, seed=0)), Settings(home=home)
     tests = PostPromotionTests(settings)
 
     def found() -> PostPromotionTest | None:

@@ -34,15 +34,20 @@ BOTH = {"type": "string", "pattern": "((a|b)*c{1,99}){1,99}"}
 MANY = {"type": "array", "minItems": 900, "maxItems": 900, "items": {"type": "string", "pattern": "(a|b){900}"}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _usual_controller() -> Iterator[None]:
+    """Measure a service whose controller looks as seldom as everywhere else than in tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S")
+        yield
+
+
 def _schema(schema: object) -> Form:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
 
 
 def _nested(depth: int) -> object:
-    schema: object = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
+    return {"type": "array", "items": _nested(depth - 1)} if depth else {"type": "integer"}
 
 
 def _called(arguments: str) -> Form:
@@ -68,10 +73,8 @@ def test_f26_a_form_that_explodes_is_refused_in_its_time_and_nobody_else_notices
         assert answer_in(client, small).status_code == httpx.codes.OK
         with strangers.load() as load:
             before = strangers.memory_bytes()
-            for name, form in EXPLODING.items():
-                answer = answer_in(client, form)  # within the client's limit, which is far from what they would take
-                assert answer.status_code == httpx.codes.BAD_REQUEST, (name, answer.text)
-                assert answer.json()["error"].keys() == {"message", "type", "param", "code"}, name
+            for form in EXPLODING.values():  # within the client's limit, which is far from what they would take
+                require_error(answer_in(client, form), httpx.codes.BAD_REQUEST)
             grown = strangers.memory_bytes() - before
         assert load.ended_well(), load.outcomes
         assert grown < MOST_GROWTH_BYTES, grown
@@ -79,7 +82,7 @@ def test_f26_a_form_that_explodes_is_refused_in_its_time_and_nobody_else_notices
 
 
 def _first_token_s(client: httpx.Client, prompt: str) -> float:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "stream": True}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1, "stream": True}
     began_s = time.monotonic()
     with client.stream("POST", "chat/completions", json=body) as answer:
         assert answer.status_code == httpx.codes.OK
@@ -161,9 +164,7 @@ def _header_flood(strangers: Strangers, grown: list[int]) -> Iterator[None]:
             grown.append(strangers.memory_bytes() - before)
 
 
-def test_f27_beside_half_open_connections_and_headers_by_the_megabyte_clients_with_keys_hardly_wait(
-    strangers: Strangers,
-) -> None:
+def test_f27_beside_half_open_connections_and_megabytes_of_headers_clients_hardly_wait(strangers: Strangers) -> None:
     world, grown = strangers.world, list[int]()
     with caller(world, KEY) as client:
         slowed = _slowed(client, lambda: _header_flood(strangers, grown), MANY_TRIES, _p99, MOST_SLOWED_BY_HEADERS)

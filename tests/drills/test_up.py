@@ -4,7 +4,6 @@ F29: memory runs short while the refresh trains. F38: strangers on the machine a
 """
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import sqlite3
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -25,11 +23,14 @@ import psutil
 import pytest
 
 from infra.auth_middleware import pages_login
+from infra.environment import environment_of
 from infra.identity import process_identity
-from infra.processes import wait_until
+from infra.overview import overview
+from infra.processes import port_is_free, wait_until
 from infra.secret import home_secret
 from infra.service_process import MLFLOW, PREFECT
-from infra.supervisor import read_state
+from infra.settings import Settings, load_settings
+from infra.supervisor import ProcessRecord, read_state
 from infra.trigger_store import TriggerStore
 from tests.drills.machine import Memory, seen_with
 from tests.flows.conftest import Cli
@@ -61,97 +62,92 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     schedule = "\n[schedule]\nrefresh_interval_s = 20\nretry_s = 1.0\n"
     recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + schedule)
 
-    def status() -> dict:
-        return json.loads(cli.run("status", "--json").splitlines()[-1])
+    def draft() -> int | None:
+        """Return what is served, without the seconds that a command takes to start."""
+        seen = overview(settings).service
+        return None if seen is None else seen.draft_version
 
+    settings = load_settings(environment_of(home))
     (home / "queries.db").touch(mode=0o644)
     (home / "artifacts").chmod(0o755)
     home.chmod(0o755)
     told = cli.run("up", "--recipe", str(recipe))
     try:
         assert all(name in told for name in ("prefect", "mlflow", "service", "runner", "first look whether"))
-        with cli.start("up", "--recipe", str(recipe)) as second:
-            output, _ = second.communicate(timeout=60)
-        assert (second.returncode, "up already, at http://127.0.0.1:" in output) == (2, True)
-        with cli.start("serve", "--recipe", str(recipe)) as third:
-            output, _ = third.communicate(timeout=60)
-        assert (third.returncode, "served already, at http://127.0.0.1:" in output) == (2, True)
+        for command, said in (("up", "up already, at http://127"), ("serve", "served already, at http://127")):
+            with cli.start(command, "--recipe", str(recipe)) as second:
+                output, _ = second.communicate(timeout=60)
+            assert (second.returncode, said in output) == (2, True), output
         cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
-        _run_short_of_memory_while_it_trains(home, memory, status)  # F29
-        wait_until(lambda: status()["last_refresh"] is not None, 240, None, "a refresh by itself")
-        refreshed = status()
-        newest = refreshed["drafts"][0]
-        assert newest["rows"]
-        if newest["verdict"] != "passed":
-            cli.run("promote", str(newest["version"]), "--force", "made-up models learn little")
-        wait_until(lambda: status()["service"]["draft_version"] == newest["version"], 60, None, "the swap")
+        _run_short_of_memory_while_it_trains(settings, memory)  # F29
+        wait_until(lambda: overview(settings).last_refresh is not None, 240, None, "a refresh by itself")
+        newest = overview(settings).drafts[0]
+        assert newest.rows
+        if newest.verdict != "passed":
+            cli.run("promote", str(newest.version), "--force", "made-up models learn little")
+        wait_until(lambda: draft() == newest.version, 60, None, "the swap")
         shown = cli.run("status")
-        assert f"draft {newest['version']}, speculation on" in shown
+        assert f"draft {newest.version}, speculation on" in shown
         assert "answered with 200: " in shown
         cli.run("rollback")
-        wait_until(lambda: status()["service"]["draft_version"] == 1, 60, None, "the swap back")
-        assert "parent" in cli.run("diff", "1", str(newest["version"]))
-        service = next(program for program in status()["programs"] if program["name"] == "service")
-        os.kill(service["pid"], signal.SIGKILL)
-        wait_until(lambda: _ready_again(home), 180, None, "the service's second start")
-        wait_until(lambda: (told := status()["service"]) is not None and told["draft_version"] == 1, 60, None, "it")
+        wait_until(lambda: draft() == 1, 60, None, "the swap back")
+        assert "parent" in cli.run("diff", "1", str(newest.version))
+        os.kill(_programs(home)["service"].pid or 0, signal.SIGKILL)
+        wait_until(lambda: _programs(home)["service"].restarts == 1, 60, None, "the service's second start")
+        wait_until(lambda: _programs(home)["service"].ready and draft() == 1, 180, None, "its draft")
         assert "runner: " in cli.run("logs", "runner", "-n", "3")
-        programs = status()["programs"]
+        programs = _programs(home)
         # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
         assert len([address for address, _ in _listening(home) if not address.endswith("127.0.0.1")]) <= 1
         wait_until(lambda: _open_to_others(home) == [], 60, None, "all of the home to be closed, Ray's folder too")
         environments = _environments(home)
         assert not [env for env in environments if CLIENTS_KEY in env.values()]
         assert {env["RAY_AUTH_MODE"] for env in environments if "RAY_AUTH_TOKEN" in env} == {"token"}
-        url = next(program["url"] for program in programs if program["name"] == "service")
+        url = programs["service"].url
         assert [_asked(url, key) for key in (None, CLIENTS_KEY)] == [401, 200]
-        urls = [program["url"] for program in programs if program["url"]]
-        assert {int(url.rpartition(":")[2]) for url in urls} <= {port for _, port in _listening(home)}
+        ports = {int(program.url.rpartition(":")[2]) for program in programs.values() if program.url}
+        assert ports <= {port for _, port in _listening(home)}
         assert _let_in(home, url) == []  # F38
     finally:
         cli.run("down")
-    assert all(process_identity(program["pid"]) is None for program in programs)
-    for program in programs:
-        if program["url"]:
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", int(program["url"].rpartition(":")[2]))) != 0
+    assert all(process_identity(program.pid) is None for program in programs.values())
+    assert all(port_is_free("127.0.0.1", port) for port in ports)
     with cli.start("down") as again:
         output, _ = again.communicate(timeout=60)
     assert (again.returncode, "not up" in output) == (2, True)
 
 
-def _run_short_of_memory_while_it_trains(home: Path, memory: Memory, status: Callable[[], dict]) -> None:
-    trigger, queries = TriggerStore(home / "queries.db"), home / "queries.db"
+def _programs(home: Path) -> dict[str, ProcessRecord]:
+    state = read_state(home)
+    assert state is not None
+    return {program.name: program for program in state.programs}
+
+
+def _run_short_of_memory_while_it_trains(settings: Settings, memory: Memory) -> None:
+    trigger = TriggerStore(settings.querylog)
 
     def trains() -> bool:
-        with closing(sqlite3.connect(queries)) as db:
+        with closing(sqlite3.connect(settings.querylog)) as db:
             return bool(db.execute("SELECT count(*) FROM claim").fetchone()[0])
 
     wait_until(trains, 120, None, "a refresh that reads rows")
     memory.use(0.92)
     wait_until(lambda: trigger.state().waits_for_memory, 60, None, "the trainer's end")
-    before = status()
-    assert before["waiting"]["what"] == "memory"
-    url = next(program["url"] for program in before["programs"] if program["name"] == "service")
-    assert _asked(url, CLIENTS_KEY) == 200
+    assert overview(settings).waiting.what == "memory"
+    assert _asked(_programs(settings.home)["service"].url, CLIENTS_KEY) == 200
     # The run after the one that was ended may be cancelled, since Prefect still counts that.
-    wait_until(lambda: "0.0 GiB to spare" in status()["waiting"]["words"], 90, None, "a look that says what lacks")
-    seen = status()
-    assert (seen["waiting"]["what"], seen["last_refresh"]) == ("memory", None)
-    restarts = {program["name"]: program["restarts"] for program in seen["programs"]}
-    assert {name: number for name, number in restarts.items() if name != "post-promotion"} == {
-        "prefect": 0,
-        "mlflow": 0,
-        "service": 0,
-        "runner": 0,
-    }
+    told = "0.0 GiB to spare"
+    wait_until(lambda: told in overview(settings).waiting.words, 90, None, "a look that says what lacks")
+    seen = overview(settings)
+    assert (seen.waiting.what, seen.last_refresh) == ("memory", None)
+    started_again = {name for name, program in _programs(settings.home).items() if program.restarts}
+    assert started_again <= {"post-promotion"}
     memory.use(0.5)
 
 
 def _let_in(home: Path, service: str) -> list[str]:
     """Return what somebody without the home's secrets got out of all that listens here."""
-    state, ports = read_state(home), sorted({port for _, port in _listening(home)})
-    assert state is not None
+    programs, ports = _programs(home), sorted({port for _, port in _listening(home)})
     with ThreadPoolExecutor(len(ports)) as pool:  # most of them answer nobody, and are waited for
         answered = [line for lines in pool.map(_asked_by_http, ports) for line in lines]
         as_ray = partial(_asked_as_ray, home_secret(home, "ray.key").hex())
@@ -161,9 +157,8 @@ def _let_in(home: Path, service: str) -> list[str]:
     user, _, password = pages_login(home).partition(":")
     for name, path in ((PREFECT, "/api/flows/filter"), (MLFLOW, "/")):  # from a foreign page, with the secret
         for header in FOREIGN.items():
-            got = httpx.post(
-                state.url(name) + path, headers=[header], auth=(user, password), json={}, trust_env=False, timeout=60
-            )
+            url, login = programs[name].url + path, (user, password)
+            got = httpx.post(url, headers=[header], auth=login, json={}, trust_env=False, timeout=60)
             answered += [f"{name} {header}: {got.status_code}"] * (got.status_code != 403)
     answered += ["a client operates"] * (_asked(service, CLIENTS_KEY, "/redraft/status") != 403)
     if os.getuid() == 0:  # another user of the machine, who looks for secrets in the home
@@ -206,20 +201,24 @@ def _asked_as_ray(token: str, port: int) -> tuple[list[str], list[str]]:
     return found
 
 
-def _listening(home: Path) -> set[tuple[str, int]]:
-    """Return the addresses that the supervisor's family listens on."""
+def _family(home: Path) -> list[psutil.Process]:
+    """Return the supervisor and all that it runs."""
     state = read_state(home)
     assert state is not None
-    family = {child.pid for child in psutil.Process(state.pid).children(recursive=True)}
-    found = psutil.net_connections(kind="inet")
+    supervisor = psutil.Process(state.pid)
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
+def _listening(home: Path) -> set[tuple[str, int]]:
+    """Return the addresses that the supervisor's family listens on."""
+    family, found = {process.pid for process in _family(home)}, psutil.net_connections(kind="inet")
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN and c.pid in family}
 
 
 def _environments(home: Path) -> list[dict[str, str]]:
     """Return the environments of the supervisor's family."""
-    state, found = read_state(home), []
-    assert state is not None
-    for process in (supervisor := psutil.Process(state.pid), *supervisor.children(recursive=True)):
+    found = []
+    for process in _family(home):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             found.append(process.environ())
     return found
@@ -239,10 +238,3 @@ def _open_to_others(home: Path) -> list[str]:
             if mode & 0o077 and not stat.S_ISLNK(mode):
                 found.append(f"{stat.filemode(mode)} {path}")
     return found
-
-
-def _ready_again(home: Path) -> bool:
-    state = read_state(home)
-    assert state is not None
-    service = next(program for program in state.programs if program.name == "service")
-    return service.restarts == 1 and service.ready

@@ -13,14 +13,6 @@ from tests.models.reasoning.thinking import make_small
 from tests.world import MAX_MODEL_LEN, World, make_target
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _eager_controller() -> Iterator[None]:
-    """Let Serve's controller look as often as by default; ours looks seldom, which each start and end waits for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.1")
-        yield
-
-
 @pytest.fixture(scope="session")
 def make_world(
     engine: Any, loop: asyncio.AbstractEventLoop, store: Path, tmp_path_factory: pytest.TempPathFactory

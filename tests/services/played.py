@@ -4,8 +4,15 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import httpx
+
+from infra.keys import operator_key
+from services.recording_middleware import STATUS_PATH
+
+WAIT_S = 60.0
 PROMPT_IDS = [71, 72, 73, 74]
 METRICS = {"speculative_decoding": {"per_step_drafted": [3, 3], "per_step_accepted": [2, 0]}}
 
@@ -158,27 +165,30 @@ def head(kind: str = "text/event-stream", status: str = "200 OK", length: int | 
     return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{framing}\r\nX-Server: vllm\r\n\r\n".encode()
 
 
+def json_answer(content: bytes, status: str = "200 OK") -> bytes:
+    """Return an answer of JSON, its head included."""
+    return head("application/json", status, len(content)) + content
+
+
 def chunk(part: bytes) -> bytes:
     """Return bytes as a chunk of HTTP/1.1; the last one is empty."""
     return f"{len(part):x}\r\n".encode() + part + b"\r\n"
+
+
+def cut_into(text: bytes, piece: int) -> list[bytes]:
+    return [text[at : at + piece] for at in range(0, len(text), piece)]
 
 
 def answering(steps: Sequence[Step], piece: int = 0, **told: Any) -> Play:
     """Play one answer to every request: a stream if it asks for one, in chunks of `piece` bytes or of a frame."""
 
     async def play(request: Request) -> AsyncIterator[bytes]:
-        if request.method == "GET":
-            found = b'{"data":[]}'
-            yield head("application/json", length=len(found)) + found
-        elif not request.body.get("stream"):
-            found = whole(request.body, steps)
-            yield head("application/json", length=len(found)) + found
+        if request.method == "GET" or not request.body.get("stream"):
+            yield json_answer(b'{"data":[]}' if request.method == "GET" else whole(request.body, steps))
         else:
             yield head()
             sent = frames(request.body, steps, **told)
-            text = b"".join(sent)
-            parts = [text[at : at + piece] for at in range(0, len(text), piece)] if piece else sent
-            for part in parts:
+            for part in cut_into(b"".join(sent), piece) if piece else sent:
                 yield chunk(part)
             yield chunk(b"")
 
@@ -221,3 +231,10 @@ LAWS: dict[str, tuple[dict[str, Any], list[Step], dict[str, Any], bool]] = {
     "a whole chat": (CHAT, STEPS, {}, True),
     "a whole completion": (TEXT, STEPS, {}, True),
 }
+STREAMS = {law: told for law, told in LAWS.items() if "stream" in told[0] and told[3]}
+
+
+async def status_of(http: httpx.AsyncClient, home: Path, url: str = "") -> dict[str, Any]:
+    """Return what a recorder says of itself to the operator of its home."""
+    answer = await http.get(url + STATUS_PATH, headers={"Authorization": f"Bearer {operator_key(home)}"})
+    return dict(answer.raise_for_status().json())

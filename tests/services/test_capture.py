@@ -21,7 +21,7 @@ ASKED = Origin("asked", "chat", "full", None)
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
+async def test_a_full_folder_takes_no_more_until_files_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "SWEEP_S", 0.01)
@@ -47,30 +47,25 @@ async def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
 class Fickle(OrderedDict[str, None]):
     """Loses a name once another thread than the event loop's has seen it, as if the loop had forgotten it then."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
-        if found and threading.get_ident() != self._thread:
+        if found and threading.current_thread() is not threading.main_thread():
             self.popitem()
         return found
 
 
-async def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(
-    tmp_path: Path,
-) -> None:
-    class Engine:
-        """Holds states as a worker does, and remembers whose were claimed."""
+class Engine:
+    """Holds states as a worker does, and remembers whose were claimed."""
 
-        def __init__(self) -> None:
-            self.ring, self.claimed = Ring([1], 1 << 20), list[str]()
+    def __init__(self) -> None:
+        self.ring, self.claimed = Ring([1], 1 << 20), list[str]()
 
-        async def settle_states(self, claims: list[Claim]) -> dict[str, int]:
-            self.claimed += [claim.name for claim in claims]
-            return self.ring.settle(claims)
+    async def settle_states(self, claims: list[Claim]) -> dict[str, int]:
+        self.claimed += [claim.name for claim in claims]
+        return self.ring.settle(claims)
 
+
+async def test_a_name_that_the_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(tmp_path: Path) -> None:
     engine: Any = Engine()
     states = Capture(engine, CapturedFiles(tmp_path / "queries.db"), Params(share=1.0), "target", width=8)
     states._named = Fickle()

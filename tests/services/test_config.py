@@ -15,39 +15,28 @@ from services.main import main
 from tests.infra.rows import ROOT
 
 
-def table(tmp_path: Path) -> dict[str, Any]:
-    settings = Settings(home=tmp_path).model_dump(mode="json", exclude={"api_keys"})
-    return {"target_dir": str(tmp_path / "target"), "settings": settings}
-
-
 def write(tmp_path: Path, **changes: Any) -> Path:
-    path = tmp_path / "service.json"
-    values = table(tmp_path) | changes
-    values["settings"] = table(tmp_path)["settings"] | values["settings"]
-    path.write_text(json.dumps(values))
+    path, settings = tmp_path / "service.json", Settings(home=tmp_path).model_dump(mode="json", exclude={"api_keys"})
+    changes["settings"] = settings | changes.get("settings", {})
+    path.write_text(json.dumps({"target_dir": str(tmp_path / "target")} | changes))
     return path
 
 
-def test_a_config_survives_its_own_json(tmp_path: Path) -> None:
-    config = read_as(ServiceConfig, write(tmp_path, engine={"name": "vllm", "max_model_len": 256}))
+def test_a_config_survives_its_own_json_and_its_relative_paths_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    serve = Serve(port=1, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
+    told = {"engine": {"name": "vllm", "max_model_len": 256}, "serve": serve.model_dump(mode="json")}
+    config = read_as(ServiceConfig, write(tmp_path, target_dir="here", **told))
     assert ServiceConfig.model_validate_json(config.model_dump_json()) == config
-    assert config.engine_params().name == "vllm"
-
-
-def test_a_service_is_told_how_to_serve_by_the_table_of_its_recipe(tmp_path: Path) -> None:
-    table = Serve(port=1, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
-    assert read_as(ServiceConfig, write(tmp_path, serve=table.model_dump(mode="json"))).serve == table
+    assert (config.engine_params().name, config.serve, config.target_dir) == ("vllm", serve, tmp_path / "here")
 
 
 def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> None:
     for num_draft_tokens, follow, wanted in ((1, True, True), (0, True, False), (1, False, False)):
         engine = {"name": "vllm", "num_draft_tokens": num_draft_tokens}
         assert read_as(ServiceConfig, write(tmp_path, engine=engine, follow_drafts=follow)).follows is wanted
-
-
-def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert read_as(ServiceConfig, write(tmp_path, target_dir="here")).target_dir == tmp_path / "here"
 
 
 @pytest.mark.parametrize(

@@ -13,106 +13,85 @@ from services import questions
 from services.access import Caller, RequestError
 from services.questions import MAX_DEPTH, Domains, as_chat, check_limits, describe_origin, parse_body, wants_steps
 
-FIRST, SECOND = "first-key-123", "second-key-123"
 SECRET = b"s" * 32
-KEY = Caller(sha256_of(FIRST), "client")
-OTHER = Caller(sha256_of(SECOND), "client", "full")
+KEY = Caller(sha256_of("first-key-123"), "client")
+OTHER = Caller(sha256_of("second-key-123"), "client", "full")
 OPERATOR = Caller(sha256_of("third-key-123"), "operator")
 
 
-NO_JSON = {
-    "empty": b"",
-    "cut": b"{",
-    "array": b"[]",
-    "number": b"1",
-    "NaN": b'{"a": NaN}',
-    "Infinity": b'{"a": -Infinity}',
-    "1e999": b'{"a": 1e999}',
-    "surrogate": b'{"a": "\\ud800"}',
-    "UTF-8": b'{"a": "\xff"}',
-    "digits": b'{"a": ' + b"9" * 5000 + b"}",
-    "deep": b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-    "limit": b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
-}
+def nested(depth: int) -> bytes:
+    return b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
 
 
-@pytest.mark.parametrize("body", NO_JSON.values(), ids=NO_JSON.keys())
-def test_what_is_not_strict_json_is_400(body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        *((body, "application/json", 400) for body in (b"", b"{", b"[]", b"1")),
+        *((b'{"a": %b}' % value, "application/json", 400) for value in (b"NaN", b"-Infinity", b"1e999", b"9" * 5000)),
+        *((b'{"a": %b}' % text, "application/json", 400) for text in (b'"\\ud800"', b'"\xff"')),
+        *((nested(depth), "application/json", 400) for depth in (MAX_DEPTH, 200_000)),
+        *((b"{}", kind, 415) for kind in ("", "text/plain", "application/x-www-form-urlencoded")),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_not_strict_json_or_not_declared_as_json_is_refused(body: bytes, kind: str, status: int) -> None:
     with pytest.raises(RequestError) as refused:
-        parse_body("application/json", body)
-    assert refused.value.status == 400
+        parse_body(kind, body)
+    assert refused.value.status == status
     assert len(refused.value.message) < 300
 
 
 def test_a_body_nested_as_deep_as_the_limit_is_parsed() -> None:
-    deepest = b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
-    assert parse_body("application/json", deepest) == json.loads(deepest)
+    deepest = nested(MAX_DEPTH - 1)
+    assert parse_body("application/json; charset=utf-8", deepest) == json.loads(deepest)
 
 
-def test_a_body_must_be_declared_as_json() -> None:
-    assert parse_body("application/json; charset=utf-8", b'{"a": 1}') == {"a": 1}
-    for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
-        with pytest.raises(RequestError) as refused:
-            parse_body(kind, b"{}")
-        assert refused.value.status == 415
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
+CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "2"}
+ROOT = [{"role": "user", "content": "x"}, {"role": "root", "content": "x"}]
+REFUSED = {
+    "/v1/chat/completions": [
         {"min_p": 0.1},
         {"min_p": "0.1"},
         {"logit_bias": {"5": 1}},
         {"use_beam_search": True},
         {"kv_transfer_params": {"a": 1}},
         {"priority": -5},
-        {"n": 0},
-        {"n": 17},
-        {"n": "10000"},
+        *({"n": value} for value in (0, 17, "10000")),
         {"best_of": 2.5},
         {"stop": ["a"] * 17},
-        {"prompt": ["a"] * 17},
-        {"prompt": [[5]] * 17},
+        *({"prompt": [one] * 17} for one in ("a", [5])),
         {"bad_words": ["a"] * 65},
-        {"messages": [{"role": "user", "content": "x"}, {"role": "root", "content": "x"}]},
+        {"messages": ROOT},
     ],
-    ids=lambda body: next(iter(body)),
-)
-def test_what_would_be_ignored_or_take_everything_is_400_by_name(body: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as refused:
-        check_limits(body)
-    assert refused.value.status == 400
-    assert refused.value.param == next(iter(body))
-
-
-def test_ordinary_settings_pass_the_limits() -> None:
-    check_limits(
-        {"min_p": 0, "logit_bias": {}, "n": 16, "best_of": None, "stop": "end", "prompt": [1] * 500, "temperature": 0.7}
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/responses", {"conversation": {"id": "conv_1"}}, "conversation"),
-        ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ("/v1/responses", {"tools": [{"type": "mcp", "server_url": "http://a"}]}, "tools"),
-        ("/v1/responses", {"logit_bias": {"5": 1}}, "logit_bias"),
-        ("/v1/responses", {"stop": ["a"] * 17}, "stop"),
-        ("/v1/responses", {"input": [{"role": "root", "content": "x"}]}, "input"),
-        ("/v1/responses", {"input": [{"type": "function_call", "arguments": "[1"}]}, "input"),
-        ("/v1/messages", {"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ("/v1/messages", {"messages": [{"role": "root", "content": "x"}]}, "messages"),
-        ("/v1/messages", {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    "/v1/responses": [
+        {"conversation": {"id": "conv_1"}},
+        {"prompt": {"id": "pmpt_1"}},
+        *({"tools": [{"type": kind}]} for kind in ("mcp", "web_search")),
+        {"logit_bias": {"5": 1}},
+        {"min_p": 0.5},
+        {"stop": ["a"] * 17},
+        {"input": ROOT},
+        {"input": [CALL | {"arguments": "[1"}]},
     ],
-    ids=str,
-)
-def test_what_chats_refuse_is_refused_by_the_name_that_it_has_in_the_other_apis(
-    path: str, body: dict[str, Any], param: str
-) -> None:
+    "/v1/messages": [{"stop_sequences": ["a"] * 17}, {"messages": ROOT}, {"vllm_xargs": {"a": 1}}],
+}
+SERVED = {
+    "/v1/chat/completions": {"min_p": 0, "logit_bias": {}, "n": 16, "best_of": None, "stop": "x", "prompt": [1] * 500},
+    "/v1/responses": {"input": [ROOT[0], CALL, OUTPUT], "store": False, "tools": [{"type": "function", "name": "a"}]},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, told in REFUSED.items() for body in told], ids=str)
+def test_what_would_be_ignored_or_take_everything_is_400_by_its_name(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
         check_limits(as_chat(path, body))
-    assert (refused.value.status, refused.value.param) == (400, param)
+    assert (refused.value.status, refused.value.param) == (400, next(iter(body)))
+
+
+@pytest.mark.parametrize(("path", "body"), SERVED.items())
+def test_ordinary_settings_and_items_pass_the_limits(path: str, body: dict[str, Any]) -> None:
+    check_limits(as_chat(path, body))
 
 
 def test_what_an_api_does_not_read_counts_for_nothing_in_it() -> None:
@@ -123,13 +102,6 @@ def test_what_an_api_does_not_read_counts_for_nothing_in_it() -> None:
     said = as_chat("/v1/messages/count_tokens", {**body, "max_tokens": 700, "messages": []})
     assert (said["max_tokens"], said.keys() & {"max_completion_tokens", "n", "prompt", "input"}) == (700, set())
     assert as_chat("/v1/chat/completions", body) is body
-
-
-def test_ordinary_items_pass_the_limits_of_a_response() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'}
-    output = {"type": "function_call_output", "call_id": "c", "output": "2"}
-    check_limits(as_chat("/v1/responses", {"input": [{"role": "user", "content": "x"}, call, output], "store": False}))
-    check_limits(as_chat("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "add"}]}))
 
 
 def test_whom_a_message_is_for_is_named_by_its_metadata() -> None:
@@ -144,17 +116,18 @@ def origin(headers: dict[str, str], body: dict[str, Any], key: Caller | None = N
 
 
 @pytest.mark.parametrize(
-    ("header", "store", "key", "wanted"),
+    ("headers", "body", "key", "wanted"),
     [
-        (None, None, None, "metadata"),
-        ("full", None, None, "full"),
-        (None, True, None, "full"),
-        (None, None, OTHER, "full"),
+        ({}, {}, None, "metadata"),
+        ({"X-Redraft-Log": "full"}, {}, None, "full"),
+        ({}, {"store": True}, None, "full"),
+        ({}, {}, OTHER, "full"),
     ],
 )
-def test_header_body_and_key_each_have_a_say(header: str | None, store: Any, key: Caller | None, wanted: str) -> None:
-    headers = {} if header is None else {"X-Redraft-Log": header}
-    assert origin(headers, {} if store is None else {"store": store}, key).consent == wanted
+def test_header_body_and_key_each_have_a_say(
+    headers: dict[str, str], body: dict[str, Any], key: Caller | None, wanted: str
+) -> None:
+    assert origin(headers, body, key).consent == wanted
 
 
 def test_a_consent_header_sent_twice_is_none() -> None:
@@ -182,34 +155,21 @@ def test_the_figures_of_each_step_are_told_to_operators_who_ask_for_them() -> No
         wants_steps(Headers({"X-Redraft-Detail": "yes"}), OPERATOR)
 
 
-def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
-    subjects = {subject_of("k1", None), subject_of("k1", "ann"), subject_of("k2", "ann"), subject_of(None, "ann")}
-    assert len(subjects) == 4
-    assert all(subject is not None and len(subject) == 64 for subject in subjects)
-    assert subject_of("k1", "ann") == subject_of("k1", "ann")
-    assert subject_of(None, None) is None
-    assert origin({}, {"user": "ann"}).subject == subject_of(None, "ann")
-
-
-def test_every_field_of_openai_that_names_a_person_names_the_subject() -> None:
-    ann, bob = subject_of(KEY.key, "ann"), subject_of(KEY.key, "bob")
+def test_every_field_of_openai_that_names_a_person_names_the_subject_and_a_key_has_one_hash() -> None:
+    ann, bob, nobody = (subject_of(KEY.key, name) for name in ("ann", "bob", None))
+    assert len({ann, bob, nobody, subject_of(None, "ann"), origin({}, {}, OTHER).key}) == 5
+    assert (subject_of(None, None), len(ann or "")) == (None, 64)
     for field in ("user", "safety_identifier"):
-        assert origin({}, {field: "ann"}, KEY).subject == ann
-        assert (
-            origin({}, {field: ""}, KEY).subject == origin({}, {field: None}, KEY).subject == subject_of(KEY.key, None)
-        )
+        found = [origin({}, {field: name}, KEY) for name in ("ann", "", None)]
+        assert [(one.subject, one.key) for one in found] == [(ann, nobody), (nobody, nobody), (nobody, nobody)]
         with pytest.raises(RequestError, match=f"{field} is a int, wanted a text") as refused:
             origin({}, {field: 7})
         assert refused.value.param == field
     both = origin({}, {"user": "bob", "safety_identifier": "ann"}, KEY)
     assert (both.subject, both.aliases) == (ann, (bob,))
     assert origin({}, {"user": "ann", "safety_identifier": "ann"}, KEY).aliases == ()
-
-
-def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
-    assert {origin({}, {"user": user}, KEY).key for user in ("ann", "bob", None)} == {subject_of(KEY.key, None)}
-    assert origin({}, {}, KEY).key != origin({}, {}, OTHER).key
-    assert origin({}, {"user": "ann"}).key is None
+    without = origin({}, {"user": "ann"})
+    assert (without.subject, without.key) == (subject_of(None, "ann"), None)
 
 
 def test_a_group_is_hashed_and_nobody_names_that_of_another_key() -> None:
@@ -231,29 +191,23 @@ def test_a_malformed_group_is_400_and_not_repeated(named: list[bytes]) -> None:
 
 
 def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
-    def said(value: str | None) -> str:
-        headers = Headers({} if value is None else {"X-Redraft-Speculation": value})
-        return describe_origin("0" * 32, headers, {}, None, SECRET).speculation
-
-    assert [said(value) for value in (None, "on", "off", "head")] == ["on", "on", "off", "head"]
+    asked = [{}, *({"X-Redraft-Speculation": way} for way in ("on", "off", "head"))]
+    assert [origin(headers, {}).speculation for headers in asked] == ["on", "on", "off", "head"]
     with pytest.raises(RequestError, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
-        said("fast")
+        origin({"X-Redraft-Speculation": "fast"}, {})
     assert refused.value.status == 400
 
 
-def test_a_keys_made_up_domains_hide_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keys_made_up_domains_hide_nobody_elses_and_none_at_all_never_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "MAX_DOMAINS", 2)
     domains = Domains()
-    assert [domains.admit("flooder", f"junk-{number}") for number in range(64)] == ["junk-0", "junk-1"] + [
-        OTHER_DOMAINS
-    ] * 62
+    admitted = [domains.admit("flooder", f"junk-{number}") for number in range(64)]
+    assert admitted == ["junk-0", "junk-1"] + [OTHER_DOMAINS] * 62
     assert domains.admit("flooder", "junk-1") == "junk-1"
     assert domains.admit("other", "code") == domains.admit(None, "code") == "code"
     assert domains.admit("other", "junk-2") == "junk-2"
-    assert domains.admit("flooder", "code") == OTHER_DOMAINS
-
-
-def test_a_request_that_names_none_never_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "MAX_DOMAINS", 0)
-    domains = Domains()
-    assert [domains.admit("k", name) for name in ("default", "other", "chat")] == ["default", "other", "other"]
+    assert [domains.admit("flooder", name) for name in ("code", "default", "other")] == [
+        OTHER_DOMAINS,
+        "default",
+        "other",
+    ]

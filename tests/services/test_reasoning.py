@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,10 @@ from tests.models.reasoning.thinking import make_small
 
 pytestmark = pytest.mark.engine
 
+Answer = Callable[..., Any]
 MODEL, REQUEST = "target", "1" * 32
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is 2 times 3?"}], "max_tokens": 24, "seed": 1}
+UNSUPPORTED = [("max_tokens", 0), ("temperature", -1), ("temperature", 3), ("n", 2), ("tools", []), ("logprobs", True)]
 LONG = [{"role": "user", "content": "x" * 600}]
 
 
@@ -47,23 +49,24 @@ async def running(target_dir: Path, small: Path, **changes: Any) -> AsyncIterato
     await reasoning.close()
 
 
-def answer(target: Path, small: Path, method: str = "spec_reason", methods: Any = None, **asked: Any) -> Any:
-    """Return an answer, of a stream its events."""
+@pytest.fixture(scope="module")
+def answer(tiny_target: Path, small: Path) -> Iterator[Answer]:
+    """What asks both engines, and returns an answer, of a stream its events."""
 
-    async def inside() -> Any:
-        changes = {} if methods is None else {"methods": methods}
-        async with running(target, small, **changes) as (reasoning, _):
-            got = await reasoning.answer(method, CHAT | asked, REQUEST, 0)
-            return got if isinstance(got, dict) else [event async for event in got]
+    async def ask(reasoning: Reasoning, method: str = "spec_reason", **asked: Any) -> Any:
+        got = await reasoning.answer(method, CHAT | asked, REQUEST, 0)
+        return got if isinstance(got, dict) else [event async for event in got]
 
-    return asyncio.run(inside())
+    with asyncio.Runner() as runner:
+        engines = running(tiny_target, small)
+        reasoning, _ = runner.run(engines.__aenter__())
+        yield lambda **asked: runner.run(ask(reasoning, **asked))
+        runner.run(engines.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize("method", ["spec_reason", "speculative_thinking"])
-def test_an_answer_says_that_it_is_not_lossless_and_who_wrote_how_much(
-    method: str, tiny_target: Path, small: Path
-) -> None:
-    got = answer(tiny_target, small, method)
+def test_an_answer_says_who_wrote_how_much_and_a_stream_tells_the_same(method: str, answer: Answer) -> None:
+    got = answer(method=method)
     [choice], usage = got["choices"], got["usage"]
     assert (got["object"], got["id"], got["model"]) == ("chat.completion", f"chatcmpl-{REQUEST}", MODEL)
     assert (choice["message"]["role"], choice["finish_reason"]) == ("assistant", "length")
@@ -75,20 +78,15 @@ def test_an_answer_says_that_it_is_not_lossless_and_who_wrote_how_much(
         assert told["tokens_given_up"] >= told["steps"] > 0
     else:
         assert told["tokens_by_small"] > 0
-
-
-@pytest.mark.parametrize("method", ["spec_reason", "speculative_thinking"])
-def test_a_stream_tells_the_same_text_and_ends_as_others_do(method: str, tiny_target: Path, small: Path) -> None:
-    whole = answer(tiny_target, small, method)
-    events = answer(tiny_target, small, method, stream=True, stream_options={"include_usage": True})
+    events = answer(method=method, stream=True, stream_options={"include_usage": True})
     assert events[-1] == DONE
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
-    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
-    assert text == whole["choices"][0]["message"]["content"]
-    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    streamed = [one for chunk in chunks for one in chunk["choices"]]
+    assert streamed[0]["delta"]["role"] == "assistant"
+    assert "".join(one["delta"].get("content", "") for one in streamed) == choice["message"]["content"]
+    reasons = [one["finish_reason"] for one in streamed]
     assert (reasons[-1], {*reasons[:-1]}) == ("length", {None})
-    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], usage)
 
 
 @pytest.mark.parametrize(
@@ -96,31 +94,29 @@ def test_a_stream_tells_the_same_text_and_ends_as_others_do(method: str, tiny_ta
     [
         ({"method": "tree_of_thought"}, 400, None),
         ({"model": "another"}, 404, "model_not_found"),
-        ({"messages": []}, 400, "unsupported"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "unsupported"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, 400, "unsupported"),
+        *(
+            ({"messages": messages}, 400, "unsupported")
+            for messages in ([], [{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "text"}]}])
+        ),
+        *(({name: value}, 400, "unsupported") for name, value in UNSUPPORTED),
         ({"messages": LONG}, 400, "context_length_exceeded"),
-        ({"max_tokens": 0}, 400, "unsupported"),
         ({"max_tokens": 500}, 400, "context_length_exceeded"),
-        ({"temperature": -1}, 400, "unsupported"),
-        ({"temperature": 3}, 400, "unsupported"),
-        ({"n": 2}, 400, "unsupported"),
-        ({"tools": []}, 400, "unsupported"),
-        ({"logprobs": True}, 400, "unsupported"),
     ],
     ids=str,
 )
-def test_what_is_not_served_so_is_refused(
-    asked: dict[str, Any], status: int, code: str | None, tiny_target: Path, small: Path
-) -> None:
+def test_what_is_not_served_so_is_refused(asked: dict[str, Any], status: int, code: str | None, answer: Answer) -> None:
     with pytest.raises(RequestError) as refused:
-        answer(tiny_target, small, **asked)
+        answer(**asked)
     assert (refused.value.status, refused.value.code) == (status, code)
 
 
 def test_only_what_the_recipe_offers_can_be_asked_for(tiny_target: Path, small: Path) -> None:
+    async def inside() -> None:
+        async with running(tiny_target, small, methods=[{"name": "spec_reason"}]) as (reasoning, _):
+            await reasoning.answer("speculative_thinking", CHAT, REQUEST, 0)
+
     with pytest.raises(RequestError, match="there are: spec_reason"):
-        answer(tiny_target, small, "speculative_thinking", methods=[{"name": "spec_reason"}])
+        asyncio.run(inside())
 
 
 def test_where_the_recipe_names_no_small_model_it_is_refused_by_the_name_of_the_table() -> None:
@@ -131,9 +127,7 @@ def test_where_the_recipe_names_no_small_model_it_is_refused_by_the_name_of_the_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_ended_is_unavailable(
-    tiny_target: Path, small: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_engine_is_503(tiny_target: Path, small: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def inside() -> None:
         async with running(tiny_target, small) as (reasoning, target):
 
@@ -150,7 +144,7 @@ def test_an_engine_that_ended_is_unavailable(
     assert (refused.value.status, refused.value.message) == (503, UNAVAILABLE.message)
 
 
-def test_a_small_model_that_can_not_go_with_the_target_is_refused_by_the_name_of_its_key(
+def test_a_small_model_that_can_not_go_with_the_target_is_refused(
     tiny_target: Path, small: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"is no directory"):
@@ -161,4 +155,4 @@ def test_a_small_model_that_can_not_go_with_the_target_is_refused_by_the_name_of
     file = other / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
     with pytest.raises(ValueError, match=r"\[serve.reasoning\] model .* has another tokenizer than the target"):
-        answer(tiny_target, other)
+        asyncio.run(running(tiny_target, other).__aenter__())

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,10 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from infra.keys import operator_key
 from infra.querylog import QueryLog
 from infra.service_process import write_recording
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, Settings, load_settings
@@ -25,26 +24,22 @@ from models.params import validate
 from models.targets.random import byte_tokenizer
 from services.record import RecordedServer, RecordedTarget
 from services.recording_middleware import STATUS_PATH
-from tests.services.played import CHAT, FULL, LAWS, PROMPT_IDS, STEPS, STREAM, TEXT, Step, frames, whole
+from tests.services import played
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 60.0
 
 
-def server(steps: list[Step], told: dict[str, Any] | None = None, status: int = 200, breaks: bool = False) -> Starlette:
-    """Return an app that answers as vLLM's with the plugin; status is that of requests that ask for token ids."""
+def server(steps: list[played.Step], told: dict[str, Any] | None = None, breaks: bool = False) -> Starlette:
+    """Return an app that answers as vLLM's with the plugin."""
     told = {name: value for name, value in (told or {}).items() if name != "piece"}
 
     async def answer(request: Request) -> Response:
         body = await request.json()
-        if status != 200 and "return_token_ids" in body:
-            return JSONResponse({"error": {}}, status)
         if not body.get("stream"):
-            return Response(whole(body, steps), media_type="application/json")
-        sent = frames(body, steps, **told)
+            return Response(played.whole(body, steps), media_type="application/json")
 
         async def events() -> AsyncIterator[bytes]:
-            for frame in sent:
+            for frame in played.frames(body, steps, **told):
                 yield frame
             if breaks:
                 raise RuntimeError("the engine died")
@@ -52,8 +47,7 @@ def server(steps: list[Step], told: dict[str, Any] | None = None, status: int = 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     paths = ("/v1/chat/completions", "/v1/completions")
-    asked = [Route(path, answer, methods=["POST"]) for path in paths]
-    app = Starlette(routes=asked)
+    app = Starlette(routes=[Route(path, answer, methods=["POST"]) for path in paths])
     app.add_middleware(TellingMiddleware)
     app.state.redraft_swapper = Swapper(None, server="host:8000")
     app.state.redraft_swapper.version = "7"
@@ -77,7 +71,7 @@ async def recorded(app: Starlette, home: Path, monkeypatch: pytest.MonkeyPatch) 
 
     living = asyncio.create_task(app({"type": "lifespan", "state": {}}, said.get, send))  # type: ignore[arg-type]
     async with (
-        asyncio.timeout(WAIT_S),
+        asyncio.timeout(played.WAIT_S),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http,
     ):
         assert await answered.get() == "lifespan.startup.complete"
@@ -87,52 +81,36 @@ async def recorded(app: Starlette, home: Path, monkeypatch: pytest.MonkeyPatch) 
         living.cancel()  # as it is with the loop that ends
 
 
-async def status(http: httpx.AsyncClient, home: Path) -> dict[str, Any]:
-    answer = await http.get(STATUS_PATH, headers={"Authorization": f"Bearer {operator_key(home)}"})
-    return dict(answer.raise_for_status().json())
-
-
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", ["a chat", "usage in every chunk", "two choices", "a whole completion"])
 async def test_with_and_without_it_a_client_gets_the_same_bytes(
     tmp_path: Path, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body, steps, told, learnt = LAWS[law]
+    body, steps, told, learnt = played.LAWS[law]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(server(steps, told)), base_url="http://a") as http:
         direct = await http.post(path, json=body)
     async with recorded(server(steps, told), tmp_path, monkeypatch) as http:
-        passed = await http.post(path, json=body, headers=FULL)
+        passed = await http.post(path, json=body, headers=played.FULL)
         assert (passed.status_code, passed.content, passed.headers) == (200, direct.content, direct.headers)
         assert (await http.get(STATUS_PATH)).status_code == 401
-    log = QueryLog(Settings(home=tmp_path).querylog)
-    rows = log.latest(2)
-    log.close()
-    expected = [(PROMPT_IDS, [one for step in steps for one in step.ids], "code", 3, "host:8000", 7)]
-    found = [
-        (row.prompt_ids, row.completion_ids, row.domain, row.target_version, row.server, row.draft_version)
-        for row in rows
-    ]
-    assert found == (expected if learnt else [])
-
-
-async def test_what_it_refuses_is_asked_as_the_client_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with recorded(server(STEPS, status=422), tmp_path, monkeypatch) as http:
-        for _ in range(2):
-            assert (await http.post("/v1/completions", json=TEXT, headers=FULL)).content == whole(TEXT, STEPS)
-        assert (await status(http, tmp_path))["passed"] == {"a server that refuses return_token_ids": 2}
+    with closing(QueryLog(Settings(home=tmp_path).querylog)) as log:
+        rows = log.latest(2)
+    assert [(row.prompt_ids, row.completion_ids, row.server, row.draft_version) for row in rows] == (
+        [(played.PROMPT_IDS, [one for step in steps for one in step.ids], "host:8000", 7)] if learnt else []
+    )
 
 
 async def test_an_answer_that_the_server_breaks_off_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with recorded(server(STEPS, breaks=True), tmp_path, monkeypatch) as http:
+    async with recorded(server(played.STEPS, breaks=True), tmp_path, monkeypatch) as http:
         with pytest.raises(RuntimeError, match="the engine died"):
-            await http.post("/v1/chat/completions", json=CHAT | STREAM, headers=FULL)
-        assert (await status(http, tmp_path))["passed"] == {"an answer that was cut": 1}
+            await http.post("/v1/chat/completions", json=played.CHAT | played.STREAM, headers=played.FULL)
+        assert (await played.status_of(http, tmp_path))["passed"] == {"an answer that was cut": 1}
 
 
 async def test_without_the_file_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RECORD_CONFIG, raising=False)
     with pytest.raises(ValueError, match=f"set {RECORD_CONFIG} to the file"):
-        RecordedServer(server(STEPS))
+        RecordedServer(server(played.STEPS))
 
 
 def test_what_it_is_told_lies_in_the_home_without_keys(tmp_path: Path) -> None:

@@ -39,20 +39,10 @@ def encode(text: str) -> list[int]:
 def completion(
     request_id: str = f"chatcmpl-{ID}", prompt: str = "hi", text: str = "there", **changes: Any
 ) -> Completion:
-    fields: dict[str, Any] = {
-        "request_id": request_id,
-        "prompt_ids": tuple(encode(prompt)),
-        "token_ids": tuple(encode(text)),
-        "drafted": (3, 3, 0),
-        "accepted": (2, 0, 0),
-        "drafted_ids": ((1, 2, 3), (4, 5, 6), ()),
-        "finish_reason": "stop",
-        "first_token_ms": 5.0,
-        "per_token_ms": 1.0,
-        "draft_version": "7",
-        "speculating": True,
-    }
-    return Completion(**fields | changes)
+    fields: dict[str, Any] = {"request_id": request_id, "prompt_ids": (*encode(prompt),), "token_ids": (*encode(text),)}
+    fields |= {"drafted": (3, 3, 0), "accepted": (2, 0, 0), "drafted_ids": ((1, 2, 3), (4, 5, 6), ())}
+    fields |= {"finish_reason": "stop", "first_token_ms": 5.0, "per_token_ms": 1.0}
+    return Completion(**fields | {"draft_version": "7", "speculating": True} | changes)
 
 
 @pytest.fixture
@@ -88,11 +78,17 @@ def written(recorder: Recorder, querylog: QueryLog, consent: str = "full") -> Qu
     return row
 
 
+def told(recorder: Recorder) -> dict[str, Any]:
+    """Return what the client is told of its request's drafting."""
+    return dict(recorder.usage(ID) or {})
+
+
 def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
-    record(recorder)
+    record(recorder, drafting="auto", matches=(0, 5, 0))
+    assert (told(recorder)["accepted"], told(recorder)["looked_up"]) == (2, 0)
     row = written(recorder, querylog)
-    assert (row.domain, row.subject, row.target_version, row.draft_version) == ("chat", "s" * 64, 2, 7)
-    assert row.group == "9" * 64
+    assert (row.domain, row.subject, row.group) == ("chat", "s" * 64, "9" * 64)
+    assert (row.target_version, row.draft_version, row.drafting, row.matches) == (2, 7, "auto", [0, 5, 0])
     assert (row.prompt, row.completion) == ("hi", "there")
     assert (row.prompt_ids, row.completion_ids) == (encode("hi"), encode("there"))
     assert (row.drafted, row.accepted, row.drafted_ids) == ([3, 3, 0], [2, 0, 0], [[1, 2, 3], [4, 5, 6], []])
@@ -117,14 +113,11 @@ def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Rec
     assert querylog.stats().total == 1
 
 
-def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits_for_no_refresh(
-    recorder: Recorder, querylog: QueryLog
-) -> None:
+def test_an_answer_too_short_to_learn_from_is_counted_without_its_text(recorder: Recorder, querylog: QueryLog) -> None:
     for number in range(3):
         record(recorder, number, text="abc"[: number + 1])
     recorder.close()
-    assert querylog.stats().total == 3
-    assert querylog.stats().depth == 1
+    assert (querylog.stats().total, querylog.stats().depth) == (3, 1)
     assert [row.completion for row in querylog.rows(1, 9)] == ["abc"]
 
 
@@ -177,8 +170,7 @@ def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Record
         record(recorder, index, "none", f"d{index}")
         recorder.forget(f"{index:032x}")
     figures = recorder.acceptance("7")
-    assert len(figures) == MAX_DOMAINS + 1
-    assert figures["other"].requests == 5
+    assert (len(figures), figures["other"].requests) == (MAX_DOMAINS + 1, 5)
     assert figures["d0"] == RecentAcceptance(requests=1, acceptance_rate=2 / 6, mean_accepted_length=1 + 2 / 3)
 
 
@@ -204,50 +196,28 @@ def test_the_longest_of_the_last_requests_is_known_however_it_was_drafted(record
     assert recorder.longest_context() == len(encode("hi")) + len(encode("there"))
 
 
-def test_a_stream_that_began_before_a_swap_counts_for_its_own_draft(recorder: Recorder) -> None:
-    for index, draft in enumerate(["7", "8", "7"]):  # the last one began before the swap and ends after it
+def test_requests_count_for_their_own_draft_in_their_order_and_the_last_drafts_are_kept(recorder: Recorder) -> None:
+    asked = [("7", "code"), ("8", "chat"), ("7", "chat"), ("7", "code")]  # the last two began before a swap
+    for index, (draft, domain) in enumerate(asked):
+        record(recorder, index, "none", domain, draft_version=draft)
+    assert [trace.domain for trace in recorder.recent("7")] == ["code", "chat", "code"]
+    assert [len(recorder.acceptance(draft)) for draft in ("7", "8", "9")] == [2, 1, 0]
+    drafts = [str(number) for number in range(20, 21 + MAX_DRAFTS)]
+    for index, draft in enumerate(drafts):
         record(recorder, index, "none", draft_version=draft)
-    assert [recorder.acceptance(draft)["chat"].requests for draft in ("7", "8")] == [2, 1]
+    assert [bool(recorder.acceptance(draft)) for draft in drafts] == [False] + [True] * MAX_DRAFTS
 
 
-def test_the_windows_of_the_last_drafts_are_kept(recorder: Recorder) -> None:
-    for index in range(MAX_DRAFTS + 1):
-        record(recorder, index, "none", draft_version=str(index))
-    assert [bool(recorder.acceptance(str(index))) for index in range(MAX_DRAFTS + 1)] == [False] + [True] * MAX_DRAFTS
-
-
-def test_a_drafts_last_requests_are_given_in_the_order_in_which_they_ended(recorder: Recorder) -> None:
-    for index, domain in enumerate(["chat", "code", "chat"]):
-        record(recorder, index, "none", domain)
-    assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code", "chat"]
-    assert recorder.recent("8") == []
-
-
-def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
-    record(recorder, speculating=False, drafted=(), accepted=(), drafted_ids=())
-    assert recorder.acceptance("7") == {}
-    nothing = dict.fromkeys(("drafted", "accepted", "looked_up", "steps"), 0)
-    assert recorder.usage(ID) == {"draft_version": "7", **nothing, "mean_accepted_length": None}
-
-
-def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
-    recorder: Recorder, querylog: QueryLog
-) -> None:
-    record(recorder, finish_reason="Not A Word")
-    recorder.finished(completion(), Settings())
-    recorder.close()
-    assert recorder.counts() == LogCounts(written=1, dropped=1, unlogged=0, last_error=None)
-
-
-def test_states_that_can_not_be_settled_do_not_end_the_recorder(querylog: QueryLog) -> None:
+def test_a_row_that_can_not_be_made_is_counted_and_the_next_written_whatever_fails(querylog: QueryLog) -> None:
     def fails(completion: Completion, row_id: str | None) -> None:
         raise RuntimeError("Event loop is closed")
 
     recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=2, settle=fails)
-    for number in range(2):
-        record(recorder, number)
+    record(recorder, finish_reason="Not A Word")
+    recorder.finished(completion(), Settings())
     recorder.close()
-    assert recorder.counts().written == 2
+    assert recorder.counts() == LogCounts(written=1, dropped=1, unlogged=0, last_error=None)
+    querylog.close()
 
 
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,53 +237,50 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
     assert counts.written + counts.dropped == 200
 
 
-def test_only_requests_that_the_draft_drafted_alone_count_for_its_acceptance(recorder: Recorder) -> None:
-    for number, way in enumerate(("auto", "head", "off")):
-        record(recorder, number, drafting=way)
-    assert recorder.acceptance("7")["chat"].requests == 1
+@pytest.mark.parametrize(
+    ("left_out", "asks"),
+    [
+        ({"drafting": "auto"}, "on"),
+        ({"drafting": "off"}, "on"),
+        ({"speculating": False, "drafted": (), "accepted": (), "drafted_ids": ()}, "on"),
+        ({"structured": True, "matches": (4, 0, 0)}, "on"),
+        ({}, "head"),  # else a client could choose what a draft is judged by
+    ],
+    ids=["look-up", "not drafted", "off", "a grammar", "asked for"],
+)
+def test_only_requests_that_were_drawn_and_that_the_draft_drafted_alone_judge_it(
+    recorder: Recorder, left_out: dict[str, Any], asks: str
+) -> None:
+    record(recorder, 0, asks=asks, **left_out)
+    record(recorder, 1, domain="code", drafting="head")
+    assert [trace.domain for trace in recorder.recent("7")] == ["code"]
 
 
-def test_a_client_can_not_choose_what_a_draft_is_judged_by(recorder: Recorder) -> None:
-    for number, asks in enumerate(("head", "on")):
-        record(recorder, number, asks=asks)
-    assert [tally.number for tally in recorder.recent("7")] == [0]
-
-
-def test_a_row_says_how_it_was_drafted_and_what_was_looked_up(recorder: Recorder, querylog: QueryLog) -> None:
-    record(recorder, drafting="auto", matches=(0, 5, 0))
-    usage = recorder.usage(ID) or {}
-    assert (usage["accepted"], usage["looked_up"]) == (2, 0)
-    row = written(recorder, querylog)
-    assert (row.drafting, row.matches) == ("auto", [0, 5, 0])
+def test_where_nothing_was_drafted_no_accepted_length_is_told(recorder: Recorder) -> None:
+    record(recorder, speculating=False, drafted=(), accepted=(), drafted_ids=())
+    assert (told(recorder)["steps"], told(recorder)["mean_accepted_length"]) == (0, None)
 
 
 def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
     record(recorder, matches=(4, 0, 0))
-    usage = recorder.usage(ID) or {}
-    assert (usage["accepted"], usage["looked_up"]) == (2, 2)
+    assert (told(recorder)["accepted"], told(recorder)["looked_up"]) == (2, 2)
     assert recorder.accepted == {"head": 0, "lookup": 2, "structured": 0}
-    recorder.expect(origin())
-    recorder.finished(completion(), Settings())  # of an engine that looks nothing up
-    assert recorder.accepted == {"head": 2, "lookup": 2, "structured": 0}
+    record(recorder, 2)  # of an engine that looks nothing up
+    assert (recorder.accepted, recorder.tokens) == ({"head": 2, "lookup": 2, "structured": 0}, 10)
 
 
-def test_what_a_grammar_constrained_is_counted_for_itself_and_judges_no_draft(
-    recorder: Recorder, querylog: QueryLog
-) -> None:
+def test_what_a_grammar_constrained_is_counted_for_itself(recorder: Recorder, querylog: QueryLog) -> None:
     record(recorder, structured=True, matches=(4, 0, 0))
     assert recorder.accepted == {"head": 0, "lookup": 0, "structured": 2}
-    assert (recorder.acceptance("7"), recorder.recent("7")) == ({}, [])
     row = written(recorder, querylog)
     assert row.structured and from_log([row]) == []
 
 
 def test_steps_for_which_nothing_was_to_draft_lower_no_accepted_length(recorder: Recorder, querylog: QueryLog) -> None:
     record(recorder, matches=(0, 0, UNDRAFTED))
-    usage = recorder.usage(ID) or {}
-    assert (usage["steps"], usage["looked_up"], usage["mean_accepted_length"]) == (3, 0, 2.0)
+    assert [told(recorder)[name] for name in ("steps", "looked_up", "mean_accepted_length")] == [3, 0, 2.0]
     assert recorder.acceptance("7")["chat"].mean_accepted_length == 2.0
-    recorder.close()
-    (served,) = from_log(querylog.rows(1, 9))
+    (served,) = from_log([written(recorder, querylog)])
     assert (served.drafted, served.accepted) == ((3, 3), (2, 0))
 
 
@@ -325,22 +292,15 @@ def test_answers_without_a_step_and_without_a_draft_leave_the_window_to_others(r
     assert [(one.steps, one.accepted) for one in recorder.recent("7")] == [(3, 2)]
 
 
-def test_the_first_token_does_not_count_since_it_is_never_drafted() -> None:
-    coverage = VocabularyCoverage()
-    coverage.follow("3", frozenset({1, 2}))
-    coverage.add("3", "code", [9, 1, 2, 8, 8])
-    coverage.add("3", "code", [9])
-    coverage.add("3", "chat", [9, 1])
-    assert coverage.shares() == {"chat": 1.0, "code": 0.5}
-
-
-def test_answers_of_another_draft_and_of_none_count_for_nobody() -> None:
+def test_a_share_is_of_the_tokens_after_the_first_of_answers_of_the_draft_that_is_followed() -> None:
     coverage = VocabularyCoverage()
     coverage.add("", "code", [1, 1])
-    coverage.follow("3", frozenset({1}))
-    coverage.add("2", "code", [1, 1])
+    coverage.follow("3", frozenset({1, 2}))
+    coverage.add("2", "code", [1, 8])
     assert coverage.shares() == {}
-    coverage.add("3", "code", [1, 1])
+    for domain, tokens in (("code", [9, 1, 2, 8, 8]), ("code", [9]), ("chat", [9, 1])):
+        coverage.add("3", domain, tokens)
+    assert coverage.shares() == {"chat": 1.0, "code": 0.5}
     coverage.follow("4", None)  # which can say every token
     coverage.add("4", "code", [1, 1])
     assert coverage.shares() == {}

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -40,19 +39,23 @@ def ask(
     return asyncio.run(asgi.ask(layer, chunks, path, [("Host", b"localhost"), *headers]))
 
 
-def error_of(body: bytes) -> dict[str, Any]:
-    return dict(json.loads(body)["error"])
-
-
-def test_a_body_is_read_here_within_its_limits_once_a_key_was_checked(tmp_path: Path) -> None:
-    assert json.loads(ask(chunks=[b"12345", b"67890"])[1])["bytes"] == 10
-    status, body, _ = ask(chunks=[b"x" * 11])
-    assert (status, error_of(body)["code"]) == (413, "body_too_large")
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    """Those of a home in which a client has one."""
     add_key(tmp_path / "keys.json", "a-client", "client")
-    keys = Keys(tmp_path / "keys.json", loopback=True)
-    status, body, _ = ask(chunks=[b"x" * 11], keys=keys)
-    assert (status, error_of(body)["code"]) == (401, "invalid_api_key")
-    assert ask(path="/readyz", keys=keys)[0] == 200
+    return Keys(tmp_path / "keys.json", loopback=True)
+
+
+def require_error(answer: asgi.Answer, status: int, code: str) -> None:
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (status, code)
+    assert b"swordfish" not in answer.body
+
+
+def test_a_body_is_read_here_within_its_limits_once_a_key_was_checked(keys: Keys) -> None:
+    assert json.loads(ask(chunks=[b"12345", b"67890"]).body)["bytes"] == 10
+    require_error(ask(chunks=[b"x" * 11]), 413, "body_too_large")
+    require_error(ask(chunks=[b"x" * 11], keys=keys), 401, "invalid_api_key")
+    assert ask(path="/readyz", keys=keys).status == 200
 
 
 def test_only_the_headers_that_mean_something_here_pass() -> None:
@@ -72,45 +75,41 @@ def test_only_the_headers_that_mean_something_here_pass() -> None:
     [[("X-A", b"x" * HEADER_BYTES)], [(f"X-{number}", b"x") for number in range(HEADER_LINES)]],
     ids=["bytes", "lines"],
 )
-def test_too_many_bytes_or_lines_of_headers_are_400_before_anyone_looks_at_the_key(
-    headers: list[tuple[str, bytes]], tmp_path: Path
-) -> None:
-    add_key(tmp_path / "keys.json", "a-client", "client")
-    status, body, _ = ask(headers=headers, keys=Keys(tmp_path / "keys.json", loopback=True))
-    assert (status, error_of(body)["code"]) == (400, "headers_too_large")
+def test_too_many_bytes_or_lines_of_headers_are_400_before_keys(headers: list[tuple[str, bytes]], keys: Keys) -> None:
+    require_error(ask(headers=headers, keys=keys), 400, "headers_too_large")
     few = [(name, value[: HEADER_BYTES // 2]) for name, value in headers[: HEADER_LINES - 1]]
-    assert ask(headers=few)[0] == 200
+    assert ask(headers=few).status == 200
 
 
 def test_serves_own_routes_are_not_there(tmp_path: Path) -> None:
-    status, body, _ = ask(path="/-/routes")
-    assert (status, error_of(body)["code"]) == (401, "invalid_api_key")
-    key = add_key(tmp_path / "keys.json", "an-operator", "operator")
-    keys, headers = Keys(tmp_path / "keys.json", loopback=True), [("Authorization", f"Bearer {key}".encode())]
-    status, body, _ = ask(path="/-/routes", keys=keys, headers=headers)
-    assert (status, error_of(body)["type"]) == (404, "not_found_error")
+    require_error(ask(path="/-/routes"), 401, "invalid_api_key")
+    key = add_key(tmp_path / "keys.json", "an-operator", "operator").encode()
+    keys = Keys(tmp_path / "keys.json", loopback=True)
+    assert ask(path="/-/routes", keys=keys, headers=[("Authorization", b"Bearer " + key)]).status == 404
+
+
+async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+    pass
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise UnicodeDecodeError("utf-8", b"swordfish", 0, 1, "invalid")
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(503, "overloaded"), (500, "engine_unavailable"), (404, "engine_unavailable")]
+    ("app", "code"),
+    [
+        (PlainTextResponse("actor 7 died: swordfish", 503), "overloaded"),
+        *((PlainTextResponse("actor 7 died: swordfish", status), "engine_unavailable") for status in (500, 404)),
+        (silent, "engine_unavailable"),
+        (broken, "engine_unavailable"),
+    ],
+    ids=["503", "500", "404", "no answer", "a broken proxy"],
 )
-def test_what_serve_says_in_its_own_words_is_a_503_in_openais_shape(status: int, code: str) -> None:
-    told, body, headers = ask(PlainTextResponse("actor 7 died: swordfish", status))
-    assert (told, error_of(body)["code"], headers["retry-after"]) == (503, code, "5")
-    assert b"swordfish" not in body
-
-
-def test_a_request_that_nobody_answered_or_that_broke_the_proxy_is_a_503() -> None:
-    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
-        pass
-
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        raise UnicodeDecodeError("utf-8", b"swordfish", 0, 1, "invalid")
-
-    for app in (silent, broken):
-        status, body, _ = ask(app)
-        assert (status, error_of(body)["code"]) == (503, "engine_unavailable")
-        assert b"swordfish" not in body
+def test_what_serve_says_in_its_own_words_or_does_not_say_is_a_503_in_openais_shape(app: ASGIApp, code: str) -> None:
+    answer = ask(app)
+    require_error(answer, 503, code)
+    assert answer.headers.get("retry-after") == "5"
 
 
 def test_a_stream_that_was_cut_ends_with_an_error_frame_and_a_whole_one_is_left_alone() -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,39 @@ class Scene:
         wait_until(lambda: "listening" in child.tail(), 60, child, "the replica")
         return child
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, trust_env=False, timeout=60)
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, trust_env=False, timeout=60)
+
+    def stream(self, path: str) -> AbstractContextManager[httpx.Response]:
+        return httpx.stream("GET", self.url + path, trust_env=False, timeout=60)
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """Begin a stream, and require all of it after what is done meanwhile."""
+        with self.stream("/v1/short") as answer:
+            parts = answer.iter_raw()
+            first = next(parts)
+            yield
+            assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
+
+    def connected(self, source: str = "127.0.0.1", sent: bytes = b"") -> socket.socket:
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=60, source_address=(source, 0))
+        made.sendall(sent)
+        return made
+
+    def limits(self) -> tuple[int, int]:
+        """Return how many connections there may be, and how many of one address."""
+        text = (self.front.socket.parent / "haproxy.cfg").read_text()
+        found = (re.search(r"^    maxconn (\d+)$", text, re.MULTILINE), re.search(r"sc0_conn_cur gt (\d+) ", text))
+        connections, of_address = (int(one[1]) for one in found if one is not None)
+        return connections, of_address
+
+    def turns_away(self) -> bool:
+        try:
+            with self.connected() as one:
+                return one.recv(1) == b""
+        except ConnectionResetError:
+            return True
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +153,13 @@ def test_without_a_replica_the_answer_is_503_in_openais_shape(scene: Scene) -> N
 
 
 def test_a_request_passes_and_its_callers_address_is_not_what_it_says(scene: Scene, replica: Child) -> None:
-    answer = httpx.get(f"{scene.url}/v1/caller", headers={"X-Forwarded-For": "192.0.2.1"}, trust_env=False)
-    assert answer.json() == ["127.0.0.1", "1"]
+    assert scene.get("/v1/caller", **{"X-Forwarded-For": "192.0.2.1"}).json() == ["127.0.0.1", "1"]
 
 
 @pytest.mark.slow
 def test_a_body_that_turns_out_malformed_is_a_400_in_openais_shape(scene: Scene, replica: Child) -> None:
-    with socket.create_connection(("127.0.0.1", scene.port), timeout=60) as client:
-        client.sendall(b"POST /v1/whole HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+    begun = b"POST /v1/whole HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    with scene.connected(sent=begun) as client:
         time.sleep(0.5)  # the headers have passed by then
         client.sendall(b"no length\r\n")
         answer = http.client.HTTPResponse(client)
@@ -139,9 +169,7 @@ def test_a_body_that_turns_out_malformed_is_a_400_in_openais_shape(scene: Scene,
     assert said.headers["content-type"] == "application/json"
 
 
-def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_served(
-    scene: Scene, replica: Child
-) -> None:
+def test_after_an_answer_that_came_before_its_body_the_same_client_is_served(scene: Scene, replica: Child) -> None:
     with httpx.Client(base_url=scene.url, trust_env=False, timeout=60) as client:
         for _ in range(10):
             refused = client.post("/v1/early", content=b"x" * (4 << 20))
@@ -152,7 +180,7 @@ def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_s
 @pytest.mark.slow
 def test_a_whole_stream_is_left_alone_for_one_who_reads_late_too(scene: Scene, replica: Child) -> None:
     assert scene.get("/v1/short").text == EVENT * 20 + DONE
-    with httpx.stream("GET", f"{scene.url}/v1/large", trust_env=False, timeout=60) as answer:
+    with scene.stream("/v1/large") as answer:
         time.sleep(0.5)  # the replica has nothing left to send but what nobody took
         parts = bytearray()
         for part in answer.iter_raw():
@@ -181,7 +209,7 @@ def test_the_stream_of_a_killed_replica_ends_with_an_error_frame_and_the_next_re
 @pytest.mark.slow
 def test_an_answer_that_is_no_stream_is_never_completed_with_something_else(scene: Scene) -> None:
     killed = scene.replica()
-    with httpx.Client(trust_env=False, timeout=60) as client, client.stream("GET", f"{scene.url}/v1/half") as answer:
+    with scene.stream("/v1/half") as answer:
         parts = answer.iter_raw()
         assert next(parts) == b"x" * 50
         killed.stop(0.0)
@@ -192,12 +220,9 @@ def test_an_answer_that_is_no_stream_is_never_completed_with_something_else(scen
 @pytest.mark.slow
 def test_a_replica_takes_the_place_of_one_that_ends_what_it_accepted(scene: Scene) -> None:
     scene.replica()
-    with httpx.stream("GET", f"{scene.url}/v1/short", trust_env=False, timeout=60) as answer:
-        parts = answer.iter_raw()
-        first = next(parts)
+    with scene.short():
         scene.replica()
         assert scene.get("/v1/caller").json()[1] == str(scene._number)
-        assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
 
 
 @pytest.mark.slow
@@ -221,53 +246,45 @@ def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_pat
     with ExitStack() as stack:
         scene = Scene(tmp_path, stack)
         scene.replica()
-        with httpx.stream("GET", f"{scene.url}/v1/short", trust_env=False, timeout=60) as answer:
-            parts = answer.iter_raw()
-            first = next(parts)
-            ending = threading.Thread(target=scene.front.stop, args=(60.0,))
+        ending = threading.Thread(target=scene.front.stop, args=(60.0,))
+        with scene.short():
             ending.start()
             wait_until(lambda: not scene.front._listens(), 60, None, "the end of listening")
-            assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
         ending.join()
 
 
-def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for(
+def test_without_haproxy_rays_own_serves_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_name = {
-        front: ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"front": front})
-        for front in ("auto", "haproxy", "ray")
-    }
-    assert ReverseProxy.find(by_name["ray"], tmp_path) is None
+    def find(front: str) -> ReverseProxy | None:
+        config = ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"front": front})
+        return ReverseProxy.find(config, tmp_path)
+
+    assert find("ray") is None
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
-    assert ReverseProxy.find(by_name["auto"], tmp_path) is None
+    assert find("auto") is None
     with pytest.raises(ValueError, match="redraft doctor"):
-        ReverseProxy.find(by_name["haproxy"], tmp_path)
+        find("haproxy")
 
 
 def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None) -> None:
-    _, most = _limits(scene)
     with ExitStack() as stack:
-        held = [stack.enter_context(_connected(scene.port)) for _ in range(most)]
-        assert _is_turned_away(scene.port)
+        for _ in range(scene.limits()[1]):
+            stack.enter_context(scene.connected())
+        assert scene.turns_away()
     wait_until(lambda: scene.get("/v1/caller").status_code in (200, 503), 60, None, "room again")
-    assert len(held) == most
 
 
 @pytest.mark.slow
-def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits_for_room(
-    scene: Scene, many_files: None
-) -> None:
-    connections, of_address = _limits(scene)
+def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits(scene: Scene, many_files: None) -> None:
+    connections, of_address = scene.limits()
     asked, late = b"GET /v1/caller HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", "127.0.0.9"
     with ExitStack() as stack:
         for number in range(connections - 1):
-            stack.enter_context(_connected(scene.port, f"127.0.0.{2 + number // of_address}"))
-        with _connected(scene.port, late) as last:
-            last.sendall(asked)
+            stack.enter_context(scene.connected(f"127.0.0.{2 + number // of_address}"))
+        with scene.connected(late, asked) as last:
             assert last.recv(100).startswith(b"HTTP/1.1 ")
-        with _connected(scene.port) as held, _connected(scene.port, late) as waits:
-            waits.sendall(asked)
+        with scene.connected() as held, scene.connected(late, asked) as waits:
             waits.settimeout(1.0)
             with pytest.raises(TimeoutError):
                 waits.recv(100)
@@ -285,34 +302,12 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def _limits(scene: Scene) -> tuple[int, int]:
-    """Return how many connections there may be, and how many of one address."""
-    text = (scene.front.socket.parent / "haproxy.cfg").read_text()
-    found = (re.search(r"^    maxconn (\d+)$", text, re.MULTILINE), re.search(r"sc0_conn_cur gt (\d+) ", text))
-    connections, of_address = (int(one[1]) for one in found if one is not None)
-    return connections, of_address
-
-
-def _connected(port: int, source: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(source, 0))
-
-
-def test_a_connection_cant_be_made_one_of_http_2_which_holds_many_requests(scene: Scene) -> None:
-    with socket.create_connection(("127.0.0.1", scene.port), timeout=60) as client:
-        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
-
-
 @pytest.mark.slow
-def test_half_a_request_is_cut_after_its_time(scene: Scene) -> None:
-    with socket.create_connection(("127.0.0.1", scene.port), timeout=60) as one:
-        one.sendall(b"GET / HTTP/1.1\r\nHost")
-        assert one.recv(100).startswith(b"HTTP/1.1 408 ")
-
-
-def _is_turned_away(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
-            return one.recv(1) == b""
-    except ConnectionResetError:
-        return True
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nHost", 408)]
+)
+def test_a_connection_can_not_hold_many_requests_by_http_2_and_half_a_request_is_cut_after_its_time(
+    scene: Scene, sent: bytes, status: int
+) -> None:
+    with scene.connected(sent=sent) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 %d " % status)

@@ -32,9 +32,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
-TOKENS = {token: byte_tokenizer().convert_tokens_to_ids(token) for token in ("a", "<|im_end|>", "<|endoftext|>")}
+TOKENS = {one: byte_tokenizer().convert_tokens_to_ids(one) for one in ("a", "l", "<|im_end|>", "<|endoftext|>")}
 MAX_LEN = 1024  # a tool takes a token a letter
 USER = {"role": "user", "content": "hi"}
+HE = {"role": "assistant", "content": "he"}
+NOISE = {"max_tokens": 40, "temperature": 1, "seed": 1}
 TOOL = {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, "name": "add"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 WROTE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -56,13 +58,8 @@ def says(text: str, *messages: dict[str, Any], **options: Any) -> dict[str, Any]
 
 
 def ends_by(token: str) -> dict[str, Any]:
-    return {
-        "messages": [USER],
-        "allowed_token_ids": [TOKENS["a"], TOKENS[token]],
-        "min_tokens": 3,
-        "temperature": 1,
-        "seed": 0,
-    }
+    allowed = {"allowed_token_ids": [TOKENS["a"], TOKENS[token]], "min_tokens": 3}
+    return {"messages": [USER], "temperature": 1, "seed": 0, **allowed}
 
 
 # Name of an exchange to its request, and to the reason that it is counted under; "" where it is imported.
@@ -75,16 +72,7 @@ EXCHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "thoughts": (says("<think>so</think>yes"), ""),
     "arguments": (says("hello", chat_template_kwargs={"enable_thinking": False}), ""),
     "effort": (says("hello", reasoning_effort="none"), ""),
-    "goes_on": (
-        says(
-            "llo",
-            USER,
-            {"role": "assistant", "content": "he"},
-            add_generation_prompt=False,
-            continue_final_message=True,
-        ),
-        "",
-    ),
+    "goes_on": (says("llo", USER, HE, add_generation_prompt=False, continue_final_message=True), ""),
     "cut": (says("hello there", max_tokens=4), ""),
     "not_stopped": (says("hello", stop=["zzz"]), ""),
     "im_end": (ends_by("<|im_end|>"), ""),
@@ -93,10 +81,7 @@ EXCHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "calls_ids": (says(WROTE, tools=[TOOL], return_token_ids=True), ""),
     "stopped": (says("hello there", stop=["lo t"]), "ended by a stop string"),
     "stopped_ids": (says("hello there", stop=["lo t"], return_token_ids=True), ""),
-    "noise": (
-        {"messages": [USER], "max_tokens": 40, "temperature": 1, "seed": 1},
-        "with bytes that are no text in the answer",
-    ),
+    "noise": ({"messages": [USER], **NOISE}, "with bytes that are no text in the answer"),
 }
 
 
@@ -128,7 +113,7 @@ def exchange(world: World, name: str, asked: dict[str, Any], stream: bool) -> di
     request = {"model": "target", "max_tokens": 100, "temperature": 0, **asked, "messages": named}
     if stream:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
-    headers = {**world.headers, "X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
+    headers = world.headers | {"X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
     url = f"{world.url}/v1/chat/completions"
     answer = httpx.post(url, json=request, headers=headers, timeout=60, trust_env=False)
     assert answer.status_code == 200, (name, answer.text)
@@ -166,11 +151,5 @@ def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
             assert row.completion_ids == own.completion_ids, (name, stream)
             texts = (row.prompt, row.completion, row.finish_reason)
             assert texts == (own.prompt, own.completion, own.finish_reason), (name, stream)
-    ends = {name: served[name, True].completion_ids[-1] for name in ("im_end", "endoftext", "cut")}
-    assert ends == {"im_end": TOKENS["<|im_end|>"], "endoftext": TOKENS["<|endoftext|>"], "cut": own_id("l")}
-
-
-def own_id(letter: str) -> int:
-    """The token of a letter."""
-    (token,) = byte_tokenizer().encode(letter, add_special_tokens=False)
-    return token
+    for name, token in (("im_end", "<|im_end|>"), ("endoftext", "<|endoftext|>"), ("cut", "l")):
+        assert served[name, True].completion_ids[-1] == TOKENS[token]

@@ -67,7 +67,7 @@ def test_all_traffic_is_held_against_the_least_of_the_domains_that_a_draft_knows
 def test_a_fall_of_all_traffic_is_told_and_a_change_of_what_it_is_made_of_is_not(lost: float, told: bool) -> None:
     """Two domains whose share swings from window to window; each conversation has a gain of its own."""
     promised, params = {"code": 2.5, "chat": 1.8}, Params()
-    rng, num_told, num_servers = np.random.default_rng(0), 0, 40
+    rng, num_told, num_servers = np.random.default_rng(0), 0, 20
     for _ in range(num_servers):
         windows, detector = MetricWindows(), DriftDetector(promised_of_all(promised), params)
         steps = accepted = 0

@@ -1,10 +1,8 @@
 """The whole service, as `python -m services.main` starts it: Ray Serve, vLLM, a registry; asked by the stock client."""
 
 import re
-import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import httpx
 import openai
@@ -17,6 +15,7 @@ from infra.querylog import QueryLog
 from infra.serving import ray_folder
 from models.core.learning.captured import read
 from models.targets import describe
+from tests.drills.load import Client, Load, quiet_answers
 from tests.infra.rows import erase
 from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
 
@@ -121,38 +120,13 @@ def test_hidden_states_are_written_for_rows_that_may_be_trained_on_as_they_were_
     assert world.status()["captured"]["not wanted"] >= 1
 
 
-def test_drafts_are_swapped_while_clients_stream_and_no_answer_changes(world: World, client: openai.OpenAI) -> None:
-    wanted = {prompt: stream_text(client, prompt)[0] for prompt in PROMPTS}
-    stop, failures, versions, count = threading.Event(), [], set(), [0] * NUM_CLIENTS
-
-    def work(number: int) -> None:
-        with world.client() as own:
-            while not stop.is_set():
-                prompt = PROMPTS[(count[number] + number) % len(PROMPTS)]
-                try:
-                    text, finish, usage = stream_text(own, prompt)
-                except openai.OpenAIError as error:
-                    failures.append(repr(error))
-                    continue
-                if finish is None or text != wanted[prompt]:
-                    failures.append(f"{finish}: {text!r} instead of {wanted[prompt]!r}")
-                versions.add(str(usage["redraft"]["draft_version"]))
-                count[number] += 1
-
+def test_drafts_are_swapped_while_clients_ask_and_no_answer_changes(world: World) -> None:
     before = world.status()["swaps"]
-    clients = [threading.Thread(target=work, args=(number,)) for number in range(NUM_CLIENTS)]
-    for thread in clients:
-        thread.start()
-    for number in range(NUM_SWAPS):
-        version = world.versions[(number + 1) % 2]
-        world.registry.promote("draft", version)
-        world.wait_for_draft(version)
-    stop.set()
-    for thread in clients:
-        thread.join()
-    assert failures == []
-    assert min(count) > 0
-    assert versions == {str(version) for version in world.versions}
+    with Load(world.url, quiet_answers(world), [Client()] * NUM_CLIENTS) as load:
+        for number in range(NUM_SWAPS):
+            world.registry.promote("draft", version := world.versions[(number + 1) % 2])
+            world.wait_for_draft(version)
+    assert load.ended_well(), load.outcomes
     assert world.status()["swaps"] - before >= NUM_SWAPS
 
 
@@ -160,18 +134,10 @@ def test_a_draft_that_accepts_less_than_it_promised_is_put_back(world: World, cl
     good = world.status()["draft_version"]
     liar = world.register(2, golden_tau="3.9")
     world.registry.promote("draft", liar)
-    status = world.wait_for("refusal", lambda status: any(name.startswith(f"{liar}-") for name in status["refused"]))
-    [reason] = [reason for name, reason in status["refused"].items() if name.startswith(f"{liar}-")]
-    assert "promised 3.9" in reason
+    assert "promised 3.9" in world.wait_for_refusal(liar)
     world.wait_for("put back", lambda status: status["draft_version"] == good and status["speculating"])
-
-    def champion() -> int:
-        version = world.registry.champion("draft")
-        assert version is not None
-        return version.number
-
     # The registry is told after the weights were put back.
-    wait_until(lambda: champion() != liar, 60, None, "the registry's champion to be another")
+    wait_until(lambda: world.champion() != liar, 60, None, "another champion")
     assert stream_text(client, PROMPTS[0])[1] is not None
 
 
@@ -180,33 +146,15 @@ def test_the_log_says_at_the_start_which_model_runner_serves(world: World) -> No
     assert "vLLM's model runner is V1, vllm.v1.worker.cpu_model_runner.CPUModelRunner" in log
 
 
-def turn(world: World, on: bool) -> None:
-    url = f"{world.url}/redraft/speculation"
-    httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
-
-
-def test_speculation_can_be_switched_off_and_on(world: World, client: openai.OpenAI) -> None:
-    text = stream_text(client, PROMPTS[1])[0]
-    for on in (False, True):
-        turn(world, on)
-        again, _, usage = stream_text(client, PROMPTS[1])
-        assert again == text
-        assert (usage["redraft"]["drafted"] > 0) is on
-
-
-def test_a_request_with_a_seed_and_a_temperature_is_decoded_without_drafts_and_counted_apart(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_a_request_with_a_seed_and_a_temperature_is_not_drafted_for(world: World, client: openai.OpenAI) -> None:
     before, head = world.status()["seeded"], {"X-Redraft-Speculation": "head"}
     settings = ((1, 0.0), (None, 0.8), (1, 0.8))
     told = [ask(client, PROMPTS[1], seed=seed, temperature=t, extra_headers=head) for seed, t in settings]
-    drafted = [one.usage.model_extra["redraft"]["drafted"] > 0 for one in told]
-    assert (drafted, world.status()["seeded"] - before) == ([True, True, False], 1)
+    assert [one.usage.model_extra["redraft"]["drafted"] > 0 for one in told] == [True, True, False]
+    assert world.status()["seeded"] - before == 1
 
 
-def test_whatever_asks_whether_the_service_lives_is_never_drawn_to_judge_the_draft(
-    world: World, client: openai.OpenAI
-) -> None:
+def test_what_asks_whether_the_service_lives_is_never_drawn_to_judge(world: World, client: openai.OpenAI) -> None:
     domain = {"X-Redraft-Domain": "probed"}
     for _ in range(40):
         client.completions.create(model="target", prompt="hi", max_tokens=1, extra_headers=domain)
@@ -216,15 +164,23 @@ def test_whatever_asks_whether_the_service_lives_is_never_drawn_to_judge_the_dra
 
 
 def test_off_acts_whatever_becomes_of_a_new_draft(world: World, client: openai.OpenAI) -> None:
+    def turn(on: bool) -> tuple[str, bool]:
+        """Switch, and return what is answered and whether it was drafted for."""
+        url = f"{world.url}/redraft/speculation"
+        httpx.post(url, json={"on": on}, headers=world.operator, timeout=60, trust_env=False).raise_for_status()
+        again, _, usage = stream_text(client, PROMPTS[1])
+        return again, usage["redraft"]["drafted"] > 0
+
+    text = stream_text(client, PROMPTS[1])[0]
     for number in range(4):
         version = world.versions[(number + 1) % 2]
         world.registry.promote("draft", version)
         time.sleep(0.25 * number)  # before it is looked at, loaded, on probation, or serves
-        turn(world, on=False)
-        assert stream_text(client, PROMPTS[1])[2]["redraft"]["drafted"] == 0
-        turn(world, on=True)
+        assert not turn(on=False)[1]
+        turn(on=True)
         world.wait_for_draft(version)
         world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
+    assert [turn(on) for on in (False, True)] == [(text, False), (text, True)]
 
 
 def test_metrics_count_requests_and_swaps(world: World) -> None:
@@ -237,45 +193,23 @@ def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the
     file = world.home / "keys.json"
     made = {role: add_key(file, f"a-{role}", role) for role in ROLES}
     paths = ("/v1/models", "/metrics", "/redraft/status", "/redraft/dashboard")
+    chat = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
-    def asked(key: str, steps: bool = False) -> list[int]:
-        detail = {"X-Redraft-Detail": "steps"} if steps else {}
-        headers = {"Authorization": f"Bearer {key}", **detail}
-        if not steps:
-            return [httpx.get(world.url + path, headers=headers, trust_env=False).status_code for path in paths]
-        chat = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-        answer = httpx.post(f"{world.url}/v1/chat/completions", json=chat, headers=headers, trust_env=False)
-        return [answer.status_code]
+    def asked(role: str) -> list[int]:
+        with httpx.Client(headers={"Authorization": f"Bearer {made[role]}"}, trust_env=False, timeout=60) as client:
+            found = [client.get(world.url + path) for path in paths]
+            detail = {"X-Redraft-Detail": "steps"}
+            found.append(client.post(f"{world.url}/v1/chat/completions", json=chat, headers=detail))
+        return [answer.status_code for answer in found]
 
-    assert asked(made["client"]) == [200, 403, 403, 403]
-    assert asked(made["scraper"]) == [403, 200, 403, 403]
-    assert asked(made["operator"]) == [200, 200, 200, 200]
+    assert asked("client") == [200, 403, 403, 403, 403]
+    assert asked("scraper") == [403, 200, 403, 403, 403]
+    assert asked("operator") == [200] * 5
     page = httpx.get(world.url + paths[-1], auth=("me", made["operator"]), trust_env=False)
     assert page.headers["content-type"].startswith("text/html")
     assert f"<title>target: draft {world.status()['draft_version']}</title>" in page.text
-    assert [asked(made["client"], steps=True), asked(made["operator"], steps=True)] == [[403], [200]]
     for role in ROLES:
         revoke_key(file, f"a-{role}")
-        assert asked(made[role]) == [401, 401, 401, 401]
+        assert asked(role) == [401] * 5
     kept = [entry.read_bytes() for entry in world.home.rglob("*") if entry.is_file() and entry.suffix != ".safetensors"]
     assert not [key for key in (*made.values(), KEY) if any(key.encode() in content for content in kept)]
-
-
-def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_so_is_the_way_back(
-    world: World, client: openai.OpenAI
-) -> None:
-    text = stream_text(client, PROMPTS[2])[0]
-    for k in (2, 3):
-        version = world.register(k + 3, num_draft_tokens=str(k))
-        world.registry.promote("draft", version)
-
-        def serves(status: dict[str, Any], version: int = version) -> bool:
-            served = str(status["draft_version"]) == str(version)
-            return served and status["replacement"] is None and status["proof"] is not None
-
-        status = world.wait_for(f"draft {version}", serves, timeout_s=240)
-        assert status["swaps"] == 0  # it booted with it
-        again, _, usage = stream_text(client, PROMPTS[2], extra_headers=world.operator | {"X-Redraft-Detail": "steps"})
-        assert again == text
-        assert max(usage["redraft"]["drafted_per_step"]) == k
-        assert "quarantined" not in world.registry.get("draft", version).tags

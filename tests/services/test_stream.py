@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.access import RequestError
+from services.access import INTERNAL_ERROR, RequestError
 from services.stream import opened
 
 USAGE = {"draft_version": "3", "drafted": 6, "accepted": 2, "steps": 2, "mean_accepted_length": 2.0}
@@ -47,59 +47,44 @@ def collect(
     return asyncio.run(run()), len(ends)
 
 
+TEXT, TOTAL = frame({"choices": [{"delta": {"content": "a"}}]}), {"choices": [], "usage": {"total_tokens": 3}}
+END = "data: [DONE]\n\n"
+FAILURE = frame({"error": {"code": 500, "message": "swordfish"}})
+
+
+def body_of(text: str) -> dict[str, Any]:
+    """Return what an event tells."""
+    return dict(json.loads(text.partition("data: ")[2]))
+
+
 def test_only_the_usage_chunk_is_changed() -> None:
-    text, usage = (
-        frame({"choices": [{"delta": {"content": "a"}}]}),
-        frame({"choices": [], "usage": {"total_tokens": 3}}),
-    )
-    got, ends = collect(frames(text, usage, "data: [DONE]\n\n"))
-    assert got[0] == text
-    assert json.loads(got[1].removeprefix("data: "))["usage"] == {"total_tokens": 3, "redraft": USAGE}
-    assert got[2] == "data: [DONE]\n\n"
-    assert ends == 1
+    got, ends = collect(frames(TEXT, frame(TOTAL), END))
+    assert (got[0], got[2], ends) == (TEXT, END, 1)
+    assert body_of(got[1])["usage"] == {"total_tokens": 3, "redraft": USAGE}
 
 
-@pytest.mark.parametrize(
-    ("chunk", "usage"), [({"choices": [], "usage": {"total_tokens": 3}}, None), ({"choices": []}, USAGE)]
-)
+@pytest.mark.parametrize(("chunk", "usage"), [(TOTAL, None), ({"choices": []}, USAGE)])
 def test_a_chunk_stays_as_it_is_without_a_usage_or_what_to_add(chunk: dict[str, Any], usage: Any) -> None:
-    sent = [frame({"choices": [1]}), frame(chunk), "data: [DONE]\n\n"]
+    sent = [TEXT, frame(chunk), END]
     assert collect(frames(*sent), usage=usage)[0] == sent
 
 
-def test_an_error_before_the_first_chunk_is_a_status() -> None:
+def test_an_error_before_the_first_chunk_is_a_status_and_a_source_that_fails_at_once_tells_the_end() -> None:
     with pytest.raises(RequestError) as refused:
-        collect(frames(frame({"error": {"code": 400, "message": "inner"}}), "data: [DONE]\n\n"))
+        collect(frames(frame({"error": {"code": 400, "message": "inner"}}), END))
     assert (refused.value.status, refused.value.message) == (400, "told")
-
-
-def test_an_error_frame_in_the_middle_is_rewritten() -> None:
-    got, ends = collect(frames(frame({"choices": [1]}), frame({"error": {"code": 500, "message": "swordfish"}})))
-    assert json.loads(got[1].removeprefix("data: "))["error"]["message"] == "told"
-    assert ends == 1
-
-
-def test_a_stream_that_breaks_ends_with_an_error_frame_and_done() -> None:
-    got, ends = collect(frames(frame({"choices": [1]}), error=RuntimeError("swordfish")))
-    assert json.loads(got[1].removeprefix("data: "))["error"]["code"] == "internal_error"
-    assert got[2] == "data: [DONE]\n\n"
-    assert "swordfish" not in "".join(got)
-    assert ends == 1
-
-
-def test_a_client_that_leaves_closes_the_source() -> None:
-    source = frames(*[frame({"choices": [1]})] * 5)
-    got, ends = collect(source, take=2)
-    assert (len(got), ends) == (2, 1)
-    with pytest.raises(StopAsyncIteration):
-        asyncio.run(anext(source))
-
-
-def test_a_source_that_fails_at_once_tells_the_end() -> None:
     ends: list[None] = []
     with pytest.raises(RuntimeError, match="at once"):
         asyncio.run(opened(frames(error=RuntimeError("at once")), refuse, lambda: None, lambda: ends.append(None)))
     assert len(ends) == 1
+
+
+def test_a_client_that_leaves_closes_the_source() -> None:
+    source = frames(*[TEXT] * 5)
+    got, ends = collect(source, take=2)
+    assert (len(got), ends) == (2, 1)
+    with pytest.raises(StopAsyncIteration):
+        asyncio.run(anext(source))
 
 
 def named(name: str, body: dict[str, Any]) -> str:
@@ -124,19 +109,19 @@ def test_of_another_api_only_the_event_with_the_usage_is_changed(path: str) -> N
     assert told.get("response", told)["usage"]["redraft"] == USAGE
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("path", OTHERS)
-def test_an_error_is_told_as_the_streams_api_does_and_ends_it(path: str, breaks: bool) -> None:
-    failure = [] if breaks else [frame({"error": {"code": 500, "message": "swordfish"}})]
-    source = frames(
-        named("start", {}), named("delta", {}), *failure, error=RuntimeError("swordfish") if breaks else None
-    )
-    got, _ = collect(source, path=path)
-    message = "the server failed to answer this request" if breaks else "told"
-    code = "internal_error" if breaks else None
+BROKEN = [([FAILURE], None, "told", None), ([], RuntimeError("swordfish"), INTERNAL_ERROR.message, "internal_error")]
+
+
+@pytest.mark.parametrize(("path", "rest"), [("/v1/chat/completions", [END]), *((path, []) for path in OTHERS)])
+@pytest.mark.parametrize(("failure", "error", "message", "code"), BROKEN, ids=["a frame", "an exception"])
+def test_an_error_is_told_as_the_streams_api_does_and_ends_it(
+    path: str, rest: list[str], failure: list[str], error: Exception | None, message: str, code: str | None
+) -> None:
+    got, ends = collect(frames(TEXT, TEXT, *failure, *(rest if failure else []), error=error), path=path)
     wanted = {
+        "/v1/chat/completions": RequestError(500, message, None, code).body(path),
         "/v1/responses": {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 2},
         "/v1/messages": {"type": "error", "error": {"type": "api_error", "message": message}},
     }
-    head, _, data = got[2].partition("data: ")
-    assert (head, json.loads(data), len(got)) == ("event: error\n", wanted[path], 3)
+    assert (got[:2], body_of(got[2]), got[3:], ends) == ([TEXT, TEXT], wanted[path], rest, 1)
+    assert got[2].startswith("event: error\n") == (path in OTHERS)

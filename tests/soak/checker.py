@@ -26,17 +26,9 @@ IN_MEMORY_S = 5.0
 
 
 class Answer(Frozen):
-    """How a request ended.
+    """How a request ended, see `tests.drills.load.Load`, and what its key lets be logged; on the monotonic clock."""
 
-    Attributes:
-        request_id: as the service named it, "" if it named none.
-        consent: what its key lets be logged.
-        began_s, ended_s: on the monotonic clock.
-        outcome: see `tests.drills.load.Load`.
-        prompt: what was asked.
-    """
-
-    request_id: str
+    request_id: str  # as the service named it, "" if it named none
     consent: str
     began_s: float
     ended_s: float
@@ -45,16 +37,10 @@ class Answer(Frozen):
 
 
 class Fault(Frozen):
-    """What was done to the stack.
-
-    Attributes:
-        what: in words.
-        serves: whether it hit what answers requests; if so it lasts until there are answers again.
-        began_s, ended_s: on the monotonic clock.
-    """
+    """What was done to the stack; one that hits what answers requests lasts until there are answers again."""
 
     what: str
-    serves: bool
+    serves: bool  # whether it hits that
     began_s: float
     ended_s: float
 
@@ -143,14 +129,12 @@ def _is_unproven(look: Look, record: Record) -> bool:
 
 def _unaccounted(record: Record) -> list[str]:
     fatal = [one for one in record.faults if one.serves]
-    lost = [
-        one
-        for one in record.answers
-        if one.outcome in GOOD
-        and one.consent != "none"
-        and one.request_id not in record.logged
-        and not any(fault.began_s - IN_MEMORY_S <= one.ended_s <= fault.ended_s for fault in fatal)
-    ]
+
+    def may_be_lost(ended_s: float) -> bool:
+        return any(fault.began_s - IN_MEMORY_S <= ended_s <= fault.ended_s for fault in fatal)
+
+    wanted = [one for one in record.answers if one.outcome in GOOD and one.consent != "none"]
+    lost = [one for one in wanted if one.request_id not in record.logged and not may_be_lost(one.ended_s)]
     if len(lost) <= record.dropped:
         return []
     return [f"{len(lost)} answers have no row, {record.dropped} rows were counted as lost: {_told(lost[0])}, …"]

@@ -41,18 +41,9 @@ class Faults:
     def __init__(
         self, stack: Stack, answered: Counter[str], rng: random.Random, has_small_disk: bool, only: str = ""
     ) -> None:
-        """Make them.
-
-        Args:
-            stack: what they hit.
-            answered: how many requests ended how so far.
-            rng: draws.
-            has_small_disk: whether the home's disk may be filled.
-            only: what stands in the names of those that are dealt.
-        """
-        self._only = only
+        """Take how many requests ended how, whether the disk may be filled, and what is in the names of all dealt."""
         self._stack, self._answered, self._rng = stack, answered, rng
-        self._has_small_disk = has_small_disk
+        self._has_small_disk, self._only = has_small_disk, only
 
     def deck(self) -> Iterator[tuple[str, bool, Act]]:
         """Yield what is to be done, whether requests may end with an error meanwhile, and what does it."""

@@ -1,7 +1,6 @@
 """The whole stack that a soak runs: `redraft up` in a home on a small disk, its processes, its drafts, what it left."""
 
 import re
-import shutil
 import struct
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from infra.artifacts import staged
 from infra.keys import bring_keys
 from infra.processes import free_port, port_is_free, wait_until
 from infra.querylog import QueryLog
@@ -22,11 +20,9 @@ from infra.registry import Registry
 from infra.serving import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
-from models.core.drafting.draft_families import open_draft
 from models.core.evaluation.golden import Golden
-from models.recipe import load_recipe
-from tasks.measure_draft import measure_golden
 from tests.drills.load import Client
+from tests.drills.scene import register_changed
 from tests.drills.spoiled import Spoil, noisy
 from tests.flows.conftest import Cli, registry_of
 from tests.soak.checker import Look
@@ -43,8 +39,7 @@ MARKS = {"full": "qwheatear", "metadata": "qdotterel", "none": "qphalarope"}
 # What clients ask; with the answers it fits the tiny target's context.
 QUESTION = "{mark} {number}: what is {number} times {number}?"
 NUM_PROMPTS = 4
-# What is asked once is new to a refresh; who asks that has no answer of a quiet time to compare with.
-NEW = tuple(QUESTION.format(mark=MARKS["full"], number=number) for number in range(1000, 9000))
+CONSENTS = {f"a-key-that-logs-{log}": log for log in MARKS}
 # A process by what its command line holds, in this order.
 NAMES = (
     ("services.runner", "runner of the service"),
@@ -106,12 +101,10 @@ class Stack(Served):
         recipe.write_text(f'name = "tiny"\n{changed}{SCHEDULE}')
         self._recipe = str(recipe)
         self.cli.run("build", "--recipe", self._recipe)
-        bring_keys(home / "keys.json", [(f"a-key-that-logs-{log}", log) for log in MARKS])
-        self.askers = [
-            Client(f"a-key-that-logs-{log}", tuple(QUESTION.format(mark=mark, number=n) for n in range(NUM_PROMPTS)))
-            for log, mark in MARKS.items()
-        ]
-        self.stroller = self.askers[0]._replace(prompts=NEW)
+        bring_keys(home / "keys.json", list(CONSENTS.items()))
+        self.askers = [Client(key, _questions(log, range(NUM_PROMPTS))) for key, log in CONSENTS.items()]
+        # What is asked once is new to a refresh; who asks that has no answer of a quiet time to compare with.
+        self.stroller = self.askers[0]._replace(prompts=_questions("full", range(1000, 9000)))
         self.up()
         super().__init__(f"http://127.0.0.1:{self._port}", home)
         self._look = threading.Thread(target=self._watch, daemon=True)
@@ -137,19 +130,13 @@ class Stack(Served):
 
     def parts(self) -> dict[Part, list[int]]:
         """Return the processes that run, by what they are."""
-        state, found = read_state(self.home), dict[Part, list[int]]()
-        if state is None:
+        if (state := read_state(self.home)) is None:
             return {}
-        found[Part(SUPERVISOR, serves=True, returns=True)] = [state.pid]
+        found = {Part(SUPERVISOR, serves=True, returns=True): [state.pid]}
         for program in state.programs:
-            with suppress(psutil.NoSuchProcess):
-                guard = psutil.Process(program.pid or 0)
-                for process in (guard, *guard.children(recursive=True)):
-                    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                        kind = "guard" if process == guard else _kind(process)
-                        serves = program.name == SERVICE and kind not in ASIDE
-                        part = Part(f"{program.name}: {kind}", serves, kind not in NOT_BACK)
-                        found.setdefault(part, []).append(process.pid)
+            for kind, pid in _family(program.pid or 0):
+                serves = program.name == SERVICE and kind not in ASIDE
+                found.setdefault(Part(f"{program.name}: {kind}", serves, kind not in NOT_BACK), []).append(pid)
         return found
 
     def is_whole(self) -> bool:
@@ -171,20 +158,7 @@ class Stack(Served):
 
     def register(self, change: Spoil, golden_tau: float | None = None, spoiled: bool = False) -> int:
         """Register the first draft with a change, and an honest promise unless another is given."""
-        registry, scratch = self.registry, self.home / "made"
-        first, target = registry.get("draft", 1), registry.champion("target")
-        assert target is not None
-        cache_dir = self.home / "made-of"
-        made = scratch / f"{time.monotonic_ns()}"
-        with staged(made) as directory:
-            shutil.copytree(registry.download(first, cache_dir), directory, dirs_exist_ok=True)
-            (directory / "manifest.json").unlink()
-            change(directory)
-        if golden_tau is None:
-            target_dir, k = registry.download(target, cache_dir), load_recipe(self._recipe).num_draft_tokens
-            golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, scratch / "golden")
-        tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
-        number = registry.register("draft", made, tags).number
+        number = register_changed(self.home, change, golden_tau)
         if spoiled:
             self.spoiled.add(number)
         return number
@@ -215,18 +189,14 @@ class Stack(Served):
     def planted(self, golden: list[Golden]) -> tuple[str, ...]:
         """Return where in the home something lies that may not: what was asked by those who did not let it be logged.
 
-        Args:
-            golden: an answer to each of them, for the token ids of what it was asked.
+        `golden` is an answer to each of them, for the token ids of what it was asked.
         """
-        needles = {mark: _forms(mark, golden) for log, mark in MARKS.items() if log != "full"}
-        return tuple(
-            f"{mark} in {file.relative_to(self.home)}"
-            for file in sorted(self.home.rglob("*"))
-            if file.is_file()
-            for content in (file.read_bytes(),)
-            for mark, forms in needles.items()
-            if any(form in content for form in forms)
-        )
+        needles = [(mark, form) for log, mark in MARKS.items() if log != "full" for form in _forms(mark, golden)]
+        found: set[str] = set()
+        for file in (path for path in self.home.rglob("*") if path.is_file()):
+            content = file.read_bytes()
+            found |= {f"{mark} in {file.relative_to(self.home)}" for mark, form in needles if form in content}
+        return tuple(sorted(found))
 
     def _is_down(self) -> bool:
         free = port_is_free("127.0.0.1", self._port)
@@ -240,9 +210,18 @@ class Stack(Served):
                 self.looks.append(Look(at_s=time.monotonic(), phase=phase, draft=draft, proven=proven))
 
 
-def _kind(process: psutil.Process) -> str:
-    told = " ".join(process.cmdline())
-    return next((name for mark, name in NAMES if mark in told), "other")
+def _questions(log: str, numbers: range) -> tuple[str, ...]:
+    return tuple(QUESTION.format(mark=MARKS[log], number=number) for number in numbers)
+
+
+def _family(guard: int) -> Iterator[tuple[str, int]]:
+    """Yield kind and id of a program's processes."""
+    with suppress(psutil.NoSuchProcess):
+        yield "guard", psutil.Process(guard).pid
+        for process in psutil.Process(guard).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                told = " ".join(process.cmdline())
+                yield next((name for mark, name in NAMES if mark in told), "other"), process.pid
 
 
 def _forms(mark: str, golden: list[Golden]) -> list[bytes]:

@@ -54,21 +54,21 @@ def test_a_draft_counts_as_promoted_once_it_served_as_proven() -> None:
     assert promoted(SOUND) == {1}
 
 
+def parting(number: int, prompts: str = "") -> list[Answer]:
+    """Return answers to one prompt, or to each its own, that parted at a near tie."""
+    return [answer(f"t{n}", 95.0, "near tie", prompt=prompts and f"{prompts}{n}") for n in range(number)]
+
+
 def test_one_prompt_may_part_at_its_tie_as_often_as_it_is_asked() -> None:
-    asked = with_answers(*(answer(f"t{n}", 95.0, "near tie") for n in range(4)))
-    assert violations(SOUND.model_copy(update=asked))[1] == []
+    assert violations(SOUND.model_copy(update=with_answers(*parting(4))))[1] == []
 
 
 @pytest.mark.parametrize(
     ("invariant", "change", "told"),
     [
         (1, with_answers(answer("w", 95.0, "wrong")), "request w at 95.0 to 96.0 s: wrong"),
-        (
-            1,
-            with_answers(*(answer(f"t{n}", 95.0, "near tie", prompt=f"p{n}") for n in range(3))),
-            "4 of 47 answers parted",
-        ),
-        (1, with_answers(*(answer(f"t{n}", 95.0, "near tie") for n in range(9))), "10 of 53 answers parted"),
+        (1, with_answers(*parting(3, "p")), "4 of 47 answers parted"),
+        (1, with_answers(*parting(9)), "10 of 53 answers parted"),
         (2, with_answers(answer("c", 60.0, "cut")), "request c at 60.0 to 61.0 s: cut"),
         (3, with_answers(answer("b", 22.0, "503")), "503"),
         (3, with_answers(answer("b", 81.0, "broken")), "broken"),
@@ -87,9 +87,7 @@ def test_one_prompt_may_part_at_its_tie_as_often_as_it_is_asked() -> None:
         (6, {"logged": SOUND.logged | {"figures": "full"}}, "request figures was logged as full"),
     ],
 )
-def test_a_planted_violation_is_found_and_counted_for_its_invariant_alone(
-    invariant: int, change: dict[str, Any], told: str
-) -> None:
+def test_a_planted_violation_counts_for_its_invariant_alone(invariant: int, change: dict[str, Any], told: str) -> None:
     found = violations(SOUND.model_copy(update=change))
     assert [number for number, what in found.items() if what] == [invariant]
     assert len(found[invariant]) == 1
