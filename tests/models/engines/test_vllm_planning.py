@@ -127,6 +127,7 @@ def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_ot
     step = planner.next(asked(AUTO, DraftOptions("head", "code")))
     assert step.num_passes == K
     assert not step.rests
+    assert [planner.num_kept(wish, whole=True) for wish in (HEAD, DraftOptions("off"))] == [K, 0]
 
 
 HEAD = DraftOptions("head", "code")
