@@ -36,7 +36,7 @@ def engine() -> Any:
 
 def output(token_ids: list[int], reason: str | None = None, prompt: Sequence[int] = (1, 2), **more: Any) -> Any:
     """Return an output of vLLM's as far as it is read."""
-    answer = SimpleNamespace(token_ids=token_ids, logprobs=None, finish_reason=reason, **more)
+    answer = SimpleNamespace(**{"token_ids": token_ids, "logprobs": None, "finish_reason": reason, **more})
     return SimpleNamespace(prompt_token_ids=prompt, outputs=[answer], kv_transfer_params=None, metrics=None)
 
 
@@ -126,3 +126,12 @@ def test_of_an_answer_that_vllm_drafted_by_itself_vllms_own_counts_are_told() ->
     found = tap.completion()
     assert (found.drafted, found.accepted, found.drafted_ids) == ((3, 3), (2, 0), ())
     assert found.trace("code").accepted == (2, 0)
+
+
+@pytest.mark.parametrize(("num", "gaps"), [(1, ()), (2, (0.5,))])
+def test_how_far_a_token_was_ahead_is_told_where_two_were_asked_for(num: int, gaps: tuple[float, ...]) -> None:
+    sampling = SamplingParams(max_tokens=8, logprobs=num, output_kind=RequestOutputKind.DELTA)
+    tap = _Tap("a", sampling, DraftOptions("head"), engine())
+    said = {4: SimpleNamespace(logprob=-1.0, rank=1), 5: SimpleNamespace(logprob=-1.5, rank=2)}
+    tap.see(output([4], logprobs=[said]))
+    assert tap.completion().gaps == gaps
