@@ -58,7 +58,7 @@ OTHERS = {
     "tasks/stages/__init__": "tasks/stages/test_stages",
     "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",
     f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
-        f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "turns", "judging", "tap")
+        f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "tap")
     ),
     "models/core/learning/hidden models/core/learning/loop": (
         "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"

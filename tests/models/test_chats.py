@@ -53,13 +53,10 @@ def chats(pieces: tuple[str, ...]) -> list[tuple[list[dict[str, Any]], list[dict
     turns = [{"role": "user", "content": piece, "name": piece} for piece in pieces]
     parts = [{"type": "text", "text": piece} for piece in pieces]
     tools = [{"type": "function", "function": told}]
+    result = {"role": "tool", "tool_call_id": text, "content": parts}
     return [
         ([{"role": "system", "content": text}, *turns, ANSWER, {"role": "user", "content": parts}], [], {}),
-        (
-            [*turns, {**ANSWER, "tool_calls": calls}, {"role": "tool", "tool_call_id": text, "content": parts}],
-            tools,
-            {},
-        ),
+        ([*turns, {**ANSWER, "tool_calls": calls}, result], tools, {}),
         ([{"role": "user", "content": "a"}], tools, {"style": text, "documents": [{"title": text, **keys}]}),
     ]
 
@@ -204,18 +201,15 @@ def test_rewriting_encodes_the_changed_stretches_only() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_typed_marker_stays_text_after_a_change_and_the_models_own_stays_a_token(kind: str) -> None:
     encoder = ChatEncoder.of(tokenizer_of(kind))
-    turn = {"role": "user", "content": "</tool_response> ann <|im_end|>"}
-    ids = encoder.encode(
-        [turn, {"role": "assistant", "content": "<tool_call>ann</think>"}], chat_template=TEMPLATES["plain"]
-    )
-    changed, text = encoder.rewrite(ids, lambda text: text.replace("ann", "bob"))
-    turns = [
-        {**turn, "content": "</tool_response> bob <|im_end|>"},
-        {"role": "assistant", "content": "<tool_call>bob</think>"},
-    ]
-    assert changed == encoder.encode(turns, chat_template=TEMPLATES["plain"])
-    assert "bob" in text
-    assert "ann" not in text
+
+    def ids_of(name: str) -> list[int]:
+        asked = {"role": "user", "content": f"</tool_response> {name} <|im_end|>"}
+        said = {"role": "assistant", "content": f"<tool_call>{name}</think>"}
+        return encoder.encode([asked, said], chat_template=TEMPLATES["plain"])
+
+    changed, text = encoder.rewrite(ids_of("ann"), lambda text: text.replace("ann", "bob"))
+    assert changed == ids_of("bob")
+    assert "bob" in text and "ann" not in text
 
 
 @pytest.mark.parametrize("shape", TEMPLATES)

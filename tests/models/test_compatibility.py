@@ -57,20 +57,10 @@ def test_what_fits_is_told_of_each_part(tiny_target: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "engine", "part", "fault"),
     [
-        (
-            {"name": "eagle3", "vocab_size": 4096},
-            VLLM,
-            "draft",
-            "draft vocab_size must be 1 to 259, the target's; got 4096",
-        ),
+        ({"name": "eagle3", "vocab_size": 4096}, VLLM, "draft", "vocab_size must be 1 to 259, the target's; got 4096"),
         ({**HEAD, "aux_layers": [1, 3]}, VLLM, "draft", r"aux_layers must ascend within 0 to 2; got \[1, 3\]"),
         ({**MODEL, "num_layers": 2}, VLLM, "draft", "num_layers must be 1 to 1, less than the target's; got 2"),
-        (
-            HEAD,
-            {**VLLM, "max_model_len": 4096},
-            "engine",
-            "max_model_len is 4096; the target reads 2048 tokens",
-        ),
+        (HEAD, {**VLLM, "max_model_len": 4096}, "engine", "max_model_len is 4096; the target reads 2048 tokens"),
     ],
 )
 def test_a_size_that_the_target_has_not_is_told(

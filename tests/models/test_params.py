@@ -42,11 +42,8 @@ def test_each_fault_has_its_own_line() -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "fault"),
     [
-        *((f"lengths.{name}", {"threshold": 1.1}, 'key "threshold"') for name in ("confidence", "specdec_pp")),
-        ("quantize.int8_static", {"percentile": 101}, 'key "percentile"'),
-        ("quantize.rtn", {"bits": 9}, 'key "bits"'),
+        ("lengths.specdec_pp", {"threshold": 1.1}, 'key "threshold"'),
         *(("regimes.dorefa", {"weight_bits": bits}, 'key "weight_bits"') for bits in (0, 17, 31, 33)),
-        ("regimes.early_bird", {"pruned_share": 1}, 'key "pruned_share"'),
         ("regimes.hybrid_bfp", {"mantissa_bits": 12, "wide_bits": 8}, "wide_bits must be .* mantissa_bits, 12; got 8"),
         ("regimes.hybrid_bfp", {"mantissa_bits": 24}, 'key "mantissa_bits"'),
         ("regimes.iterative_magnitude", {"num_rounds": 0}, 'key "num_rounds"'),

@@ -1,38 +1,25 @@
 """What a recipe says and nothing would read is refused when it is read, by the table and key."""
 
-import tomllib
 from typing import Any
 
 import pytest
 
 from models import catalog
-from models.recipe import parse_recipe, shipped_recipes
 from models.serving import Capture, Reasoning, Structured
-
-TORCH = {"name": "torch", "num_draft_tokens": 2}
-JOINED = {"lookup": {"num_tokens": 4}, "lengths": {"name": "goodput"}}
-TEXT = {"source": {"name": "synthetic"}, "num_train": 20, "num_held_out": 4}
-ALONE = ("serve", "demo", "text")  # that a recipe can do without, and of which the first two take an endpoint
+from tests.models.changed import REFERENCE, TEXT, TORCH, UNTRAINED, parsed, require_refused
 
 
-def recipe(drop: tuple[str, ...] = (), **tables: Any) -> dict[str, Any]:
-    """Return the tiny recipe's tables, with others in their place."""
-    tiny = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    return {name: table for name, table in tiny.items() if name not in drop} | {"name": "r"} | tables
-
-
-@pytest.mark.parametrize(
-    "served", [{"serve": {"poll_s": 3}}, {"demo": {"stock": False}}, {"serve": {"tool_parser": "hermes"}}]
-)
-def test_an_engine_without_an_endpoint_goes_with_no_table_of_one(served: dict[str, Any]) -> None:
-    tiny = recipe()
-    own = {name: {**tiny[name], **table} for name, table in served.items()}
-    with pytest.raises(ValueError, match='engine "torch" has no endpoint: leave out'):
-        parse_recipe(recipe(ALONE, engine=TORCH, **own), "r")
-    alone = parse_recipe(recipe(ALONE, engine=TORCH), "r")
+@pytest.mark.parametrize("served", ["serve.poll_s", "demo.stock", "serve.tool_parser"])
+def test_an_engine_without_an_endpoint_goes_with_no_table_of_one(served: str) -> None:
+    values = {"serve.poll_s": 3, "demo.stock": False, "serve.tool_parser": "hermes"}
+    alone = {name: None for name in ("serve", "demo") if not served.startswith(name)}
+    require_refused({**alone, "engine": TORCH, served: values[served]}, 'engine "torch" has no endpoint: leave out')
     with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
-        alone.require_served()
-    parse_recipe(recipe(), "r").require_served()
+        parsed(REFERENCE).require_served()
+    parsed({}).require_served()
+
+
+JOINED = {"lookup": {"num_tokens": 4}, "lengths": {"name": "goodput"}}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +33,7 @@ def test_an_engine_without_an_endpoint_goes_with_no_table_of_one(served: dict[st
         ("eagle3", {"nested_confidence": 0.5}, "Eagle3 has no other drafts nested in it"),
         ("lm", {"nested_confidence": 0.5}, "Lm has no other drafts nested in it"),
         ("prompt_tokens", JOINED, "PromptTokens has the target read vectors of its own"),
-        ("eagle3", {"lengths": {"name": "specdec_pp", "rejection_weight": 2}}, 'key "rejection_weight" would do noth'),
+        ("eagle3", {"lengths": {"name": "specdec_pp", "rejection_weight": 2}}, '"rejection_weight" would do nothing'),
         ("eagle3", {"verify_greedy": {"name": "judge", "bad_weight": 2}}, 'key "bad_weight" would do nothing'),
         ("eagle3", {"lengths": {"name": "goodput", "margin": 0.5}}, "goodput: key .margin. would do nothing"),
     ],
@@ -54,23 +41,21 @@ def test_an_engine_without_an_endpoint_goes_with_no_table_of_one(served: dict[st
 def test_ways_of_drafting_that_a_family_can_not_be_drafted_with_are_refused_before_the_engine_starts(
     draft: str, ways: dict[str, Any], message: str
 ) -> None:
-    tables = {"engine": {**TORCH, **ways}, "draft": {"name": draft}, "distill": {}}
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe((*ALONE, "refresh"), **tables), "r")
+    drafting = {"engine": {**TORCH, **ways}, "draft": {"name": draft}, "distill": {}, "refresh": None}
+    require_refused(REFERENCE | drafting, message)
 
 
 def test_a_nested_draft_and_policies_that_read_their_keys_are_taken() -> None:
-    drafting = {"nested_confidence": 0.5, "lengths": {"name": "confidence", "threshold": 0.3}}
-    tables = {"engine": {**TORCH, **drafting}, "draft": {"name": "lm", "nested": [1]}}
-    assert parse_recipe(recipe(ALONE, **tables), "r").draft.nested == (1,)
-    joined = {"lookup": {"num_tokens": 4}, "lengths": {"name": "goodput", "margin": 0.5}}
-    assert parse_recipe(recipe(ALONE, engine={**TORCH, **joined}), "r").engine.lengths.margin == 0.5
+    drafting = {**TORCH, "nested_confidence": 0.5, "lengths": {"name": "confidence", "threshold": 0.3}}
+    assert parsed(REFERENCE | {"engine": drafting, "draft": {"name": "lm", "nested": [1]}}).draft.nested == (1,)
+    joined = {**TORCH, "lookup": {"num_tokens": 4}, "lengths": {"name": "goodput", "margin": 0.5}}
+    assert parsed(REFERENCE | {"engine": joined}).engine.lengths.margin == 0.5
 
 
 @pytest.mark.parametrize(
     ("draft", "engine", "message"),
     [
-        ({"name": "lm", "nested": [1]}, {}, r"vLLM drafts with all layers; got nested \[1\]: set nested = \[\]"),
+        ({"name": "lm", "nested": [1]}, {}, r"vLLM drafts with all layers; got nested \[1\]"),
         ({"name": "ngram"}, {"lookup": {"shortest": 2}}, r'\[engine\]: key "lookup" would do nothing, since vLLM dr'),
         ({"name": "ngram"}, {"lengths": {"name": "fixed"}}, 'key "lengths" would do nothing'),
         ({"name": "ngram"}, {"draft_sample_method": "greedy"}, 'key "draft_sample_method" would do nothing'),
@@ -79,68 +64,60 @@ def test_a_nested_draft_and_policies_that_read_their_keys_are_taken() -> None:
 def test_what_vllm_would_not_do_with_a_draft_is_refused(
     draft: dict[str, Any], engine: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe(("refresh",), draft=draft, distill={}, engine={"name": "vllm", **engine}), "r")
+    require_refused({**UNTRAINED, "draft": draft, "engine": {"name": "vllm", **engine}}, message)
 
 
 def test_hidden_states_are_captured_only_where_a_draft_reads_them() -> None:
-    serve = {"capture": {"share": 0.5}}
-    assert parse_recipe(recipe(serve=serve), "r").serve.capture.is_on
-    with pytest.raises(ValueError, match=r"\[serve\] capture: a draft of family lm reads no layers of the target"):
-        parse_recipe(recipe(serve=serve, draft={"name": "lm"}), "r")
+    captures = {"serve.capture": {"share": 0.5}}
+    assert parsed(captures).serve.capture.is_on
+    require_refused({**captures, "draft": {"name": "lm"}}, r"\[serve\] capture: a draft of family lm reads no layers")
 
 
+@pytest.mark.parametrize("of", ["distill", "refresh.distill"])
 @pytest.mark.parametrize(
     ("engine", "distill", "message"),
     [
-        ({"name": "vllm"}, {"lengths": {"name": "specdec_pp"}}, 'fits a head that engine "vllm" would not read'),
-        (TORCH, {"lengths": {"name": "specdec_pp"}}, '"torch" would not read: it decodes by chain, fixed, greedy'),
-        (TORCH, {"verify": {"name": "judge", "marks": "m.jsonl"}}, "verify = .judge. fits a head that"),
+        ({}, {"lengths": {"name": "specdec_pp"}}, 'fits a head that engine "vllm" would not read'),
+        (REFERENCE, {"lengths": {"name": "specdec_pp"}}, '"torch" would not read: it decodes by chain, fixed, greedy'),
+        (REFERENCE, {"verify": {"name": "judge", "marks": "m.jsonl"}}, "verify = .judge. fits a head that"),
     ],
 )
 def test_a_head_that_the_engine_would_not_read_is_not_fit(
-    engine: dict[str, Any], distill: dict[str, Any], message: str
+    engine: dict[str, Any], distill: dict[str, Any], message: str, of: str
 ) -> None:
-    drop = ALONE if engine is TORCH else ()
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe(drop, engine=engine, distill=distill), "r")
-    own = {"refresh": {"min_rows": 1, "distill": distill}}
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe(drop, engine=engine, **own), "r")
+    require_refused({**engine, of: distill}, message)
 
 
 def test_a_head_that_the_engine_reads_is_fit() -> None:
     engine = {**TORCH, "lengths": {"name": "specdec_pp", "threshold": 0.2}, "verify_greedy": {"name": "judge"}}
     distill = {"lengths": {"name": "specdec_pp", "num_layers": 1}, "verify": {"name": "judge", "marks": "m.jsonl"}}
-    assert len(parse_recipe(recipe(ALONE, engine=engine, distill=distill), "r").distill.heads) == 2
+    assert len(parsed(REFERENCE | {"engine": engine, "distill": distill}).distill.heads) == 2
 
 
 @pytest.mark.parametrize(
-    ("draft", "distill", "refresh", "message"),
+    ("draft", "key", "value", "message"),
     [
-        ("ngram", {"num_epochs": 2}, {}, r'\[distill\]: key "num_epochs" would do nothing, since .* no weights'),
-        ("ngram", {}, {"batch_tokens": 99}, r'\[refresh\] distill: key "batch_tokens" would do nothing'),
-        ("lm", {"step_decay": 0.5}, {}, r'key "step_decay" would do nothing, since .* lm is unrolled once'),
-        ("lm", {}, {"follow": "all"}, r'\[refresh\] distill: key "follow" would do nothing'),
-        ("eagle3", {"patience": 3}, {}, r'\[distill\]: key "patience" would do nothing, since validation is 0'),
+        ("ngram", "distill", {"num_epochs": 2}, r'\[distill\]: key "num_epochs" would do nothing, since .* no weights'),
+        ("ngram", "refresh.distill", {"batch_tokens": 9}, r'\[refresh\] distill: key "batch_tokens" would do nothing'),
+        ("lm", "distill", {"step_decay": 0.5}, r'"step_decay" would do nothing, since .* lm is unrolled once'),
+        ("lm", "refresh.distill", {"follow": "all"}, r'\[refresh\] distill: key "follow" would do nothing'),
+        ("eagle3", "distill", {"patience": 3}, r'\[distill\]: key "patience" would do nothing, since validation is 0'),
     ],
 )
 def test_keys_of_training_that_a_draft_is_not_trained_by_are_refused(
-    draft: str, distill: dict[str, Any], refresh: dict[str, Any], message: str
+    draft: str, key: str, value: dict[str, Any], message: str
 ) -> None:
-    tables = {"draft": {"name": draft}, "distill": distill, "refresh": {"distill": refresh}}
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe(**tables), "r")
+    require_refused({"draft": {"name": draft}, "distill": {}, "refresh.distill": {}, key: value}, message)
 
 
 def test_patience_of_a_build_or_a_refresh_alone_is_taken() -> None:
-    validated = {"validation": 0.2, "patience": 3}
-    taken = parse_recipe(recipe(distill=validated, refresh={"distill": {"validation": 0.0}}), "r")
+    taken = parsed({"distill": {"validation": 0.2, "patience": 3}, "refresh.distill": {"validation": 0.0}})
     assert (taken.distill.patience, taken.refresh_distill().validation) == (3, 0.0)
 
 
-def stage(name: str, *, key: str = "", value: object = 2, **settings: Any) -> dict[str, Any]:
-    return {"method": {"name": name, **settings}} | ({key: value} if key else {})
+def stage(name: str, key: str = "", value: object = 2, **settings: Any) -> dict[str, Any]:
+    pattern = {"pattern": 0.5} if name in catalog.names("prune") else {}
+    return {"method": {"name": name, **settings}, **pattern} | ({key: value} if key else {})
 
 
 SELECT = stage("random", key="num_documents", value=9)
@@ -159,41 +136,28 @@ UNREAD = r"\[select\] chooses text, and no later stage"
         ),
         ({"prune": stage("magnitude", key="num_documents")}, r'\[prune\]: key "num_documents" would do'),
         ({"prune": stage("magnitude", key="max_length")}, r'\[prune\]: key "max_length" would do nothing'),
-        (
-            {"shrink": stage("depth", num_layers=1, key="learning_rate")},
-            r'\[shrink\]: key "learning_rate" would do nothing, since depth only calibrates',
-        ),
-        (
-            {"quantize": stage("gptq", group_size=32, key="num_epochs")},
-            r'\[quantize\]: key "num_epochs" would do nothing, since gptq only calibrates',
-        ),
-        (
-            {"quantize": stage("int8_dynamic", key="num_documents")},
-            r'\[quantize\]: key "num_documents" would do nothing, since int8_dynamic reads no text',
-        ),
-        (
-            {"quantize": stage("qat", group_size=32, key="num_documents")},
-            r'\[quantize\]: key "num_documents" would do nothing, since qat only trains',
-        ),
+        ({"shrink": stage("depth", num_layers=1, key="learning_rate")}, r'"learning_rate" .* depth only calibrates'),
+        ({"quantize": stage("gptq", group_size=32, key="num_epochs")}, r'"num_epochs" .* gptq only calibrates'),
+        ({"quantize": stage("int8_dynamic", key="num_documents")}, r'"num_documents" .* int8_dynamic reads no text'),
+        ({"quantize": stage("qat", group_size=32, key="num_documents")}, r'"num_documents" .* qat only trains'),
     ],
 )
 def test_keys_of_stages_that_neither_train_nor_calibrate_are_refused(tables: dict[str, Any], message: str) -> None:
-    for table in tables.values():
-        if table["method"]["name"] in catalog.names("prune"):
-            table["pattern"] = 0.5
-    with pytest.raises(ValueError, match=message):
-        parse_recipe(recipe(text={"code": TEXT}, **tables), "r")
+    require_refused({"text": {"code": TEXT}, **tables}, message)
 
 
-def test_text_is_selected_for_a_stage_that_reads_it() -> None:
+@pytest.mark.parametrize(
+    ("table", "value"),
+    [
+        ("pretrain", {}),
+        ("prune", stage("wanda", key="num_documents", value=4)),
+        ("quantize", stage("qat", group_size=32, key="num_epochs")),
+        ("quantize", stage("int8_dynamic") | {"exceptions": {"*.down_proj": {"name": "int8_static"}}}),
+    ],
+)
+def test_text_is_selected_for_a_stage_that_reads_it(table: str, value: dict[str, Any]) -> None:
     select = {"method": {"name": "kcenter"}, "num_documents": 9}
-    for stage in (
-        {"pretrain": {}},
-        {"prune": {"method": {"name": "wanda"}, "pattern": 0.5, "num_documents": 4}},
-        {"quantize": {"method": {"name": "qat", "group_size": 32}, "num_epochs": 2}},
-        {"quantize": {"method": {"name": "int8_dynamic"}, "exceptions": {"*.down_proj": {"name": "int8_static"}}}},
-    ):
-        assert parse_recipe(recipe(text={"code": TEXT}, select=select, **stage), "r").select is not None
+    assert parsed({"text": {"code": TEXT}, "select": select, table: value}).select is not None
 
 
 @pytest.mark.parametrize(
@@ -217,32 +181,36 @@ def test_a_key_that_another_of_its_method_makes_pointless_is_refused(
         catalog.parse(family, {"name": name, **settings})
 
 
-def test_settings_of_what_is_off_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match='structured: key "max_depth" would do nothing, since enabled is false'):
-        Structured(enabled=False, max_depth=9)
-    with pytest.raises(ValueError, match='capture: key "keep_days" would do nothing, since share is 0'):
-        Capture(keep_days=1)
-    with pytest.raises(ValueError, match='reasoning: key "engine" would do nothing, since there is no model'):
-        Reasoning(engine={"name": "vllm"})
-    with pytest.raises(ValueError, match='engine: key "trees" would do nothing, since the small model has no draft'):
-        Reasoning(model=str(tmp_path), engine={"name": "torch", "trees": {"name": "dynamic"}})
-    assert Reasoning(model=str(tmp_path), engine={"name": "torch", "num_draft_tokens": 0}).model
-    assert Structured(enabled=True, max_depth=9).max_depth == 9 and Capture(share=1, keep_days=1).keep_days == 1
+@pytest.mark.parametrize(
+    ("table", "settings", "key"),
+    [
+        (Structured, {"enabled": False, "max_depth": 9}, "max_depth"),
+        (Capture, {"keep_days": 1}, "keep_days"),
+        (Reasoning, {"engine": {"name": "vllm"}}, "engine"),
+        (Reasoning, {"model": ".", "engine": {"name": "torch", "trees": {"name": "dynamic"}}}, "trees"),
+    ],
+)
+def test_settings_of_what_is_off_are_refused(table: Any, settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f'key "{key}" would do nothing, since'):
+        table(**settings)
+
+
+def test_settings_of_what_is_on_are_taken() -> None:
+    assert Structured(enabled=True, max_depth=9).max_depth == 9
+    assert Capture(share=1, keep_days=1).keep_days == 1
+    assert Reasoning(model=".", engine={"name": "torch", "num_draft_tokens": 0}).model == "."
 
 
 @pytest.mark.parametrize(
     ("train", "distill", "message"),
     [
         ({"sharded": True}, {}, r"\[train\] sharded is for \[pretrain\] and \[finetune\], and the recipe has neither"),
-        ({}, {"device": "cpu"}, r'\[distill\]: key "device" would do nothing, since \[train\] gpus says what trains'),
-        ({}, {"answers": {"name": "on_policy"}}, 'answers "on_policy" are written by the draft as it learns'),
+        ({}, {"distill.device": "cpu"}, r'\[distill\]: key "device" would do nothing, since \[train\] gpus says'),
+        ({}, {"distill.answers": {"name": "on_policy"}}, 'answers "on_policy" are written by the draft as it learns'),
     ],
 )
 def test_what_processes_of_a_cluster_would_not_read_is_refused(
     train: dict[str, Any], distill: dict[str, Any], message: str
 ) -> None:
-    tables = recipe(distill={**recipe()["distill"], **distill})
-    with pytest.raises(ValueError, match=message):
-        parse_recipe({**tables, "train": {"workers": 2, **train}}, "r")
-    if not train:
-        parse_recipe(tables, "r")
+    require_refused({**distill, "train": {"workers": 2, **train}}, message)
+    parsed(distill)

@@ -52,11 +52,14 @@ def test_objects_of_a_json_file_have_their_lines(tmp_path: Path, content: str, p
     assert list(read_rows(path)) == [(f"line {at}", {"a": number}) for number, at in enumerate(places, start=1)]
 
 
-def test_brackets_and_commas_in_texts_part_no_objects(tmp_path: Path) -> None:
+def test_brackets_and_commas_in_texts_part_no_objects_and_blank_lines_count_as_lines(tmp_path: Path) -> None:
     rows = [{"a": '}], "{[\\"', "b": [["\n"]]}, {"a": "\u2028é"}]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
     assert [row for _, row in read_rows(path)] == rows
+    path = path.with_suffix(".jsonl")
+    path.write_text('\n{"a": 1}\n\n{"a": 2}\n')
+    assert list(read_rows(path)) == [("line 2", {"a": 1}), ("line 4", {"a": 2})]
 
 
 def test_keys_that_hold_nothing_in_a_table_are_not_there(tmp_path: Path) -> None:
@@ -112,11 +115,6 @@ def test_where_no_row_can_be_used_the_first_fault_is_raised() -> None:
         list(usable("f", rows_of(), positive))
 
 
-def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('\n{"a": 1}\n\n{"a": 2}\n')
-    assert list(read_rows(tmp_path / "rows.jsonl")) == [("line 2", {"a": 1}), ("line 4", {"a": 2})]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "place", "fault"),
     [
@@ -148,22 +146,18 @@ def test_a_row_that_cannot_be_read_ends_the_reading_or_is_told_of(
     assert told[0][1].startswith(fault)
 
 
+KIND = r"wanted a file ending in \.jsonl, \.json, \.csv, \.parquet, or that and \.gz or \.zst"
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "fault"),
+    ("name", "fault"),
     [
-        ("a.parquet", b"PAR1 but no more", "not a Parquet file"),
-        ("a.txt", b"", r"wanted a file ending in \.jsonl, \.json, \.csv, \.parquet, or that and \.gz or \.zst"),
-        ("a.txt.gz", b"", r"wanted a file ending in \.jsonl"),
+        *(("a.parquet", "not a Parquet file"), ("a.txt", KIND), ("a.txt.gz", KIND)),
+        *((f"absent.{kind}", "no such file") for kind in ("jsonl", "parquet", "csv")),
     ],
 )
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
+def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path: Path, name: str, fault: str) -> None:
+    for present in ("a.parquet", "a.txt", "a.txt.gz"):
+        (tmp_path / present).write_bytes(b"PAR1 but no more")
     with pytest.raises(ValueError, match=fault):
-        list(read_rows(path, lambda *_: None))
-
-
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "absent.csv"])
-def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        read_rows(tmp_path / name)
+        list(read_rows(tmp_path / name, lambda *_: None))

@@ -47,6 +47,18 @@ def require_none_different(
     assert verdicts["different"] == 0 and verdicts["equal"] >= least_equal * len(golden), verdicts
 
 
+def require_steps(answers: Sequence[Completion]) -> None:
+    """Fail where the tokens of an answer are not those that its steps accepted, and one more of each."""
+    for one in answers:
+        position = 1
+        for drafted, accepted in zip(one.drafted_ids, one.accepted, strict=True):
+            assert tuple(one.token_ids[position : position + accepted]) == drafted[:accepted]
+            position += accepted + 1
+        # The last step may have been cut by the token limit; before it every step emits one token more than it accepts.
+        assert position - 1 <= len(one.token_ids) <= position
+        assert one.trace("tiny").accepted == one.accepted
+
+
 def samples_of(answers: Sequence[Completion]) -> list[Sample]:
     return [Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids)) for one in answers]
 

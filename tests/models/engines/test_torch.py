@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,11 @@ from models.core.drafting.sampling import probabilities
 from models.core.layers.decoder import Cache, Decoder
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
-from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Request
 from tests.conftest import make_draft
 from tests.models.drafts.answered import GREEDY, prompts
 from tests.models.drafts.tiny import make_tiny
-from tests.models.engines.answers import num_scored_alike
+from tests.models.engines.answers import answer_all, num_scored_alike, require_steps
 from tests.models.engines.sampled import P_VALUE, sampled_p_value, started
 
 pytestmark = pytest.mark.slow
@@ -34,11 +34,7 @@ async def answers(
     target: Path, draft: Path | Draft | None, asked: list[list[int]], sampling: Sampling = GREEDY, **changes: object
 ) -> list[Completion]:
     async with started(target, draft, **changes) as engine:
-        return await answer_all(engine, asked, sampling)
-
-
-async def answer_all(engine: TorchEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
-    return [await engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(asked)]
+        return await answer_all(engine, asked, sampling, 1, "one")
 
 
 @pytest.fixture(scope="module")
@@ -63,44 +59,39 @@ async def test_the_first_token_is_told_of_once_and_before_the_others(tiny_target
     assert ended_s - told[0] > completion.per_token_ms / 1000
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
-async def test_greedy_output_is_the_librarys_for_any_draft_length(
+def require_the_librarys(outputs: list[Completion], wanted: list[list[int]]) -> None:
+    """Fail where an answer differs from the library's otherwise than at a near tie."""
+    for ids, output in zip(wanted, outputs, strict=True):
+        pairs = enumerate(zip(ids, output.token_ids, strict=True))
+        different = next((place for place, (one, other) in pairs if one != other), None)
+        assert different is None or output.gaps[different] < 1e-3
+        assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 5])
+async def test_greedy_output_is_the_librarys_for_any_draft_length_0_included(
     tiny_target: Path, tiny_draft: Path, library_outputs: list[list[int]], num_draft_tokens: int
 ) -> None:
     changes = {"dtype": "float32", "num_draft_tokens": num_draft_tokens}
-    outputs = await answers(tiny_target, tiny_draft, prompts(10), **changes)
-    for wanted, output in zip(library_outputs, outputs, strict=True):
-        different = next(
-            (i for i, pair in enumerate(zip(wanted, output.token_ids, strict=True)) if len({*pair}) > 1), None
-        )
-        assert different is None or output.gaps[different] < 1e-3
-        assert output.finish_reason == "length"
-        assert set(output.drafted) <= {num_draft_tokens}
+    async with started(tiny_target, tiny_draft, **changes) as engine:
+        assert engine.speculating == (num_draft_tokens > 0)
+        await engine.set_speculation(True)
+        outputs = await answer_all(engine, prompts(10), GREEDY, 1, "any")
+    require_the_librarys(outputs, library_outputs)
+    assert {drafted for output in outputs for drafted in output.drafted} == {num_draft_tokens}
 
 
 async def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     outputs = await answers(tiny_target, tiny_draft, prompts(20))
-    for output in outputs:
-        position = 1
-        for drafted, accepted in zip(output.drafted_ids, output.accepted, strict=True):
-            assert tuple(output.token_ids[position : position + accepted]) == drafted[:accepted]
-            position += accepted + 1
-        assert position - 1 <= len(output.token_ids) <= position
+    require_steps(outputs)
     # The cached states are bfloat16, so near-ties of the draft may move a count.
     assert num_scored_alike(eagle3.load(tiny_draft, tiny_target), tiny_target, outputs, tmp_path) >= 18
 
 
 def test_sampled_tokens_follow_the_target(tiny_target: Path, tiny_draft: Path) -> None:
     assert sampled_p_value(tiny_target, tiny_draft) > P_VALUE
-
-
-def test_a_draft_that_lies_about_q_would_be_noticed(
-    tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Request, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
-    assert sampled_p_value(tiny_target, tiny_draft) < P_VALUE
 
 
 class Bush(Draft):
@@ -165,8 +156,8 @@ async def test_greedy_output_of_a_tree_is_the_librarys(
     tiny_target: Path, bush: Bush, library_outputs: list[list[int]]
 ) -> None:
     outputs = await answers(tiny_target, bush, prompts(10), num_draft_tokens=6)
-    for wanted, output in zip(library_outputs, outputs, strict=True):
-        assert wanted == list(output.token_ids) or min(output.gaps) < 1e-3
+    require_the_librarys(outputs, library_outputs)
+    for output in outputs:
         assert set(output.drafted) == {6}
         assert set(output.accepted[:-1]) == {2}
 
@@ -207,11 +198,13 @@ async def test_a_tree_that_a_rule_can_not_verify_is_an_error_and_no_output(
         await answers(tiny_target, bush, prompts(1), sampling, verify={"name": rule})
 
 
-def test_a_tree_that_lies_about_q_would_be_noticed(
-    tiny_target: Path, bush: Bush, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_draft_that_lies_about_q_would_be_noticed(
+    tiny_target: Path, tiny_draft: Path, bush: Bush, branches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Request, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
-    assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) < P_VALUE
+    draft, num_draft_tokens = (bush, 6) if branches else (tiny_draft, 3)
+    assert sampled_p_value(tiny_target, draft, num_draft_tokens) < P_VALUE
 
 
 async def test_a_seed_repeats_an_answer(tiny_target: Path, tiny_draft: Path) -> None:
@@ -243,7 +236,7 @@ async def test_a_swap_while_requests_run_changes_the_drafted_tokens_and_no_outpu
         assert await engine.check_draft(other) == 0.0
         with pytest.raises(ValueError, match="differs from"):
             await engine.check_draft(tiny_draft)
-        during, after = await running, await answer_all(engine, prompts(10), GREEDY)
+        during, after = await running, await answer_all(engine, prompts(10), GREEDY, 1, "after")
     for outputs in (during, after):
         equal = sum(list(o.token_ids) == wanted for o, wanted in zip(outputs, library_outputs, strict=True))
         assert equal >= 9
@@ -252,22 +245,24 @@ async def test_a_swap_while_requests_run_changes_the_drafted_tokens_and_no_outpu
     assert [o.drafted_ids for o in after] == [o.drafted_ids for o in alone]
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "nan", "garbage"])
+SPOILED: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "missing": lambda tensors: tensors.pop("fc.weight"),
+    "shape": lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-1].contiguous()}),
+    "nan": lambda tensors: tensors["fc.weight"][0].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("fault", [*SPOILED, "garbage"])
 async def test_a_spoiled_draft_is_refused_and_the_loaded_one_goes_on(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path, fault: str
 ) -> None:
     bad = make_draft(tiny_target, tmp_path, seed=1)
     file = bad / "model.safetensors"
-    tensors = load_file(file)
-    if fault == "missing":
-        del tensors["fc.weight"]
-    elif fault == "shape":
-        tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
-    elif fault == "nan":
-        tensors["fc.weight"][0, 0] = float("nan")
-    save_file(tensors, file)
-    if fault == "garbage":
-        file.write_bytes(b"not safetensors")
+    tensors = {name: one.clone() for name, one in load_file(file).items()}
+    file.write_bytes(b"not safetensors")
+    if fault in SPOILED:
+        SPOILED[fault](tensors)
+        save_file(tensors, file)
     async with started(tiny_target, tiny_draft) as engine:
         with pytest.raises(ValueError, match=r"fc\.weight|safetensors"):
             await engine.swap_draft(bad, "2")
@@ -332,18 +327,6 @@ async def test_a_request_out_of_range_is_refused(
     async with started(tiny_target, None) as engine:
         with pytest.raises(ValueError, match=reason):
             await engine.generate(prompt, Sampling(**sampling), "bad")
-
-
-def test_a_rule_that_can_not_sample_is_refused() -> None:
-    with pytest.raises(ValueError, match="greedy is for greedy decoding only"):
-        Params(verify={"name": "greedy"})
-
-
-@pytest.mark.parametrize("tree", ["dynamic", "dyspec", "sequoia", "static"])
-def test_a_rule_for_independent_siblings_is_refused_beside_a_tree_of_certain_ones(tree: str) -> None:
-    with pytest.raises(ValueError, match=f"tree {tree} proposes siblings that are certain; verify rule spectr wants"):
-        Params(verify={"name": "spectr"}, trees={"name": tree})
-    Params(verify={"name": "spectr"}, trees={"name": "chain"})
 
 
 @pytest.mark.parametrize("family", BRANCHING)

@@ -1,4 +1,4 @@
-"""Every draft family and tree in the reference engine: the output is that without a draft, also at the edges."""
+"""Every draft family and tree in the reference engine, also with look-up: the output is that without a draft."""
 
 import asyncio
 from itertools import product
@@ -10,12 +10,15 @@ import torch
 from models import catalog
 from models.core.drafting.draft_families import family_named, is_trained
 from models.core.drafting.proposal import Proposal
-from models.drafts import Draft, Draw, GoOn, Unrolled
-from models.engines import Completion, Sampling
+from models.core.throughput.cost import Cost, Time
+from models.drafts import Draft
+from models.engines import Completion, LookUp, Sampling
 from models.engines.torch import Params, TorchEngine
-from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
+from models.engines.torch.request import Joined
+from models.lengths import goodput
+from tests.models.drafts.answered import GREEDY, answer_all, prompts, repeated, require_equal
 from tests.models.drafts.tiny import make_tiny, save_tiny
-from tests.models.engines.sampled import P_VALUE, sampled_p_value, started
+from tests.models.engines.sampled import P_VALUE, sampled_p_value
 from tests.models.pairs.forms import chosen
 
 FAMILIES = catalog.names("drafts")
@@ -28,6 +31,7 @@ BY_CHANCE = ["chimera", "dream", "falcon"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 SAMPLED = sorted({*EXPANDING, "jacobi", "kangaroo", "token_recycling"} - {"eagle3", "lm"})
 GROWN = chosen(list(product(TREES, EXPANDING)), lambda _: False)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
 
 
@@ -46,14 +50,14 @@ def plain(tiny_target: Path) -> list[Completion]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("num_draft_tokens", [1, 6])
+@pytest.mark.parametrize(("num", "device"), [(1, "cpu"), (6, "cpu"), pytest.param(4, "cuda", marks=NO_GPU)])
 def test_greedy_output_is_that_without_a_draft(
-    tiny_target: Path, plain: list[Completion], name: str, num_draft_tokens: int
+    tiny_target: Path, plain: list[Completion], name: str, num: int, device: str
 ) -> None:
     draft = make(name, tiny_target, plain[:1])
-    answers = answer_all(tiny_target, draft, ASKED, num_draft_tokens=num_draft_tokens)
+    answers = answer_all(tiny_target, draft, ASKED, device=device, num_draft_tokens=num)
     require_equal(answers, plain)
-    assert 0 < max(max(one.drafted) for one in answers) <= num_draft_tokens
+    assert 0 < max(max(one.drafted) for one in answers) <= num
 
 
 def start(target: Path, directory: Path, dtype: str) -> TorchEngine:
@@ -91,11 +95,13 @@ def test_a_draft_multiplies_in_the_engines_format(tiny_target: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 @pytest.mark.parametrize(("name", "family"), GROWN)
 def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
-    tiny_target: Path, plain: list[Completion], name: str, family: str
+    tiny_target: Path, plain: list[Completion], name: str, family: str, device: str
 ) -> None:
-    answers = answer_all(tiny_target, make(family, tiny_target), ASKED, num_draft_tokens=7, trees={"name": name})
+    draft, trees = make(family, tiny_target), {"name": name}
+    answers = answer_all(tiny_target, draft, ASKED, device=device, num_draft_tokens=7, trees=trees)
     require_equal(answers, plain)
     assert {drafted for one in answers for drafted in one.drafted} <= set(range(8))
     assert sum(sum(one.accepted) for one in answers) > 0 or family in BY_CHANCE
@@ -108,8 +114,12 @@ def test_sampled_tokens_follow_the_target(tiny_target: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("room", [1, 3])
+def test_sampled_tokens_follow_the_target_where_look_up_is_joined_to_a_draft(tiny_target: Path) -> None:
+    assert sampled_p_value(tiny_target, make("eagle3", tiny_target), lookup=LOOKUP, drafting="auto") > P_VALUE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "room"), [*((name, 3) for name in FAMILIES), ("eagle3", 1), ("suffix", 1)])
 def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
     tiny_target: Path, name: str, room: int
 ) -> None:
@@ -118,19 +128,6 @@ def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
     (alone,) = answer_all(tiny_target, None, [prompt], max_model_len=32)
     assert answer.token_ids == alone.token_ids
     assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-async def test_with_no_tokens_to_draft_every_step_is_a_plain_one(
-    tiny_target: Path, plain: list[Completion], name: str
-) -> None:
-    async with started(tiny_target, make(name, tiny_target), num_draft_tokens=0) as engine:
-        assert not engine.speculating
-        await engine.set_speculation(True)
-        answer = await engine.generate(ASKED[0], GREEDY, "0")
-    assert answer.token_ids == plain[0].token_ids
-    assert set(answer.drafted) == {0}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in EXPANDING])
@@ -147,25 +144,77 @@ def test_a_head_that_reads_layers_that_the_target_lacks_is_refused(tiny_target: 
         answer_all(tiny_target, draft, prompts(1))
 
 
-class Greedy(Draft):
-    """Proposes more than it was asked for."""
-
-    taps = ()
-    vocabulary = torch.arange(259)
-
-    def unroll(self, *args: object) -> list[Unrolled]:
-        raise NotImplementedError
-
-    def drafter(self, max_len: int) -> "Greedy":
-        return self
-
-    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        pass
-
-    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        return Proposal.chain([5] * 40)
-
-
-def test_a_tree_larger_than_the_cache_is_an_error_that_says_so(tiny_target: Path) -> None:
+def test_a_tree_larger_than_the_cache_is_an_error_that_says_so(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = make("ngram", tiny_target)
+    monkeypatch.setattr(type(draft.drafter(9)), "propose", lambda *_: Proposal.chain([5] * 40))
     with pytest.raises(ValueError, match="9 tokens and 41 more; the cache holds 19"):
-        answer_all(tiny_target, Greedy(), [prompts(2)[1]], Sampling(max_tokens=6), num_draft_tokens=3)
+        answer_all(tiny_target, draft, [prompts(2)[1]], Sampling(max_tokens=6), num_draft_tokens=3)
+
+
+AUTO = GREEDY.model_copy(update={"drafting": "auto"})
+LOOKUP = LookUp(num_tokens=6, shortest=1, remembered=4096)
+PROMPT = [5, 6, 7, 8, 9]
+K = 3
+# A plain step takes 20 ms, a row more 0.3 and a pass of the draft 1.
+COST = Cost.measured([*[Time(1, rows, 0, 19.7 + 0.3 * rows) for rows in (1, 4, 8)], Time(1, 4, 3, 23.9)] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "prompt_tokens"])
+def test_no_output_changes_and_what_was_answered_is_looked_up(
+    tiny_target: Path, plain: list[Completion], name: str
+) -> None:
+    answers = answer_all(tiny_target, make(name, tiny_target), repeated(3), AUTO, num_draft_tokens=K, lookup=LOOKUP)
+    require_equal(answers, plain[:1] * 3)
+    found = [accepted for one in answers for match, accepted in zip(one.matches, one.accepted, strict=True) if match]
+    assert sum(found) > 0
+    assert len(answers[2].drafted) < 24 / 3, "an answer that came before takes a step for six tokens"
+
+
+def test_a_request_for_the_drafts_own_acceptance_looks_nothing_up(tiny_target: Path) -> None:
+    draft = make("eagle3", tiny_target)
+    answers = answer_all(tiny_target, draft, repeated(2), num_draft_tokens=K, lookup=LOOKUP)
+    assert answers[0].drafted_ids == answers[1].drafted_ids
+    assert not any(one.matches for one in answers)
+
+
+@pytest.mark.parametrize(("key", "name"), [("trees", "dynamic"), ("lengths", "confidence"), ("lengths", "pearl")])
+def test_what_no_policy_plans_is_refused(key: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"joined to chains that a policy plans; .* {name} does otherwise"):
+        Params(num_draft_tokens=K, lookup=LOOKUP, **{key: {"name": name}})
+
+
+def test_there_must_be_a_draft(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="look-up is joined to a draft; got none"):
+        answer_all(tiny_target, None, prompts(1), AUTO, num_draft_tokens=K, lookup=LOOKUP)
+
+
+def decode(joined: Joined, head: list[int], lookup: list[int], steps: int = 400) -> list[int]:
+    """Drafted tokens of the draft in each step, −1 where look-up drafted; each accepts as many as it is said to."""
+    turns = []
+    for step in range(steps):
+        turn = joined.turn("a", PROMPT * 3, PROMPT * 2, COST)
+        turns.append(-1 if turn.match else turn.num_tokens)
+        allowed = lookup if turn.match else head
+        drafted = len(turn.token_ids) or turn.num_tokens
+        joined.see(turn, drafted, min(allowed[step % len(allowed)], drafted))
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("head", "lookup", "drafts"),
+    [([1, 2], [6], -1), ([3], [0, 0, 0, 1], K), ([0], [0], 0)],
+    ids=["look-up", "the draft", "nothing"],
+)
+def test_what_has_more_accepted_drafts(head: list[int], lookup: list[int], drafts: int) -> None:
+    joined = Joined(LOOKUP, (goodput, goodput.Params(explore=0.0)), K)
+    assert set(decode(joined, head, lookup)[-100:]) == {drafts}
+
+
+def test_after_a_swap_the_draft_is_tried_anew() -> None:
+    joined = Joined(LOOKUP, (goodput, goodput.Params(explore=0.0)), K)
+    assert decode(joined, [0], [0])[-1] == 0
+    joined.acceptance.start({})
+    assert set(decode(joined, [3], [0])[-100:]) == {K}

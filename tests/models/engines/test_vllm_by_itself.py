@@ -1,6 +1,6 @@
 """An engine in which vLLM drafts by itself, as on a GPU, started on a CPU: all but what only a GPU has.
 
-A CPU's platform schedules synchronously; the asynchronous scheduler is tested in `test_vllm_for_gpu`.
+A CPU's platform schedules synchronously; the asynchronous scheduler is tested in `test_vllm_launch`.
 """
 
 import asyncio

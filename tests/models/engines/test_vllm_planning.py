@@ -3,21 +3,36 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from models.core.layers import quantized_weights
+from models.core.throughput.cost import Cost, Time
+from models.core.throughput.running import Acceptance
 from models.core.throughput.speeds import DomainShare
 from models.engines import LookUp
 from models.engines.vllm.fields import MEASURE, NOTHING, OPTIONS, Choice, DraftOptions, Passes, Row, Setup, StepPlan
 from models.engines.vllm.measuring import measured_for
-from models.engines.vllm.planning import Planner, RequestState, Step, _chances, turns
+from models.engines.vllm.planning import (
+    EVERY,
+    NUM_CYCLES,
+    NUMS,
+    MeasuredStep,
+    MeasurementOverhead,
+    Planner,
+    RequestState,
+    Step,
+    _chances,
+    cycles,
+    turns,
+)
 from models.engines.vllm.scheduler import _parts
-from models.lengths import Plan, fixed, goodput
+from models.lengths import Plan, SequenceState, fixed, goodput
 from models.params import BaseParams
 
 K = 3
@@ -86,9 +101,13 @@ def settled(planner: Planner, accepted: int, steps: int = 400) -> Plan:
     return last
 
 
-def test_cheap_rows_and_a_good_draft_make_it_draft_and_a_bad_one_does_not() -> None:
-    assert settled(measured(), accepted=K).num_passes == K
-    assert settled(measured(), accepted=0).num_passes == 0
+@pytest.mark.parametrize(
+    ("row_ms", "pass_ms", "accepted", "pays"), [(0.2, 0.5, K, K), (0.2, 0.5, 0, 0), (12.0, 4.0, 1, 0)]
+)
+def test_it_drafts_where_rows_are_cheap_and_the_draft_is_good(
+    row_ms: float, pass_ms: float, accepted: int, pays: int
+) -> None:
+    assert settled(measured(row_ms, pass_ms), accepted).num_passes == pays
 
 
 def test_a_draft_that_says_all_in_one_pass_is_measured_and_planned_by_one() -> None:
@@ -102,17 +121,13 @@ def test_a_draft_that_says_all_in_one_pass_is_measured_and_planned_by_one() -> N
     assert settled(planner, accepted=K).num_passes == K
 
 
-def test_dear_rows_make_the_same_draft_not_pay() -> None:
-    planner = measured(row_ms=12.0, pass_ms=4.0)
-    assert settled(planner, accepted=1).num_passes == 0
-
-
 def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_others_what_pays() -> None:
     planner = measured()
     settled(planner, accepted=0)
     step = planner.next(asked(AUTO, DraftOptions("head", "code")))
     assert step.num_passes == K
     assert not step.rests
+    assert [planner.num_kept(wish, whole=True) for wish in (HEAD, DraftOptions("off"))] == [K, 0]
 
 
 HEAD = DraftOptions("head", "code")
@@ -198,13 +213,6 @@ def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() ->
         for _ in range(2):
             planner.verified(AUTO, DRAFTED, 2, whole=True)
     assert seen[-1] == pytest.approx(2 * 15 / 6, rel=0.1)
-
-
-def test_where_nothing_is_drafted_by_a_head_the_draft_rests() -> None:
-    planner = Planner(setup())
-    step = planner.next(asked(DraftOptions("off"), DraftOptions("off")))
-    assert step.rests
-    assert planner.drafting == step
 
 
 def calls_of(planner: Planner) -> list[Plan | None]:
@@ -316,11 +324,7 @@ def test_a_measurement_beside_other_work_is_used_but_not_kept(tmp_path: Path, ca
     assert not file.exists()
     assert "varied by 13%" in caplog.text
     assert noisy._costs["greedy"].line(1) is not None
-
-
-def test_a_measurement_during_which_the_machine_became_slower_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    measure(Planner(setup(costs=file)), row_ms=0.2, pass_ms=0.5, slower=1.4)
+    measure(Planner(setup(costs=file)), row_ms=0.2, pass_ms=0.5, slower=1.4)  # the machine became slower meanwhile
     assert file.exists()
 
 
@@ -479,28 +483,36 @@ def test_the_first_rows_beyond_one_a_sequence_are_measured_for_themselves(num: i
     assert curve.draft == pytest.approx(2.0)
 
 
-def test_a_row_comes_out_as_it_went_in() -> None:
+def test_rows_and_wishes_travel_as_lists_and_without_a_wish_a_request_is_drafted_by_the_head() -> None:
     for row in (Row(5, 8, True, [3, 1, 4]), Row(2, 6, False, [7]), NOTHING):
         assert Row.unpacked(row.packed()) == row
-
-
-def test_wishes_travel_as_lists_and_without_any_a_request_is_drafted_by_the_head() -> None:
     params = SimpleNamespace(extra_args={OPTIONS: ["auto", "code", "alice", 1.5]})
     assert DraftOptions.of(params) == DraftOptions("auto", "code", "alice", 1.5)
     assert DraftOptions.of(object()) == DraftOptions("head")
 
 
-def test_a_step_rests_only_if_no_pass_is_made() -> None:
-    assert StepPlan(Plan(0, skip=True), (), 8).rests
-    assert not StepPlan(Plan(0, skip=True), (Passes(K, frozenset("1")),), 8).rests
-    assert not StepPlan(Plan(0), (Passes(0),), 8).rests
+@pytest.mark.parametrize(
+    ("passes", "captures", "rests", "is_plain"),
+    [
+        ((), False, True, True),
+        ((), True, True, False),
+        ((Passes(K, frozenset("1")),), False, False, False),
+        ((Passes(0),), False, False, False),
+    ],
+)
+def test_a_step_rests_only_if_no_pass_is_made_and_is_a_plain_one_unless_states_are_captured(
+    passes: tuple[Passes, ...], captures: bool, rests: bool, is_plain: bool
+) -> None:
+    step = StepPlan(Plan(0, skip=True), passes, 8, captures=captures)
+    assert (step.rests, step.is_plain) == (rests, is_plain)
 
 
-def test_a_step_at_rest_is_a_plain_one_unless_states_are_captured() -> None:
+@pytest.mark.parametrize("capture", ["", "states"])
+def test_where_nothing_is_drafted_by_a_head_the_draft_rests(capture: str) -> None:
     planner = Planner(setup())
-    assert planner.next(asked(DraftOptions("off"))).is_plain
-    assert not planner.next(asked(DraftOptions("off", capture="states"))).is_plain
-    assert not planner.next(asked(DraftOptions("head"))).is_plain
+    step = planner.next(asked(DraftOptions("off"), DraftOptions("off", capture=capture)))
+    assert (step.rests, step.captures) == (True, bool(capture))
+    assert planner.drafting == step
 
 
 def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
@@ -531,3 +543,91 @@ def test_a_table_that_can_not_be_written_costs_the_next_start_and_no_step(
     measure(planner, row_ms=0.2, pass_ms=0.5)
     assert settled(planner, accepted=K).num_passes == K
     assert "the table of costs was not written" in caplog.text
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(3, [1, 2, 3]), (48, [1, 2, 4, 8, 16, 32, 48]), (500, [*NUM_CYCLES])])
+def test_it_is_measured_with_as_many_sequences_as_the_engine_runs(most: int, wanted: list[int]) -> None:
+    assert [*cycles(most)] == wanted
+
+
+def test_what_is_drafted_in_a_step_is_verified_in_the_next_so_that_each_kind_of_step_is_timed_once_a_cycle() -> None:
+    """Rows of a step are its sequences and what the step before drafted; passes are its own."""
+    kinds = turns(16, 8)
+    assert kinds == [
+        MeasuredStep(passes=True),
+        MeasuredStep(False, 4, 1),
+        MeasuredStep(False, 16, 1),
+        MeasuredStep(False, 16, 8),
+        MeasuredStep(),
+    ]
+    steps = [(16 + last.num_filled * last.num_tokens, one.passes) for last, one in pairwise([kinds[-1], *kinds])]
+    assert steps == [(16, True), (16, False), (20, False), (32, False), (144, False)]
+
+
+PASSES, PLAIN = MeasuredStep(passes=True), MeasuredStep()
+
+
+def test_with_few_sequences_or_no_look_up_there_are_fewer_kinds() -> None:
+    assert turns(1, 0) == [PASSES, MeasuredStep(False, 1, 1), PLAIN]
+    assert turns(64, 8) == [PASSES, MeasuredStep(False, 16, 1), MeasuredStep(False, 64, 1), PLAIN]
+
+
+RUNNING = [SequenceState("code")]
+
+
+def cost() -> Cost:
+    """A step takes 10 ms, a row beyond one a sequence 0.2, a pass 0.5 for each sequence."""
+    times = [
+        Time(num, num + more, passes, 10 + 0.2 * more + 0.5 * num * passes)
+        for num in (1, 8, 64)
+        for more, passes in ((0, 0), (0, K), (num, 0), (3 * num, 0))
+    ]
+    return Cost.measured(times * 4, "here")
+
+
+def judging(plan: Plan) -> MeasurementOverhead:
+    return MeasurementOverhead(cast("ModuleType", SimpleNamespace(plan=lambda *_: plan)), goodput.Params(), K)
+
+
+def accepted() -> Acceptance:
+    acceptance = Acceptance()
+    acceptance.promise("code", [0.2, 0.06, 0.04])
+    return acceptance
+
+
+@pytest.mark.parametrize(
+    ("settles", "lost"),
+    [
+        (0, (3 * 0.5 + 3 * 0.2 - 0.3) / 10),  # what it takes, at a token a ms, less what it brings
+        (1, (3 * 0.5 + 2 * 0.2 - 0.1) / 14),  # three passes over it take less than two more over all
+        (3, 0.0),
+    ],
+)
+def test_what_is_lost_for_eight_is_known_while_one_runs(settles: int, lost: float) -> None:
+    judged = judging(Plan(settles, settled=settles, tokens_per_s=1000.0))
+    judged.step(cost(), accepted(), RUNNING)
+    assert judged.lost[NUMS.index(8)] == pytest.approx(lost, abs=0.01)
+
+
+def test_prompts_that_the_draft_reads_only_to_be_judged_are_part_of_it() -> None:
+    """Where it drafts for others it reads them in any case."""
+    few, many = cost(), replace(cost(), prompt_tokens=60.0)
+    for settles, dearer in ((0, True), (1, False)):
+        judged, reading = (judging(Plan(settles, settled=settles, tokens_per_s=1000.0)) for _ in range(2))
+        judged.step(few, accepted(), RUNNING)
+        reading.step(many, accepted(), RUNNING)
+        assert (reading.lost[0] > judged.lost[0]) == dearer
+
+
+def test_it_is_reckoned_now_and_then_and_where_it_expired() -> None:
+    judged = judging(Plan(0, skip=True, tokens_per_s=1000.0))
+    judged.step(Cost(), accepted(), RUNNING)
+    assert judged.lost == (0.0,) * len(NUMS)  # nothing was measured
+    for _ in range(EVERY):
+        judged.step(cost(), accepted(), RUNNING)
+    assert judged.lost[0] == 0.0
+    judged.step(cost(), accepted(), RUNNING)
+    assert judged.lost[0] > 0
+    judged.expire()
+    judged.step(Cost(), accepted(), RUNNING)
+    assert judged.lost[0] == 0.0

@@ -31,34 +31,26 @@ from models.chats import PART_FIELDS, ChatEncoder, content_format
 from models.engines.vllm.patches import renderer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 
+Renderers = Callable[[str], hf.HfRenderer]  # by kind of tokenizer
 CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"b": [1], "a": "é"}'}}
 TOOL = {"type": "function", "more": 1, "function": {"parameters": {"type": "object"}, "name": "f", "strict": True}}
 CALLED = {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [CALL]}
-ASK = {"role": "user", "content": "hello"}
-BILLED = "x-anthropic-billing-header: cch=1;\nbe kind"
+ASK, HI = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
+BILLED = {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nbe kind"}
+BROKEN = {"name": "f", "arguments": "{"}
 PARTS = [{"type": "text", "text": text, "more": 1} for text in (" a", "", "b")]
 # What the chats of a request may be made of, without any marker but the assistant's own.
 BODIES: dict[str, dict[str, Any]] = {
-    "turns": {
-        "messages": [{"role": "system", "content": "  be kind\n"}, ASK, {"role": "assistant", "content": "hi"}, ASK]
-    },
+    "turns": {"messages": [{"role": "system", "content": "  be kind\n"}, ASK, HI, ASK]},
     "names": {"messages": [{**ASK, "name": "ann", "more": 1}, {"role": "ipython", "content": "x", "name": "bob"}]},
     "parts": {"messages": [{"role": "system", "content": PARTS}, {"role": "user", "content": PARTS}]},
-    "billed": {
-        "messages": [
-            {"role": "system", "content": BILLED},
-            {"role": "system", "content": [{"type": "text", "text": BILLED}, *PARTS]},
-            ASK,
-        ]
-    },
+    "billed": {"messages": [BILLED, {**BILLED, "content": [{"type": "text", "text": BILLED["content"]}, *PARTS]}, ASK]},
     "tools": {
         "messages": [ASK, CALLED, {"role": "tool", "tool_call_id": "1", "content": PARTS}],
         "tools": [TOOL, TOOL],
     },
-    "broken call": {
-        "messages": [ASK, {**CALLED, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}]
-    },
-    "no calls": {"messages": [ASK, {"role": "assistant", "content": "a", "tool_calls": []}, ASK]},
+    "broken call": {"messages": [ASK, {**CALLED, "tool_calls": [{**CALL, "function": BROKEN}]}]},
+    "no calls": {"messages": [ASK, {**HI, "tool_calls": []}, ASK]},
     "thoughts": {"messages": [ASK, {"role": "assistant", "content": "<think>so</think>\n\nyes"}, ASK]},
     "developer": {"messages": [ASK, {"role": "developer", "content": PARTS}, {"role": "system", "content": "b"}, ASK]},
     "developer first": {"messages": [{"role": "developer", "content": "a"}, ASK]},
@@ -80,7 +72,7 @@ def config(tiny_target: Path) -> VllmConfig:
 
 
 @pytest.fixture(scope="module")
-def guarded(config: VllmConfig) -> Callable[[str], hf.HfRenderer]:
+def guarded(config: VllmConfig) -> Renderers:
     """Kind of tokenizer to vLLM's renderer as it serves here."""
     renderer.install()
 
@@ -94,7 +86,7 @@ def guarded(config: VllmConfig) -> Callable[[str], hf.HfRenderer]:
 
 
 @pytest.fixture(scope="module")
-def unguarded(config: VllmConfig) -> Callable[[str], hf.HfRenderer]:
+def unguarded(config: VllmConfig) -> Renderers:
     """The same of vLLM alone: of a second copy of its module, in which nothing is replaced."""
     spec = importlib.util.find_spec("vllm.renderers.hf")
     own: ModuleType = importlib.util.module_from_spec(spec)
@@ -117,20 +109,16 @@ def online(made: hf.HfRenderer, template: str) -> OnlineRenderer:
 def of_chat(made: hf.HfRenderer, body: dict[str, Any], template: str) -> list[int]:
     request = ChatCompletionRequest.model_validate({"model": "m", **json.loads(json.dumps(body))})
     answer: Any = asyncio.run(online(made, template).render_chat(request))
-    ids: list[int] = answer[1][0]["prompt_token_ids"]
-    return ids
+    return list(answer[1][0]["prompt_token_ids"])
 
 
 def of_tokenize(made: hf.HfRenderer, body: dict[str, Any], template: str) -> list[int]:
-    models = OpenAIModelRegistry(made.model_config, [BaseModelPath(name="m", model_path="m")])
-    serving = ServingTokenization(
-        models, online(made, template), chat_template=template, chat_template_content_format="auto"
-    )
+    models, rendering = OpenAIModelRegistry(made.model_config, [BaseModelPath("m", "m")]), online(made, template)
+    serving = ServingTokenization(models, rendering, chat_template=template, chat_template_content_format="auto")
     request = TokenizeChatRequest.model_validate({"model": "m", **json.loads(json.dumps(body))})
     raw = Request({"type": "http", "method": "POST", "path": "/tokenize", "headers": []})
     answer: Any = asyncio.run(serving.create_tokenize(request, raw))
-    ids: list[int] = answer.tokens
-    return ids
+    return list(answer.tokens)
 
 
 def of_responses(made: hf.HfRenderer, text: str, template: str) -> list[int]:
@@ -138,40 +126,40 @@ def of_responses(made: hf.HfRenderer, text: str, template: str) -> list[int]:
     given = [{"role": "user", "content": [{"type": "input_text", "text": text}]}, {"role": "user", "content": text}]
     request = ResponsesRequest.model_validate({"model": "m", "input": given, "instructions": text, "tools": [tool]})
     answer: Any = asyncio.run(online(made, template).render_responses(request))
-    ids: list[int] = answer.engine_input["prompt_token_ids"]
-    return ids
+    return list(answer.engine_input["prompt_token_ids"])
+
+
+GOES_ON, CHANGING = "to go on", ("in capitals", "in small letters", "of all fields")
 
 
 @pytest.mark.parametrize("shape", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_vllm_alone_served_and_from_a_file(
-    guarded: Callable[[str], Any], unguarded: Callable[[str], Any], kind: str, shape: str
+    guarded: Renderers, unguarded: Renderers, kind: str, shape: str
 ) -> None:
     template, encoder = TEMPLATES[shape], ChatEncoder.of(tokenizer_of(kind))
-    for name, body in BODIES.items():
-        if name == "thoughts" and (kind, shape) == ("normalising", "in capitals"):
-            continue  # the template's "<THINK>" is a marker only to who normalises it
-        if name == "to go on" and shape in ("in capitals", "in small letters", "of all fields"):
-            for made in (guarded(kind), unguarded(kind)):
-                with pytest.raises(VLLMValidationError, match="continue_final_message is set"):
-                    of_chat(made, body, template)
-            continue
+    left_out = {GOES_ON} if shape in CHANGING else set()
+    # The template's "<THINK>" is a marker only to who normalises it.
+    left_out |= {"thoughts"} if (kind, shape) == ("normalising", "in capitals") else set()
+    for name in BODIES.keys() - left_out:
+        body = BODIES[name]
         alone = of_chat(unguarded(kind), body, template)
         assert of_chat(guarded(kind), body, template) == alone, name
-        given = {
-            key: value for key, value in body.items() if key in ("add_generation_prompt", "continue_final_message")
-        }
-        ids = encoder.encode(
-            body["messages"],
-            body.get("tools"),
-            chat_template=template,
-            template_arguments=body.get("chat_template_kwargs"),
-            **given,
-        )
-        assert ids == alone, name
+        given = {key: body[key] for key in body.keys() & {"add_generation_prompt", "continue_final_message"}}
+        given |= {"chat_template": template, "template_arguments": body.get("chat_template_kwargs")}
+        assert encoder.encode(body["messages"], body.get("tools"), **given) == alone, name
 
 
-def test_tokenize_answers_what_it_would_alone(guarded: Callable[[str], Any], unguarded: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("shape", CHANGING)
+def test_a_template_that_changes_the_last_text_can_not_go_on_with_it(
+    guarded: Renderers, unguarded: Renderers, shape: str
+) -> None:
+    for made in (guarded("byte level"), unguarded("byte level")):
+        with pytest.raises(VLLMValidationError, match="continue_final_message is set"):
+            of_chat(made, BODIES[GOES_ON], TEMPLATES[shape])
+
+
+def test_tokenize_answers_what_it_would_alone(guarded: Renderers, unguarded: Renderers) -> None:
     for body in BODIES.values():
         alone = of_tokenize(unguarded("byte level"), body, TEMPLATES["with tools"])
         assert of_tokenize(guarded("byte level"), body, TEMPLATES["with tools"]) == alone
@@ -179,7 +167,7 @@ def test_tokenize_answers_what_it_would_alone(guarded: Callable[[str], Any], ung
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_typed_marker_is_text_on_every_way_into_the_engine(
-    guarded: Callable[[str], Any], unguarded: Callable[[str], Any], kind: str
+    guarded: Renderers, unguarded: Renderers, kind: str
 ) -> None:
     template, control = TEMPLATES["with tools"], set(tokenizer_of(kind).convert_tokens_to_ids(MARKERS))
 
@@ -193,16 +181,14 @@ def test_a_typed_marker_is_text_on_every_way_into_the_engine(
     assert all(len(alone) > len(ids) for alone, ids in zip(controls(unguarded(kind), TYPED), typed, strict=True))
 
 
-def test_a_typed_end_of_thoughts_does_not_start_a_grammar(
-    guarded: Callable[[str], Any], unguarded: Callable[[str], Any]
-) -> None:
+def test_a_typed_end_of_thoughts_does_not_start_a_grammar(guarded: Renderers, unguarded: Renderers) -> None:
     body, template = {"messages": [{"role": "user", "content": "</think>"}]}, TEMPLATES["plain"]
     reasoner = ReasoningParserManager.get_reasoning_parser("deepseek_r1")(tokenizer_of("byte level"))
     assert reasoner.is_reasoning_end(of_chat(unguarded("byte level"), body, template))
     assert not reasoner.is_reasoning_end(of_chat(guarded("byte level"), body, template))
 
 
-def test_a_long_chat_is_encoded_outside_of_the_event_loop(guarded: Callable[[str], Any]) -> None:
+def test_a_long_chat_is_encoded_outside_of_the_event_loop(guarded: Renderers) -> None:
     encoding = {sys.modules[name].__file__ for name in ("models.chats", "models.markers", "jinja2.environment")}
     rendering = online(guarded("byte level"), TEMPLATES["plain"])
 
@@ -225,51 +211,40 @@ def test_a_long_chat_is_encoded_outside_of_the_event_loop(guarded: Callable[[str
     assert len(long) < 1.5 * len(short)
 
 
-def test_a_text_longer_than_the_context_can_hold_is_refused(guarded: Callable[[str], Any]) -> None:
+def test_a_text_longer_than_the_context_can_hold_is_refused(guarded: Renderers) -> None:
     made = guarded("byte level")
     most = 2048 * made.tokenizer.max_chars_per_token
     with pytest.raises(VLLMValidationError, match=f"the context length takes {most}"):
         of_chat(made, {"messages": [{"role": "user", "content": "a" * most}]}, TEMPLATES["plain"])
 
 
-def test_what_a_template_refuses_is_refused_with_its_reason(guarded: Callable[[str], Any]) -> None:
+def test_what_a_template_refuses_is_refused_with_its_reason(guarded: Renderers) -> None:
     with pytest.raises(VLLMValidationError, match="roles must alternate"):
         of_chat(guarded("byte level"), {"messages": [ASK]}, "{{ raise_exception('roles must alternate') }}")
 
 
 # One of each way to reach the content of a message, and of each that is none to vLLM.
 CONTENTS = [
-    "{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}{% endfor %}",
+    *("{% set rest = messages[1:] %}{% for m in rest %}EACH{% endfor %}", "{% for m in messages %}EACH{% endfor %}"),
     "{% for m in messages %}{% for p in m['content'] | list %}{{ p }}{% endfor %}{% endfor %}",
-    "{% set rest = messages[1:] %}{% for m in rest %}{% for p in m.content %}{% endfor %}{% endfor %}",
-    "{% set a = messages %}{% set b = a %}{% for m in b %}{% for p in m.content %}{% endfor %}{% endfor %}",
+    "{% set a = messages %}{% set b = a %}{% for m in b %}EACH{% endfor %}",
     "{% for m in messages %}{% set content = m.content %}{% for p in content %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{% set text = m.content %}{% for p in text %}{% endfor %}{% endfor %}",
-    (
-        "{% macro show(x) %}{% for p in x %}{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{{ show(m.content) }}{% endfor %}"
-    ),
-    (
-        "{% macro show(a, x) %}{% for p in x %}{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{{ show(x=m.content) }}{% endfor %}"
-    ),
-    (
-        "{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{{ m.role }}{% endfor %}"
-    ),
-    (
-        "{% macro show(x) %}{% for p in x %}{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{{ show(m.role) }}{% endfor %}"
-    ),
-    "{% set ns.all = messages %}{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}",
+    "{% macro show(x) %}OF_X{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    "{% macro show(a, x) %}OF_X{% endmacro %}{% for m in messages %}{{ show(x=m.content) }}{% endfor %}",
+    "{% macro show(x) %}OF_X{% endmacro %}{% for m in messages %}{{ show(m.role) }}{% endfor %}",
+    "{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}{% for m in messages %}{% endfor %}",
+    "{% set ns.all = messages %}{% for m in messages %}EACH{% endfor %}",
     "{% for m in messages %}{% for k, p in m.content %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{% for p in m.content if p is mapping %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{% endfor %}{% endfor %}",
 ]
+EACH, OF_X = "{% for p in m.content %}{{ p }}{% endfor %}", "{% for p in x %}{% endfor %}"
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), *CONTENTS])
 def test_a_template_takes_content_in_the_form_that_vllm_finds(template: str) -> None:
+    template = template.replace("EACH", EACH).replace("OF_X", OF_X)
     assert content_format(template) == hf._detect_content_format(template, default="string")
 
 
@@ -282,7 +257,7 @@ def test_the_fields_of_parts_are_vllms() -> None:
     [({"model_type": "gpt_oss"}, "chats of a gpt_oss model"), ({"enable_prompt_embeds": True}, "enable_prompt_embeds")],
 )
 def test_a_model_whose_chats_vllm_renders_otherwise_is_refused(
-    guarded: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], fault: str
+    guarded: Renderers, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], fault: str
 ) -> None:
     made = guarded("byte level")
     for name, value in changed.items():
@@ -292,9 +267,7 @@ def test_a_model_whose_chats_vllm_renders_otherwise_is_refused(
 
 
 @pytest.mark.parametrize("ids", [[3, 4, 5], [], "3"])
-def test_a_chat_brings_no_token_ids_in_place_of_its_messages(
-    guarded: Callable[[str], hf.HfRenderer], ids: object
-) -> None:
+def test_a_chat_brings_no_token_ids_in_place_of_its_messages(guarded: Renderers, ids: object) -> None:
     made, template, chat = guarded("byte level"), TEMPLATES["plain"], {"messages": [ASK]}
     with pytest.raises(VLLMValidationError) as refused:
         of_chat(made, {**chat, "kv_transfer_params": {"prompt_token_ids": ids}}, template)

@@ -1,6 +1,6 @@
 """What an answer tells of its steps, by the outputs that a scheduler would send, and vLLM's own detokenizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,16 @@ OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
+def engine() -> Any:
+    return SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, throughput=None, speeds={})
+
+
+def output(token_ids: list[int], reason: str | None = None, prompt: Sequence[int] = (1, 2), **more: Any) -> Any:
+    """Return an output of vLLM's as far as it is read."""
+    answer = SimpleNamespace(**{"token_ids": token_ids, "logprobs": None, "finish_reason": reason, **more})
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=[answer], kv_transfer_params=None, metrics=None)
+
+
 def told(
     kind: RequestOutputKind, merged: int, stop: list[str], num_outputs: int
 ) -> tuple[Completion, PlannedThroughput | None]:
@@ -48,15 +58,14 @@ def told(
         data_parallel_rank=None,
     )
     processor.add_request(request, "", None, 0, queue)
-    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, throughput=None, speeds={})
-    tap = _Tap("one", sampling, DraftOptions("head"), engine)
+    tap = _Tap("one", sampling, DraftOptions("head"), seen_by := engine())
     for token_ids, params in OUTPUTS[:num_outputs]:
         output = EngineCoreOutput(request_id="one", new_token_ids=[*token_ids], kv_transfer_params={**params})
         processor.process_outputs([output], 0.0, None)
         if (seen := queue.get_nowait()) is not None:
             tap.see(seen)
             assert seen.kv_transfer_params is None  # it would go out to the client
-    return tap.completion(), engine.throughput
+    return tap.completion(), seen_by.throughput
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -101,11 +110,28 @@ def test_a_stream_copies_neither_its_prompt_nor_its_answer_with_each_delta() -> 
             return super().__iter__()
 
     sampling = SamplingParams(max_tokens=40, output_kind=RequestOutputKind.DELTA)
-    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, throughput=None, speeds={})
-    tap, prompt = _Tap("one", sampling, DraftOptions("head"), engine), Counted(range(100))
+    tap, prompt = _Tap("one", sampling, DraftOptions("head"), engine()), Counted(range(100))
     answer = tap.token_ids
     for token in IDS:
-        seen = SimpleNamespace(token_ids=[token], logprobs=None, finish_reason=None)
-        tap.see(SimpleNamespace(prompt_token_ids=prompt, outputs=[seen], kv_transfer_params=None, metrics=None))  # type: ignore[arg-type]
+        tap.see(output([token], prompt=prompt))
     assert (copied, tap.token_ids) == ([100], IDS)
     assert tap.token_ids is answer
+
+
+def test_of_an_answer_that_vllm_drafted_by_itself_vllms_own_counts_are_told() -> None:
+    params = SamplingParams(max_tokens=8, temperature=0)
+    tap = _Tap("a", params, DraftOptions("head"), engine())
+    counted = SimpleNamespace(per_step_drafted=[3, 3], per_step_accepted=[2, 0])
+    tap.see(output([4, 5, 6, 7, 8], "length", spec_decode_metrics=counted))
+    found = tap.completion()
+    assert (found.drafted, found.accepted, found.drafted_ids) == ((3, 3), (2, 0), ())
+    assert found.trace("code").accepted == (2, 0)
+
+
+@pytest.mark.parametrize(("num", "gaps"), [(1, ()), (2, (0.5,))])
+def test_how_far_a_token_was_ahead_is_told_where_two_were_asked_for(num: int, gaps: tuple[float, ...]) -> None:
+    sampling = SamplingParams(max_tokens=8, logprobs=num, output_kind=RequestOutputKind.DELTA)
+    tap = _Tap("a", sampling, DraftOptions("head"), engine())
+    said = {4: SimpleNamespace(logprob=-1.0, rank=1), 5: SimpleNamespace(logprob=-1.5, rank=2)}
+    tap.see(output([4], logprobs=[said]))
+    assert tap.completion().gaps == gaps

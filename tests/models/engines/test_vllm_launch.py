@@ -1,15 +1,25 @@
-"""What an engine is told for a GPU, seen without one. None of it was run on a GPU."""
+"""What an engine is started with: arguments and tool parsers of the installed vLLM, mode, and settings for a GPU.
 
+For a GPU it is seen without one; none of that was run on one.
+"""
+
+import dataclasses
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.registry import _VLLM_MODELS
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -19,23 +29,164 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from models import catalog
 from models.core.throughput.cost import Cost, Time, save_cost
-from models.engines.vllm import Params
+from models.engines.vllm import OWNED, Params, installed
 from models.engines.vllm.fields import OPTIONS, DraftOptions, Setup
+from models.engines.vllm.installed import hands_out_states, tool_parsers
 from models.engines.vllm.launch import RUNNER, VLLM_DRAFTS, Speculation, engine_arguments, scheduler_of
-from models.engines.vllm.measuring import Times, measured_for, place_of
+from models.engines.vllm.measuring import Times, mode_of, place_of
 from models.engines.vllm.scheduler import AsyncDraftScheduler
-from models.engines.vllm.tap import _Tap
+from tests.models.changed import parsed, require_refused
+
+
+def test_the_arguments_are_those_of_the_installed_engine() -> None:
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert installed.engine_arguments() == fields
+    assert OWNED.keys() - fields == {"enable_auto_tool_choice", "tool_call_parser"}
+
+
+def test_the_tool_parsers_are_those_of_the_installed_engine() -> None:
+    assert tool_parsers() == set(ToolParserManager.list_registered())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hands_out"),
+    [
+        ("LlamaForCausalLM", True),
+        ("MistralForCausalLM", True),  # by the class that it derives from, in another file
+        ("Phi3ForCausalLM", True),
+        ("GPTNeoXForCausalLM", True),  # transformers' own model in a class of vLLM's
+        ("GPT2LMHeadModel", False),
+        ("GemmaForCausalLM", False),
+    ],
+)
+def test_a_class_that_hands_out_states_is_told_as_the_installed_engine_tells_it(
+    architecture: str, hands_out: bool
+) -> None:
+    module, name = _VLLM_MODELS[architecture]
+    model = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+    assert hands_out_states(architecture) is bool(supports_eagle3(model)) is hands_out
+
+
+def test_what_the_engine_has_no_class_for_runs_as_transformers_own() -> None:
+    assert hands_out_states("NobodyForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"extra": {"enable_prefix_caching": False, "gpu_memory_utilization": 0.7}},
+        {"num_draft_tokens": 0, "extra": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}},
+    ],
+    ids=["arguments", "a way of drafting that is vLLM's, with no draft of ours"],
+)
+def test_further_arguments_are_passed_through(keys: dict[str, Any]) -> None:
+    params: Any = catalog.parse("engines", {"name": "vllm", **keys})
+    assert params.extra == keys["extra"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("gpu_memory_utilisation", r'no argument "gpu_memory_utilisation"; did you mean gpu_memory_utilization'),
+        ("zzzzzzzzzzz", r'engines.vllm: key "extra": .*no argument "zzzzzzzzzzz"$'),
+        ("speculative_config", r'"speculative_config" can\'t be passed to the engine: set num_draft_tokens'),
+        ("worker_extension_cls", r'"worker_extension_cls" can\'t be passed to the engine: drafts are swapped'),
+        ("max_model_len", r'"max_model_len" can\'t be passed to the engine: set the key of that name in \[engine\]'),
+        ("trust_remote_code", r"code out of a model's directory is never run"),
+        ("tool_call_parser", r"set tool_parser in \[serve\]"),
+    ],
+)
+def test_an_argument_that_is_unknown_or_taken_is_refused_by_name(name: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        catalog.parse("engines", {"name": "vllm", "extra": {name: 1}})
+
+
+def test_a_recipe_names_a_tool_parser_of_the_engine() -> None:
+    for name in ("auto", "hermes"):
+        assert parsed({"serve.tool_parser": name}).serve.tool_parser == name
+    require_refused({"serve.tool_parser": "herms"}, r'no tool_parser "herms" \(did you mean "hermes"\?\); .*pythonic')
+
+
+def test_looking_them_up_imports_no_vllm() -> None:
+    code = (
+        "import sys; from models.engines.vllm import Params, require_tool_parser\n"
+        "Params(extra={'seed': 1}); require_tool_parser('hermes'); print('vllm' in sys.modules, 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
+        "False False\n"
+    )
+
+
+HOLDS = {True: "here, eager", False: "here, compiled"}
+UNKNOWN = Times(None, HOLDS)
+
+
+def target(folder: Path, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    return folder
+
+
+PACKED = {"quantization_config": {"quant_method": "compressed-tensors"}}
+
+
+@pytest.mark.parametrize(
+    ("serves", "dtype", "config", "eager"),
+    [
+        (True, "bfloat16", {}, False),
+        (True, "float32", {}, False),
+        (True, "bfloat16", PACKED, False),
+        (True, "float32", PACKED, True),
+        (False, "bfloat16", {}, True),
+    ],
+)
+def test_what_serves_is_compiled_unless_its_packed_weights_need_eager_products(
+    tmp_path: Path, serves: bool, dtype: str, config: dict[str, Any], eager: bool
+) -> None:
+    assert mode_of(Params(), target(tmp_path, **config), dtype, serves, UNKNOWN).eager is eager
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_recipe_decides_where_it_says_so(tmp_path: Path, eager: bool) -> None:
+    for serves in (True, False):
+        mode = mode_of(Params(enforce_eager=eager), target(tmp_path), "bfloat16", serves, UNKNOWN)
+        assert mode.eager is eager
+        assert str(mode) == f"{'eager' if eager else 'compiled'}: [engine] enforce_eager says so"
+
+
+@pytest.mark.parametrize(
+    ("measured", "eager", "why"),
+    [
+        ({True: 21.0, False: 13.5}, False, "a plain step takes 13.5 ms here, 21.0 eager"),
+        ({True: 13.5, False: 21.0}, True, "a plain step takes 13.5 ms here, 21.0 compiled"),
+        ({True: 13.5}, False, "compiled steps were faster wherever both were tried; here they were not both measured"),
+    ],
+)
+def test_what_serves_runs_as_was_faster_here(
+    tmp_path: Path, measured: dict[bool, float], eager: bool, why: str
+) -> None:
+    times = Times(tmp_path / "costs", HOLDS)
+    for of_eager, ms in measured.items():
+        times.keep(of_eager, ms)
+    later = Times(tmp_path / "costs", HOLDS)
+    mode = mode_of(Params(), target(tmp_path), "bfloat16", True, later)
+    assert mode.eager is eager and mode.why.startswith(why)
+    assert mode_of(Params(), target(tmp_path), "bfloat16", False, later).eager
+
+
+@pytest.mark.parametrize("content", ["", '{"measured_for": "elsewhere", "plain_ms": 1}', '{"plain_ms": -1}'])
+def test_a_time_of_another_machine_and_a_torn_one_are_measured_anew(tmp_path: Path, content: str) -> None:
+    times = Times(tmp_path, HOLDS)
+    times.keep(True, 13.5)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert times.plain_ms(eager=True) is None
+
 
 PLACES: list[tuple[str, dict[str, Any]]] = [
-    ("cpu", {}),
-    ("cpu", {"tensor_parallel_size": 2}),
-    ("NVIDIA L4", {}),
-    ("NVIDIA H200", {}),
-    ("NVIDIA H200", {"tensor_parallel_size": 2}),
+    *(("cpu", {}), ("NVIDIA L4", {}), ("NVIDIA H200", {})),
+    *(("cpu", {"tensor_parallel_size": 2}), ("NVIDIA H200", {"tensor_parallel_size": 2})),
     ("NVIDIA H200", {"pipeline_parallel_size": 2}),
 ]
-
-
 BLOCK, K = 16, 3
 PINNED = {"worker_cls", "scheduler_cls", "async_scheduling", "distributed_executor_backend"}
 
@@ -135,20 +286,6 @@ def test_an_asynchronous_step_drafts_for_whom_it_is_to_and_a_swap_forgets_what_i
     assert len(scheduler.running) == 2
 
 
-def test_of_an_answer_that_vllm_drafted_by_itself_vllms_own_counts_are_told() -> None:
-    params = SamplingParams(max_tokens=8, temperature=0)
-    llm: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True)
-    tap = _Tap("a", params, DraftOptions("head"), llm)
-    counted = SimpleNamespace(per_step_drafted=[3, 3], per_step_accepted=[2, 0])
-    answer = SimpleNamespace(
-        token_ids=[4, 5, 6, 7, 8], logprobs=None, finish_reason="length", spec_decode_metrics=counted
-    )
-    tap.see(SimpleNamespace(prompt_token_ids=[1, 2], outputs=[answer], kv_transfer_params=None, metrics=None))  # type: ignore[arg-type]
-    found = tap.completion()
-    assert (found.drafted, found.accepted, found.drafted_ids) == ((3, 3), (2, 0), ())
-    assert found.trace("code").accepted == (2, 0)
-
-
 def planned(target: Path, draft: Path, costs: Path, accelerator: str, extra: dict[str, Any]) -> Setup:
     params = Params(extra=extra)
     place = place_of(params, accelerator)
@@ -157,7 +294,7 @@ def planned(target: Path, draft: Path, costs: Path, accelerator: str, extra: dic
     return setup
 
 
-def test_a_table_of_costs_is_that_of_one_accelerator_and_one_parallel_size(
+def test_what_steps_take_is_that_of_one_accelerator_and_one_parallel_size(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
     setups = [planned(tiny_target, tiny_draft, tmp_path, *place) for place in PLACES]
@@ -170,13 +307,6 @@ def test_a_table_of_costs_is_that_of_one_accelerator_and_one_parallel_size(
         assert all(other.known_cost() is None for other in others)  # a file that was copied tells of itself
     more = planned(tiny_target, tiny_draft, tmp_path, "cpu", {"gpu_memory_utilization": 0.8})
     assert more.costs == setups[0].costs
-
-
-def test_a_mode_is_chosen_by_times_of_the_same_accelerator_and_parallel_size(tiny_target: Path, tmp_path: Path) -> None:
-    times = []
-    for accelerator, extra in PLACES:
-        place = place_of(Params(extra=extra), accelerator)
-        facts = measured_for(tiny_target, None, "bfloat16", True, "1", place=place)
-        times.append(Times(tmp_path, {True: facts}))
-    times[0].keep(True, 12.5)
+    times = [Times(tmp_path, {True: setup.measured_for}) for setup in setups]
+    times[0].keep(True, 12.5)  # of a plain step, by which the mode is chosen
     assert [one.plain_ms(True) for one in times] == [12.5, *[None] * (len(PLACES) - 1)]

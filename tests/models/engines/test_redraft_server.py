@@ -1,20 +1,28 @@
-"""A server tells who knows its token which server and draft gave an answer, and no draft where there were two."""
+"""A server with the plugin tells which draft gave an answer, and fetches the draft that was announced or none."""
 
 import asyncio
+import hashlib
+import os
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, Counter
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from infra.processes import free_port
 from models.engines.vllm.redraft_vllm.routes import DraftRoutes
 from models.engines.vllm.redraft_vllm.served import ASKED, TOKEN, TOLD, ServedBy, proof, read_told
-from models.engines.vllm.redraft_vllm.swapper import Broken, Order, Refused, Swapper
+from models.engines.vllm.redraft_vllm.swapper import Broken, NotFetched, Order, Refused, Swapper, download
+from tests.services.played import PlayedServer, chunk, head
+from tests.services.played import Request as Played
 
 Meanwhile = Callable[[], Awaitable[object]]
 ORDER = {"path": "/drafts/8", "sha256": "0" * 64, "parameters": {"fc.weight": ["fc.weight"]}}
@@ -27,8 +35,11 @@ class PlayedEngine:
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers
+        self.read: list[tuple[Path, bytes]] = []  # what a rank would read
 
-    async def collective_rpc(self, method: str, **_: object) -> list[dict[str, Any]]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), **_: object) -> list[dict[str, Any]]:
+        if method == "redraft_stage" and (file := Path(args[1]) / "model.safetensors").is_file():
+            self.read.append((file, file.read_bytes()))
         return [{"rank": 0, "ok": True, "error": "", "reading": False, "worst": 0.0} | self._answers.get(method, {})]
 
     async def is_sleeping(self) -> bool:
@@ -168,3 +179,105 @@ def test_what_vllm_counts_is_told_since_the_draft_serves_and_by_position() -> No
 @pytest.mark.parametrize("said", [b"", b"{}", b"[1, 2]", b'["a", 7]', b'["a b", "7"]', b'["host:1"]', b"[null, null]"])
 def test_what_can_not_be_read_names_nothing(said: bytes) -> None:
     assert read_told(said) == ("", "")
+
+
+CONTENT = bytes(range(256)) * 5000
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+KIND = "application/octet-stream"
+FETCHED = {"version": "2", "sha256": SHA256, "parameters": {"fc.weight": ["fc.weight"]}}
+
+
+def playing(sent: bytes, **how: Any) -> Callable[[Played], AsyncIterator[bytes]]:
+    """Play a server that answers bytes, cut where fewer are sent than its head says."""
+
+    async def play(request: Played) -> AsyncIterator[bytes]:
+        yield head(KIND, **{"length": len(CONTENT), **how}) + sent
+        yield b""
+
+    return play
+
+
+async def chunked(request: Played) -> AsyncIterator[bytes]:
+    yield head(KIND) + chunk(CONTENT) + chunk(b"")
+
+
+async def redirecting(request: Played) -> AsyncIterator[bytes]:
+    place = f"Location: http://{request.headers['host']}/elsewhere\r\n\r\n".encode()
+    yield head(KIND, "302 Found", length=0)[:-2] + place
+
+
+async def zipped(request: Played) -> AsyncIterator[bytes]:
+    yield head(KIND, length=len(CONTENT))[:-2] + b"Content-Encoding: gzip\r\n\r\n" + CONTENT
+
+
+FAULTS = [
+    (playing(CONTENT[:-1] + b"x"), f"wanted {len(CONTENT)} with {SHA256}"),
+    (playing(CONTENT[:-1]), "ChunkedEncodingError|ConnectionError"),
+    (playing(CONTENT + b"x", length=len(CONTENT) + 1), f"200 with {len(CONTENT) + 1} bytes"),
+    (playing(CONTENT, status="403 Forbidden"), "the answer is 403"),
+    (chunked, "200 with None bytes"),
+    (redirecting, "the answer is 302"),
+    (zipped, "ContentDecodingError"),
+]
+
+
+@pytest.mark.parametrize(
+    ("play", "said"), FAULTS, ids=["spoiled", "cut", "longer", "forbidden", "unsized", "redirect", "zipped"]
+)
+async def test_what_was_not_announced_is_refused(tmp_path: Path, play: Any, said: str) -> None:
+    async with PlayedServer(play) as server:
+        with pytest.raises(ValueError, match=said):
+            await asyncio.to_thread(download, f"{server.url}/a?b=c", tmp_path / "file", len(CONTENT), SHA256)
+        assert [request.target for request in server.requests] == ["/a?b=c"]
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
+async def test_a_proxy_of_the_environment_is_asked_for_every_file_but_this_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for other in ("http_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    async with PlayedServer(playing(CONTENT)) as server, PlayedServer(playing(CONTENT)) as proxy:
+        monkeypatch.setenv(name, proxy.url)
+        port = server.url.rpartition(":")[2]
+        for url in (f"{server.url}/a", f"http://localhost:{port}/a", "http://weights.example/a?signature=b"):
+            await asyncio.to_thread(download, url, tmp_path / "file", len(CONTENT), SHA256)
+        assert [request.target for request in server.requests] == ["/a", "/a"]
+        assert [request.target for request in proxy.requests] == ["http://weights.example/a?signature=b"]
+
+
+def test_a_server_that_is_away_is_told_without_what_was_signed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ConnectionError: .*refused") as told:
+        download(f"http://127.0.0.1:{free_port()}/a?signature=secret", tmp_path / "file", 1, SHA256)
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {},
+        {"path": "/a", "url": "http://a", "size": 1},
+        {"url": "http://a"},
+        {"path": "/a", "size": 1},
+        {"url": "file:///etc/passwd", "size": 1},
+        {"url": "ftp://a/b", "size": 1},
+        {"url": "http://a", "size": -1},
+    ],
+)
+def test_an_order_says_in_one_way_where_the_file_is(where: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Order(**FETCHED, **where)
+
+
+@pytest.mark.parametrize(("sent", "error"), [(CONTENT, Refused), (CONTENT[::-1], NotFetched)])
+async def test_ranks_read_a_fetched_file_once_its_sum_is_right_and_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = PlayedEngine(redraft_stage={"ok": False, "error": "not wanted"})
+    async with PlayedServer(playing(sent)) as server:
+        with pytest.raises(error):
+            await Swapper(engine).swap(Order(**FETCHED, url=f"{server.url}/file", size=len(CONTENT)))
+    assert [content for _, content in engine.read] == ([CONTENT] if error is Refused else [])
+    assert all(file.is_relative_to(tmp_path) for file, _ in engine.read)
+    assert os.listdir(tmp_path) == []
