@@ -1,15 +1,27 @@
-"""Where tests of the query log keep it: a SQLite file, or a schema of its own on a Postgres server."""
+"""Where tests of the query log keep it, a SQLite file or a schema of its own on a Postgres server, and what they keep.
 
+A module with a `registry` or a `place` of its own gets `promote` and `log` of that one.
+"""
+
+import sqlite3
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
 
+from infra.artifacts import staged
+from infra.database import Database
+from infra.querylog import QueryLog
+from infra.registry import Registry
 from tests.conftest import TEST_POSTGRES
 from tests.postgres import PostgresServer, find_binaries
+from tests.tags import draft_tags
 
+Make = Callable[[str], Path]
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 
 
@@ -44,3 +56,53 @@ def new_schema(address: str) -> Iterator[str]:
     with engine.begin() as connection:
         connection.execute(text(f"DROP SCHEMA IF EXISTS {schema} CASCADE"))
     engine.dispose()
+
+
+@pytest.fixture
+def log(place: Path | str) -> Iterator[QueryLog]:
+    log = QueryLog(place)
+    yield log
+    log.close()
+
+
+def made(folder: Path, content: str) -> Path:
+    """Make a directory of weights, and of a file below it, with a manifest."""
+    with staged(folder / "checkpoints" / content) as directory:
+        (directory / "model.safetensors").write_text(content)
+        (directory / "nested").mkdir()
+        (directory / "nested" / "config.json").write_text("{}")
+    return folder / "checkpoints" / content
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Make:
+    return partial(made, tmp_path)
+
+
+@pytest.fixture
+def promote(registry: Registry) -> Callable[..., None]:
+    """What makes drafts the champion, one after the other."""
+
+    def made(*numbers: int) -> None:
+        for number in numbers:
+            registry.promote("draft", number)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def stocked(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a registry of a target and three drafts, none of which serves; files lie below `artifacts`."""
+    folder = tmp_path_factory.mktemp("stocked")
+    (folder / "mlflow.db").write_bytes(store.read_bytes())
+    registry = Registry(f"sqlite:///{folder}/mlflow.db", folder / "artifacts", Database(folder / "queries.db"))
+    for name in ("target 1", "draft 1", "draft 2", "draft 3"):
+        registry.register("target" if name == "target 1" else "draft", made(folder, name), draft_tags())
+    with closing(sqlite3.connect(folder / "mlflow.db")) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return folder / "mlflow.db"
+
+
+def champion_number(registry: Registry) -> int | None:
+    champion = registry.champion("draft")
+    return None if champion is None else champion.number

@@ -51,21 +51,20 @@ def test_the_machines_own_names_pass(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("host", "origin"),
     [
-        {},
-        {"Host": "evil.example"},
-        {"Host": "evil.example:4200"},
-        {"Host": "127.0.0.1.evil.example"},
-        {"Host": "localhost:4200", "Origin": "http://evil.example"},
-        {"Host": "localhost:4200", "Origin": "http://localhost:3000"},
-        {"Host": "localhost:4200", "Origin": "null"},
-        {"Host": "localhost:4200", "Origin": "http://localhost:4200.evil.example"},
+        (None, None),
+        ("evil.example:4200", None),
+        ("127.0.0.1.evil.example", None),
+        ("localhost:4200", "http://evil.example"),
+        ("localhost:4200", "http://localhost:3000"),
+        ("localhost:4200", "null"),
+        ("localhost:4200", "http://localhost:4200.evil.example"),
     ],
-    ids=str,
 )
-def test_a_foreign_page_is_refused_whatever_it_knows_and_told_nothing(headers: dict[str, str]) -> None:
+def test_a_foreign_page_is_refused_whatever_it_knows_and_told_nothing(host: str | None, origin: str | None) -> None:
     guard = AuthMiddleware(page, password=PASSWORD)
+    headers = {name: value for name, value in (("Host", host), ("Origin", origin)) if value}
     status, answered = ask(guard, Authorization=basic(f"redraft:{PASSWORD}"), **headers)
     assert status == 403
     assert b"access-control-allow-origin" not in answered
@@ -100,9 +99,7 @@ from tests.infra.test_auth_middleware import page
 
 
 @pytest.mark.slow
-def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(tmp_path, monkeypatch) -> None:
     (tmp_path / "slow.py").write_text(SLOW_PAGE)
     monkeypatch.chdir(tmp_path)
     argv = [sys.executable, "-m", "infra.auth_middleware", "--port", str(port := free_port()), "slow:page"]

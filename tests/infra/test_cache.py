@@ -57,17 +57,13 @@ def test_what_is_held_stays_and_what_is_let_go_makes_room(cache: Path) -> None:
 def test_what_another_process_holds_stays_until_it_dies(cache: Path) -> None:
     path = fetch(cache, "1", "me")
     release("me")
-    script = (
-        "import sys; from pathlib import Path; from infra.cache import hold\n"
-        "hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    )
-    with running_python(script, path) as (process, _):
+    script = "import sys; from pathlib import Path; from infra.cache import hold\n"
+    script += "hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    with running_python(script, path):
         assert not remove_unheld(path)
         fetch(cache, "2", "me", limit_kib=50)
         release("me")
         assert names(cache) == ["1", "2"]
-        process.kill()
-        process.wait()
     assert remove_unheld(path)
     assert names(cache) == ["2"]
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,7 +24,6 @@ from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
 from models.recipe import Keep
 from tests.infra.test_history import add_run, empty, fill
-from tests.object_store import Bucket
 from tests.tags import draft_tags
 
 __all__ = ["empty"]
@@ -66,8 +65,12 @@ class Home:
         return folder.resolve().as_uri()
 
     def files(self) -> dict[str, int]:
-        found = sorted(path for path in self.settings.home.rglob("[!.]*") if path.is_file() and not is_busy(path))
-        return {str(path.relative_to(self.settings.home)): path.stat().st_size for path in found}
+        found = [path for path in self.settings.home.rglob("[!.]*") if path.is_file() and path.suffix != ".lock"]
+        return {str(path): path.stat().st_size for path in found if ".db" not in path.name}
+
+    def clean(self, pool: int = 3, gib: float = LIMITS.gib, dry_run: bool = False) -> dict[tuple[str, str], str]:
+        went = clean_up(self.settings, LIMITS.model_copy(update={"gib": gib}), pool=pool, dry_run=dry_run)
+        return {(item.kind, item.name): why for item, why in went}
 
     def is_there(self, number: int) -> bool:
         """Return whether a draft can be fetched by who has it not in the cache."""
@@ -76,10 +79,6 @@ class Home:
         except (ValueError, ConnectionError):
             return False
         return True
-
-
-def is_busy(path: Path) -> bool:
-    return ".db" in path.name or path.suffix == ".lock"
 
 
 def age(path: Path, days: float) -> None:
@@ -100,48 +99,45 @@ def home(store: Path, tmp_path: Path) -> Iterator[Home]:
     made.log.close()
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """What lets so many days go by."""
+    now = time.time
+    return lambda days: monkeypatch.setattr("infra.clean.time.time", lambda: now() + days * DAY_S)
+
+
 @pytest.mark.slow
-def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(store, tmp_path, later) -> None:
     home = Home(tmp_path / "home", store, PRESENT)
     for gate in ("undecided", "refused", "refused"):
         home.register(parent=str(PRESENT), gate=gate)
-    test = PostPromotionTest(draft=PRESENT, previous=1, num_wanted=9)
-    PostPromotionTests(home.settings).save(test)
-    now = time.time
-    monkeypatch.setattr("infra.clean.time.time", lambda: now() + 40 * DAY_S)
+    PostPromotionTests(home.settings).save(PostPromotionTest(draft=PRESENT, previous=1, num_wanted=9))
+    later(40)
     before = home.files()
-    told = [(item.kind, item.name) for item, _ in clean_up(home.settings, LIMITS, pool=1, dry_run=True)]
+    told = home.clean(pool=1, dry_run=True)
     assert (home.files(), home.registry.get("draft", 3).cleaned) == (before, "")
-    went = [(item.kind, item.name) for item, _ in clean_up(home.settings, LIMITS, pool=1)]
-    assert went == told
+    assert home.clean(pool=1) == told
     # 6 serves, 5 and 4 are behind it, 2 is best in code and of the pool, 1 is under test, 7 goes on learning.
     assert {number for number in range(1, 10) if home.is_there(number)} == {1, 2, 4, 5, 6, 7}
-    assert {name for kind, name in went if kind == "draft"} == {"draft 3", "draft 8", "draft 9"}
+    assert {name for kind, name in told if kind == "draft"} == {"draft 3", "draft 8", "draft 9"}
     assert [version.number for version in home.registry.versions("draft")] == list(range(9, 0, -1))
     with pytest.raises(ValueError, match=r"the files of draft 3 were cleaned away on \d{4}-"):
         home.registry.promote("draft", 3)
-    assert [home.registry.roll_back("draft").number for _ in range(2)] == [5, 4]
-    assert home.registry.roll_back("draft").number == 2  # past the one that is gone
+    assert [home.registry.roll_back("draft").number for _ in range(3)] == [5, 4, 2]  # past the one that is gone
     assert (home.settings.artifacts / "window" / "used").is_dir()
 
 
 @pytest.mark.slow
-def test_files_of_old_drafts_leave_the_object_store_unless_another_draft_has_the_same(
-    bucket: Bucket, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_old_drafts_leave_the_object_store_unless_another_draft_has_the_same(bucket, store, tmp_path, later):
     home = Home(tmp_path / "home", store, artifacts=bucket.address)
     served = home.registry.get("draft", 1)
     files = home.registry.download(served, home.settings.cache)
     home.registry.register("draft", files, draft_tags(parent="1", gate="refused"))  # as one that returns has them
-    home.register(parent="1", gate="refused")
-    home.register(parent="1", gate="refused")
+    for _ in range(2):
+        home.register(parent="1", gate="refused")
     old = home.registry.get("draft", 3)
-    now = time.time
-    monkeypatch.setattr("infra.clean.time.time", lambda: now() + 10 * DAY_S)
-    went = [item.name for item, _ in clean_up(home.settings, LIMITS, pool=0) if item.kind == "draft"]
-    assert sorted(went) == ["draft 2", "draft 3"]
+    later(10)
+    assert {name for kind, name in home.clean(pool=0) if kind == "draft"} == {"draft 2", "draft 3"}
     assert home.registry.get("draft", 2).cleaned
     assert {name.split("/")[1] for name in bucket.names()} == {served.sha256, home.registry.get("draft", 4).sha256}
     assert old.sha256 not in "".join(bucket.names())
@@ -149,19 +145,17 @@ def test_files_of_old_drafts_leave_the_object_store_unless_another_draft_has_the
 
 
 def test_a_target_that_lies_in_the_home_stays_whatever_its_age(home: Home) -> None:
-    home.step("complete_target", "old", age_days=99)
-    home.step("complete_target", "registered", age_days=99, num_bytes=11)
-    home.registry.register(
-        "target", home.settings.local_artifacts / "complete_target" / "registered", {}, in_place=True
-    )
-    clean_up(home.settings, LIMITS, pool=0)
-    left = [path.name for path in (home.settings.local_artifacts / "complete_target").iterdir()]
-    assert left == ["registered"]
+    folder = home.settings.local_artifacts / "complete_target"
+    for num_bytes, name in enumerate(("old", "registered"), 10):
+        home.step(folder.name, name, age_days=99, num_bytes=num_bytes)
+    home.registry.register("target", folder / "registered", {}, in_place=True)
+    home.clean(pool=0)
+    assert [path.name for path in folder.iterdir()] == ["registered"]
 
 
 def test_by_count_alone_nothing_younger_than_a_day_goes(home: Home) -> None:
     before = home.files()
-    assert clean_up(home.settings, LIMITS.model_copy(update={"gib": 1e-9}), pool=0) == []
+    assert home.clean(pool=0, gib=1e-9) == {}
     assert home.files() == before
 
 
@@ -169,9 +163,9 @@ def test_results_of_steps_go_by_age_and_then_by_bytes_the_oldest_first(home: Hom
     for name, days in (("old", 31), ("aged", 9), ("fresher", 3), ("new", 0.5)):
         home.step("scores", name, days, num_bytes=4000)
     age(home.settings.artifacts / "window" / "used", 99)
-    sizes = LIMITS.model_copy(update={"gib": 10_000 / 2**30})
-    went = {item.name: why for item, why in clean_up(home.settings, sizes, pool=3)}
-    assert went == {"old": "older than 30 days", "aged": f"beyond {sizes.gib:g} GiB"}
+    gib = 10_000 / 2**30
+    went = {name: why for (_, name), why in home.clean(gib=gib).items()}
+    assert went == {"old": "older than 30 days", "aged": f"beyond {gib:g} GiB"}
     assert (home.settings.artifacts / "window" / "used").is_dir()
 
 
@@ -187,8 +181,8 @@ def test_caches_copies_work_and_logs_are_bounded(home: Home) -> None:
     log.parent.mkdir()
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
     with lock_folder(works):
-        went = {(item.kind, item.name) for item, _ in clean_up(settings, LIMITS, pool=3)}
-    assert went == {
+        went = home.clean()
+    assert went.keys() == {
         ("cache", "99-abc"),
         ("work", "dead"),
         ("copy", "before-restore-5"),
@@ -203,14 +197,11 @@ def test_caches_copies_work_and_logs_are_bounded(home: Home) -> None:
 
 def test_a_look_makes_nothing_younger(home: Home) -> None:
     home.step("scores", "old", 31)
-    looks = [[item.name for item, _ in clean_up(home.settings, LIMITS, pool=3, dry_run=True)] for _ in range(2)]
-    assert looks == [["old"], ["old"]]
+    assert [[name for _, name in home.clean(dry_run=True)] for _ in range(2)] == [["old"], ["old"]]
 
 
 @pytest.mark.slow
-def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_never_does(
-    home: Home, empty: Path
-) -> None:
+def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_never_does(home, empty) -> None:
     settings, now = home.settings, datetime.now(UTC)
     old, aged, new = ((now - timedelta(days=days)).strftime("%F") for days in (40, 9, 0))
     file = history.database(settings.home)
@@ -221,24 +212,18 @@ def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_ne
         for number, day in enumerate((old, aged, new)):
             add_run(db, f"run {number}", day)
         add_run(db, "running", new, "RUNNING")
-    folder = ray_folder(settings.home)
-    ended, running, latest = (
-        folder / f"session_{name}" for name in ("2026_1_4194304", f"2026_2_{os.getpid()}", "latest")
-    )
+    names = ("2026_1_4194304", f"2026_2_{os.getpid()}", "latest")
+    ended, running, latest = (ray_folder(settings.home) / f"session_{name}" for name in names)
     for session in (ended, running):
         (session / "logs").mkdir(parents=True)
         (session / "logs" / "raylet.out").write_bytes(bytes(4000))
         age(session, 50)
     latest.symlink_to(running)
-    before = home.files()
-    sizes = LIMITS.model_copy(update={"gib": 9000 / 2**30})
-    told = [(item.kind, item.name) for item, _ in clean_up(settings, sizes, pool=3, dry_run=True)]
-    assert (sorted(told), home.files(), ended.is_dir()) == (
-        [("history", old), ("history", aged), ("session", ended.name)],
-        before,
-        True,
-    )
-    assert [(item.kind, item.name) for item, _ in clean_up(settings, sizes, pool=3)] == told
+    before, gib = home.files(), 9000 / 2**30
+    told = home.clean(gib=gib, dry_run=True)
+    assert told.keys() == {("history", old), ("history", aged), ("session", ended.name)}
+    assert (home.files(), ended.is_dir()) == (before, True)
+    assert home.clean(gib=gib) == told
     assert [found.day for found in history.days(file)] == [new]
     with closing(sqlite3.connect(file)) as db:
         assert db.execute("SELECT id FROM flow_run").fetchall() == [("run 2",), ("running",)]
@@ -248,6 +233,6 @@ def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_ne
 def test_while_a_refresh_runs_or_rows_are_read_it_is_put_off(home: Home) -> None:
     trigger = TriggerStore(home.log.database.file)
     with trigger.run(Retry(first_s=1, most_s=1)), pytest.raises(TimeoutError, match="a refresh runs"):
-        clean_up(home.settings, LIMITS, pool=3)
+        home.clean()
     with home.log.reading(), pytest.raises(TimeoutError, match="is at its rows"):
-        clean_up(home.settings, LIMITS, pool=3)
+        home.clean()

@@ -15,6 +15,9 @@ from tests.infra.collector import QuietHandler, running
 from tests.infra.statuses import PROOF, STATUS
 
 SERVING = STATUS.model_copy(update={"draft_version": 7, "proof": PROOF, "refused": {}, "postponed": {}})
+STEPS = {"drafted_per_step": [3, 3, 3], "accepted_per_step": [3, 0, 1], "steps": 3, "accepted": 4, "looked_up": 1}
+OURS = {"redraft": {"draft_version": 7, **STEPS}}
+OF_VLLM = {"metrics": {"speculative_decoding": {"per_step_drafted": [3, 3], "per_step_accepted": [2, 0]}}}
 
 
 class Handler(QuietHandler):
@@ -22,41 +25,34 @@ class Handler(QuietHandler):
 
     def do_GET(self) -> None:
         body = self.server.status.model_dump_json() if self.path == "/redraft/status" else "redraft_swaps 1\n"
-        self.send_response(200 if self.headers["Authorization"] == "Bearer the-key" else 401)
-        self.end_headers()
+        self._begin(200 if self.headers["Authorization"] == "Bearer the-key" else 401)
         self.wfile.write(body.encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/redraft/speculation":
             self.server.status = self.server.status.model_copy(update={"speculating": body["on"]})
-            self.send_response(200)
-            self.end_headers()
+            self._begin(200)
             return
         said = body["messages"][-1]["content"]
         self.server.asked.append((self.headers, {**body, "said": said}))
         if said == "refuse":
-            self.send_response(503)
-            self.end_headers()
+            self._begin(503)
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
+        self._begin(200, "text/event-stream")
         self._frame(choices=[{"index": 0, "delta": {"content": "hel"}, "finish_reason": None, "token_ids": [5]}])
         if said == "fail":
             self.wfile.write(b'data: {"error": {"message": "engine died", "type": "server_error"}}\n\n')
         elif said != "break":
             self._frame(choices=[{"index": 0, "delta": {"content": "lo"}, "finish_reason": "stop", "token_ids": [6]}])
-            speculation = {"draft_version": 7, "drafted_per_step": [3, 3, 3], "accepted_per_step": [3, 0, 1]}
-            speculation |= {"steps": 3, "accepted": 4, "looked_up": 1}
-            usage = {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9, "redraft": speculation}
-            if said == "vLLM":
-                del usage["redraft"]
-                own = {"per_step_drafted": [3, 3], "per_step_accepted": [2, 0]}
-                self._frame(choices=[], usage=usage, metrics={"speculative_decoding": own})
-            else:
-                self._frame(choices=[], usage=usage)
+            usage = {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9}
+            self._frame(choices=[], **(OF_VLLM | {"usage": usage} if said == "vLLM" else {"usage": usage | OURS}))
             self.wfile.write(b"data: [DONE]\n\n")
+
+    def _begin(self, status: int, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
 
     def _frame(self, **content: object) -> None:
         chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "target", **content}
@@ -65,7 +61,6 @@ class Handler(QuietHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    """Return a server that runs, and keeps what it was asked."""
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         server.asked, server.status = [], SERVING
         yield server
@@ -103,10 +98,12 @@ def test_an_answer_carries_what_speculation_did(server):
     assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
 
 
-def test_what_belongs_to_a_chat_is_sent_with_it_alone(server):
+def test_domain_consent_and_what_belongs_to_a_chat_go_with_it_and_who_operates_asks_for_counts(server):
     (chat,), tools = chats("hello"), [{"type": "function", "function": {"name": "f"}}]
-    send(Client(url_of(server)), [chat, chat._replace(fields={"tools": tools}, group="g")])
-    assert seen(server, "tools", "X-Redraft-Group") == [(None, None), (tools, "g")]
+    send(Client(url_of(server), "the-key", operates=False), [chat])
+    send(Client(url_of(server), "the-key", operates=True), [chat._replace(fields={"tools": tools}, group="g")])
+    assert seen(server, "X-Redraft-Domain", "X-Redraft-Log", "temperature") == [("code", "full", 0.0)] * 2
+    assert seen(server, "tools", "X-Redraft-Group", "X-Redraft-Detail") == [(None,) * 3, (tools, "g", "steps")]
 
 
 def test_what_vllms_own_endpoint_tells_of_its_steps_is_read_too(server):
@@ -116,11 +113,8 @@ def test_what_vllms_own_endpoint_tells_of_its_steps_is_read_too(server):
 
 def test_clients_ask_in_turn_until_they_are_stopped(server):
     answers: list[Answer] = []
-    asyncio.run(
-        Client(url_of(server)).keep_asking(
-            chats("a", "b"), concurrency=2, max_tokens=8, stop=lambda: len(answers) >= 5, on_answer=answers.append
-        )
-    )
+    how = {"concurrency": 2, "max_tokens": 8, "stop": lambda: len(answers) >= 5, "on_answer": answers.append}
+    asyncio.run(Client(url_of(server)).keep_asking(chats("a", "b"), **how))
     assert 5 <= len(answers) <= 6  # what ran when they were stopped is waited for
     assert {answer.prompt_id for answer in answers} == {"id of a", "id of b"}
     assert all(answer.status == "ok" for answer in answers)
@@ -138,17 +132,6 @@ def test_chats_begin_one_after_the_other_behind_primers_of_growing_length(server
 def test_a_primer_that_fails_is_told(server):
     with pytest.raises(RuntimeError, match=r"2 of 4 primers failed, the first with http 503"):
         send(Client(url_of(server)), chats("a"), concurrency=4, primers=chats("refuse", "one"))
-
-
-def test_domain_and_consent_go_with_each_request(server):
-    ask(server, "a", "b")
-    assert seen(server, "X-Redraft-Domain", "X-Redraft-Log", "temperature") == [("code", "full", 0.0)] * 2
-
-
-def test_only_who_operates_a_service_asks_for_the_counts_of_each_step(server):
-    for operates in (True, False):
-        send(Client(url_of(server), "the-key", operates=operates), chats("a"))
-    assert seen(server, "X-Redraft-Detail") == [("steps",), (None,)]
 
 
 def test_every_way_to_fail_has_its_name(server):

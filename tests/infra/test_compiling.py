@@ -3,15 +3,11 @@
 import threading
 from pathlib import Path
 
-import pytest
-
 from infra import compiling
 from infra.compiling import Compiling
 
 
-def test_only_what_was_compiled_since_the_start_is_told_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_was_compiled_since_the_start_is_told_and_counted(tmp_path, monkeypatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(compiling.time, "monotonic", lambda: now_s)
     folder = tmp_path / "compiled"

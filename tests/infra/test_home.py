@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from infra.home import FORMAT, FORMAT_FILE, close_to_others, open_home
-from infra.querylog import QueryLog
 from infra.settings import Settings
 
 
@@ -52,35 +51,29 @@ def test_a_folder_that_is_not_there_yet_has_nothing_to_close(tmp_path: Path) -> 
     assert not (tmp_path / "missing").exists()
 
 
-@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1, 0, "2"])
-def test_a_home_of_another_format_is_refused_in_one_line_that_says_how_to_begin_a_new_one(
-    tmp_path: Path, number: object
-) -> None:
-    settings = Settings(home=tmp_path / "home")
-    settings.home.mkdir()
-    (settings.home / FORMAT_FILE).write_text(json.dumps({"format": number}))
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        *((f'{{"format": {number}}}', number) for number in (str(FORMAT - 1), str(FORMAT + 1), '"2"')),
+        *((content, FORMAT_FILE) for content in ("", "[]", "{}")),
+    ],
+)
+def test_a_home_of_another_or_no_format_is_refused_in_one_line_and_left_as_it_is(tmp_path, content, told) -> None:
+    settings = Settings(home=tmp_path)
+    (settings.home / FORMAT_FILE).write_text(content)
     before = contents(settings)
-    with pytest.raises(ValueError, match=r"^.*set REDRAFT_HOME to a new folder, run: redraft build$") as refused:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         open_home(settings)
     assert str(settings.home) in str(refused.value)
-    assert repr(number) in str(refused.value)
+    assert told.replace('"', "'") in str(refused.value)
     assert contents(settings) == before
 
 
 def test_a_home_without_a_number_is_refused_by_its_log(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path / "home")
-    log = QueryLog(settings.querylog)
-    log.windows.cursor()
-    log.close()
+    settings.home.mkdir()
     with closing(sqlite3.connect(settings.querylog)) as db:
         db.execute("PRAGMA user_version = 1")
     with pytest.raises(ValueError, match=r"has schema version 1, .*run: redraft build$"):
         open_home(settings)
     assert not (settings.home / FORMAT_FILE).exists()
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}"])
-def test_a_damaged_number_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / FORMAT_FILE).write_text(content)
-    with pytest.raises(ValueError, match=r"home\.json"):
-        open_home(Settings(home=tmp_path))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.installed import haproxy_binary, openmp_preload, version_of
+from infra.installed import openmp_preload, version_of
 
 
 def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,11 +13,6 @@ def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.Monk
     assert Path(library).is_file()
     monkeypatch.setenv("LD_PRELOAD", f"/other.so:{library}")
     assert openmp_preload() == {"LD_PRELOAD": f"{library}:/other.so"}
-
-
-def test_an_haproxy_that_is_named_and_absent_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "haproxy"))
-    assert haproxy_binary() is None
 
 
 def test_what_is_not_installed_has_no_version() -> None:

@@ -3,7 +3,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,28 +16,15 @@ from tests.postgres import PostgresServer
 
 
 @pytest.fixture
-def log(place: Path | str) -> Iterator[QueryLog]:
-    log = QueryLog(place)
-    yield log
-    log.close()
-
-
-@pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "queries.db"
 
 
 @pytest.fixture
 def writer(log: QueryLog) -> Iterator[Callable[..., BackgroundWriter]]:
-    started = []
-
-    def start(**settings: int) -> BackgroundWriter:
-        started.append(BackgroundWriter(log, **settings))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
+    """What starts a writer, which is closed after the test."""
+    with ExitStack() as started:
+        yield lambda **settings: started.enter_context(closing(BackgroundWriter(log, **settings)))
 
 
 def test_the_writer_writes_what_it_is_offered(log: QueryLog, writer: Callable[..., BackgroundWriter]) -> None:
@@ -59,9 +46,9 @@ def test_a_writer_without_rows_is_never_woken_and_ends_at_once(writer: Callable[
     [thread] = [one for one in threading.enumerate() if one.name == "querylog-writer"]
     assert background.offer(row("a1"))
     wait_until(lambda: background.written == 1, 60, None, "a row")
-    time.sleep(0.2)
+    time.sleep(0.1)
     before = num_wakes()
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert num_wakes() == before
     background.close()
     assert not thread.is_alive()
@@ -81,44 +68,28 @@ def locked(place: Path | str) -> Iterator[None]:
     other.close()
 
 
-@pytest.mark.slow
-def test_a_locked_database_never_makes_an_offer_wait(
-    log: QueryLog, place: Path | str, writer: Callable[..., BackgroundWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log.append([row("first")])
-    log.close()
-    monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 600.0)
-    with locked(place):
-        background = writer(capacity=4, batch=2)
-        for number in range(200):
-            background.offer(row(f"a{number}"))
-        assert background.dropped >= 200 - 4 - 2
-        assert (background.written, background.last_error) == (0, None)  # the first batch still waits for the lock
-    background.close()
-    assert background.dropped + background.written == 200
-
-
-@pytest.mark.slow
-def test_rows_wait_for_a_database_that_is_busy_and_only_those_are_lost_that_find_the_queue_full(
-    log: QueryLog,
-    place: Path | str,
-    writer: Callable[..., BackgroundWriter],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.fixture
+def busy(log: QueryLog, place: Path | str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
+    """A log of one row that another one writes to for as long as the context lasts, and which is soon given up."""
     monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 0.2)
     monkeypatch.setattr("infra.logwriter.RETRY_S", 0.05)
     log.append([row("first")])
     log.close()
-    with locked(place):
+    return locked(place)
+
+
+@pytest.mark.slow
+def test_rows_wait_for_a_database_that_is_busy_and_only_those_are_lost_that_find_the_queue_full(
+    log, busy, writer, caplog
+) -> None:
+    with busy:
         background = writer(capacity=4, batch=2)
         offered = sum(background.offer(row(f"a{number}")) for number in range(20))
         wait_until(lambda: background.last_error is not None, 60, None, "a refused batch")
-        time.sleep(1.0)  # several tries
+        time.sleep(0.6)  # several tries
     assert "lock" in str(background.last_error)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the query log takes no rows: {background.last_error}"  # told of once
-    ]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"the query log takes no rows: {background.last_error}"]  # once
     wait_until(lambda: background.written == offered, 60, None, "the rows that waited")
     background.close()
     stats = log.stats()
@@ -127,17 +98,11 @@ def test_rows_wait_for_a_database_that_is_busy_and_only_those_are_lost_that_find
 
 
 @pytest.mark.slow
-def test_a_writer_that_closes_gives_up_a_database_that_stays_busy_and_counts_its_rows(
-    log: QueryLog, place: Path | str, writer: Callable[..., BackgroundWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("infra.logwriter.RETRY_S", 0.05)
-    log.append([row("first")])
-    log.close()
-    with locked(place):
+def test_a_writer_that_closes_gives_up_a_database_that_stays_busy_and_counts_its_rows(busy, writer) -> None:
+    with busy:
         background = writer(batch=2)
         assert all(background.offer(row(f"a{number}")) for number in range(5))
-        background.close(timeout_s=1.0)
+        background.close(timeout_s=0.5)
         wait_until(lambda: background.dropped == 5, 60, None, "the rows to be counted as lost")
     assert background.written == 0
 
@@ -150,9 +115,7 @@ def test_a_writer_that_closes_gives_up_a_database_that_stays_busy_and_counts_its
     ],
     ids=["newer", "torn"],
 )
-def test_a_log_that_is_torn_or_of_another_version_drops_and_counts_until_it_can(
-    file: Path, spoil: Callable[[Path], object], fault: str
-) -> None:
+def test_a_log_that_is_torn_or_of_another_version_drops_and_counts_until_it_can(file, spoil, fault) -> None:
     log = QueryLog(file)
     log.append([row("first")])
     log.close()
@@ -214,7 +177,7 @@ print(writer.last_error)
 def test_no_row_is_lost_when_the_server_is_restarted_between_and_during_writes(postgres_server: PostgresServer) -> None:
     log = QueryLog(f"{postgres_server.address}&schema=restarted")
     background, offered = BackgroundWriter(log), 0
-    for _ in range(3):
+    for _ in range(2):
         until = offered + 300
         while offered < until:
             assert background.offer(row(f"a{offered}"))

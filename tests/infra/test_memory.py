@@ -6,19 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.memory import (
-    FIRST_TO_GO,
-    GIB,
-    KILLED,
-    PERIOD_S,
-    SERVICE_ENDS_AT,
-    TRAINER_ENDS_AT,
-    MemoryUsage,
-    Watchdog,
-    free_memory_gib,
-    own_gib,
-    read_memory,
-)
+from infra import memory
+from infra.files import write_atomic
+from infra.memory import GIB, KILLED, PERIOD_S, MemoryUsage, Watchdog, free_memory_gib, own_gib, read_memory
 from infra.serving import serving
 from services.runner import RAY_VARIABLES
 from tests.infra.rows import running_python
@@ -47,9 +37,9 @@ def test_the_reading_is_that_of_a_container_where_that_is_the_tighter_one(tmp_pa
 
 
 def test_this_machine_has_memory() -> None:
-    memory = read_memory()
-    assert 0 < memory.used < memory.total
-    assert 0 < free_memory_gib() < memory.total / GIB
+    found = read_memory()
+    assert 0 < found.used < found.total
+    assert 0 < free_memory_gib() < found.total / GIB
 
 
 # A trainer with a child, whose machine has as much memory left as a file says.
@@ -72,33 +62,29 @@ with dog.watching():
 
 
 def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
-    assert TRAINER_ENDS_AT < SERVICE_ENDS_AT < 1
-    assert RAY_VARIABLES["RAY_memory_usage_threshold"] == str(SERVICE_ENDS_AT)
+    assert memory.TRAINER_ENDS_AT < memory.SERVICE_ENDS_AT < 1
+    assert RAY_VARIABLES["RAY_memory_usage_threshold"] == str(memory.SERVICE_ENDS_AT)
     assert RAY_VARIABLES["RAY_worker_oom_score_adjustment"] == "0"  # by Ray's own the kernel would take the replica
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", [True, False])
-def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
-    reading = tmp_path / "used"
-    reading.write_text("89")
-    with running_python(TRAINER, tmp_path, reading) as (trainer, told):
+def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path) -> None:
+    def use(percent: str) -> None:
+        write_atomic(tmp_path / "used", percent)
+
+    use("99")
+    with running_python(TRAINER, tmp_path, tmp_path / "used") as (trainer, told):
         child, score = told.split()
-        assert int(score) == FIRST_TO_GO
+        assert int(score) == memory.FIRST_TO_GO
         time.sleep(3 * PERIOD_S)
-        assert trainer.poll() is None
-        if served:
-            with serving(tmp_path, "http://127.0.0.1:1"):
-                (tmp_path / "more").write_text("91")
-                (tmp_path / "more").replace(reading)
-                assert trainer.wait(60) == KILLED
-            assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
-            assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
-        else:
-            (tmp_path / "more").write_text("99")
-            (tmp_path / "more").replace(reading)
-            time.sleep(3 * PERIOD_S)
-            assert trainer.poll() is None  # there is nobody to make room for
+        assert trainer.poll() is None  # there is nobody to make room for
+        use("89")
+        time.sleep(3 * PERIOD_S)
+        with serving(tmp_path, "http://127.0.0.1:1"):
+            use("91")
+            assert trainer.wait(60) == KILLED
+    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import staged
 from infra.identity import process_identity
 from infra.overview import Gated, links, overview
 from infra.querylog import QueryLog
@@ -20,6 +19,7 @@ from infra.versions import Target
 from infra.views.gate import write_files
 from infra.windows import Window
 from tests.conftest import judge
+from tests.infra.conftest import Make
 from tests.infra.rows import row
 from tests.tags import draft_tags
 
@@ -27,19 +27,16 @@ TRAINED = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="
 
 
 @pytest.fixture
-def settings(store: Path, tmp_path: Path) -> Settings:
+def settings(store: Path, checkpoint: Make, tmp_path: Path) -> Settings:
     """A home with three drafts: the first is the champion, the second was refused, the third is quarantined."""
     settings = Settings(home=tmp_path / "home")
     settings.home.mkdir()
     shutil.copy(store, settings.home)
     registry = open_registry(settings)
     trained = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": "1" * 64, "parent": "1"}
-    for number, tags in enumerate(
-        ({"tau": '{"chat": 1.5}'}, {"gate": "refused", "gate_reasons": "no gain", **trained}, {})
-    ):
-        with staged(tmp_path / f"draft {number}") as directory:
-            (directory / "model.safetensors").write_text(str(number))
-        registry.register("draft", tmp_path / f"draft {number}", draft_tags(**tags))
+    refused = {"gate": "refused", "gate_reasons": "no gain", **trained}
+    for number, tags in enumerate(({"tau": '{"chat": 1.5}'}, refused, {})):
+        registry.register("draft", checkpoint(f"draft {number}"), draft_tags(**tags))
     registry.promote("draft", 1)
     registry.quarantine("draft", 3, "another output")
     return settings
@@ -56,15 +53,13 @@ def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) 
     assert (seen.target, seen.last_gate, seen.links) == ("", None, {})
 
 
-def test_target_last_gate_and_pages_are_told(settings: Settings, tmp_path: Path) -> None:
+def test_target_last_gate_and_pages_are_told(settings: Settings, checkpoint: Make, tmp_path: Path) -> None:
     registry, report = open_registry(settings), judge({"chat": 0.2}).origin(1, TRAINED)
-    with staged(tmp_path / "target") as directory:
-        (directory / "model.safetensors").write_text("target")
     tags = draft_tags(target_name="SmolLM2-135M-Instruct")
-    registry.register("target", tmp_path / "target", {name: tags[name] for name in Target.tag_names()})
+    registry.register("target", checkpoint("target"), {name: tags[name] for name in Target.tag_names()})
     registry.promote("target", 1)
     evidence = write_files(report, tmp_path)
-    registry.register("draft", tmp_path / "draft 1", draft_tags(gate="passed", parent="1"), {}, evidence)
+    registry.register("draft", checkpoint("draft 4"), draft_tags(gate="passed", parent="1"), {}, evidence)
     (settings.home / "report.html").touch()
     seen = overview(settings)
     assert seen.target == "SmolLM2-135M-Instruct, version 1"
@@ -96,9 +91,7 @@ def test_the_pages_of_what_runs_are_told_and_what_starts_with_since_when(setting
         ("https://ann:secret@mlflow.example", {}),
     ],
 )
-def test_a_shared_mlflow_is_linked_unless_its_address_has_a_password(
-    tmp_path: Path, uri: str, linked: dict[str, str]
-) -> None:
+def test_a_shared_mlflow_is_linked_unless_its_address_has_a_password(tmp_path, uri, linked) -> None:
     assert links(Settings(home=tmp_path, mlflow_uri=uri), None, None) == linked
 
 
@@ -117,10 +110,9 @@ def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None
     assert (seen.attached_acceptance["http://0"], taus) == ({}, {"chat": 2.5, "code": 4.0})
 
 
-def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, tmp_path: Path) -> None:
-    registry = open_registry(settings)
+def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, checkpoint: Make) -> None:
     tags = draft_tags(parent="2", gate="refused", gated_against="1", gate_test="1", returns_for="chat")
-    registry.register("draft", tmp_path / "draft 1", tags)
+    open_registry(settings).register("draft", checkpoint("draft 4"), tags)
     last = overview(settings).last_refresh
     assert last is not None
     assert (last.version, last.rows, last.returns) == (4, "", "draft 2 returns for chat")
@@ -129,8 +121,6 @@ def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Setting
 def test_what_the_loop_waits_for_is_told(settings: Settings) -> None:
     assert overview(settings).waiting.what == "orchestrator"
     QueryLog(settings.querylog).append([row(f"a{number}", consent="metadata") for number in range(70)])
-    TriggerStore(settings.querylog).note(
-        LastLook(at_ms=now_ms(), min_rows=60, wanted={}, interval_s=60.0, interval_from_ms=now_ms())
-    )
-    waiting = overview(settings).waiting
-    assert (waiting.what, waiting.words) == ("consent", "consent: 70 requests may not be trained on, and 0 of 60 may")
+    look = LastLook(at_ms=now_ms(), min_rows=60, wanted={}, interval_s=60.0, interval_from_ms=now_ms())
+    TriggerStore(settings.querylog).note(look)
+    assert overview(settings).waiting.what == "consent"

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ def test_the_one_saved_last_is_a_drafts_newest(tests: PostPromotionTests) -> Non
     for age, previous in enumerate((2, 1)):
         tests.save(TEST.model_copy(update={"previous": previous}))
         os.utime(tests.folder / f"3-{previous}.json", (age, age))
-    found = tests.of_draft(3)
-    assert found is not None
+    assert (found := tests.of_draft(3)) is not None
     assert found.previous == 1
 
 
@@ -42,8 +42,8 @@ def test_one_that_was_to_act_is_unfinished(tests: PostPromotionTests) -> None:
 
 
 def test_only_its_owner_can_read_the_folder_and_nothing_half_written_is_left(tests: PostPromotionTests) -> None:
-    tests.save(TEST)
-    tests.save(TEST)
+    for _ in range(2):
+        tests.save(TEST)
     assert tests.folder.stat().st_mode & 0o777 == 0o700
     assert [file.name for file in tests.folder.iterdir()] == ["3-2.json"]
 
@@ -72,19 +72,12 @@ def test_the_drafts_of_a_home_are_tested_by_one_process(tests: PostPromotionTest
 
 @pytest.mark.slow
 def test_one_that_ends_in_time_is_waited_for(tests: PostPromotionTests) -> None:
-    released = threading.Event()
-
-    def hold() -> None:
-        with tests.alone():
-            held.set()
-            released.wait(0.5)
-
-    held = threading.Event()
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(60)
-    with pytest.raises(ValueError, match="another process tests"), tests.alone():
-        pass
-    with tests.alone(wait_s=60):
-        pass
-    holder.join()
+    with ExitStack() as holding:
+        holding.enter_context(tests.alone())
+        with pytest.raises(ValueError, match="another process tests"), tests.alone():
+            pass
+        ends = threading.Timer(0.3, holding.close)
+        ends.start()
+        with tests.alone(wait_s=60):
+            pass
+        ends.join()

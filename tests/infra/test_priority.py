@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,14 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_work_runs_at_low_priority_and_the_caller_stays_as_it_is() -> None:
+def test_work_and_its_threads_run_at_low_priority_and_the_caller_stays_as_it_is() -> None:
+    def in_a_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(niceness).result()
+
     before = niceness()
-    assert at_low_priority(niceness)() == max(before, NICENESS)
-    assert at_low_priority(at_low_priority(niceness))() == max(before, NICENESS)
+    for work in (niceness, at_low_priority(niceness), in_a_thread):
+        assert at_low_priority(work)() == max(before, NICENESS)
     assert niceness() == before
 
 
@@ -37,18 +42,6 @@ def test_who_leads_a_session_lowers_all_of_it_and_who_was_started_in_one_does_no
     assert re.fullmatch(rf"True /autogroup-\d+ nice {NICENESS}\s*", told)
     assert run_python(script).stdout.startswith("False")
     assert Path("/proc/self/autogroup").read_text() == own
-
-
-def test_threads_of_the_work_inherit_its_priority() -> None:
-    found = []
-
-    def work() -> None:
-        thread = threading.Thread(target=lambda: found.append(niceness()))
-        thread.start()
-        thread.join()
-
-    at_low_priority(work)()
-    assert found == [max(niceness(), NICENESS)]
 
 
 def test_arguments_context_and_errors_pass_through() -> None:
@@ -81,11 +74,9 @@ def test_an_interrupted_caller_ends_the_work_and_waits_for_it() -> None:
     assert ended == [True]
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux's")
-
-
 def test_who_looks_sees_what_another_tells_and_not_its_own(tmp_path: Path) -> None:
     service, trainer, watch = (Busy(tmp_path) for _ in range(3))
+    assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [0o600]  # only the user may read it
     assert not trainer()
     service.tell(True)
     assert trainer()
@@ -97,20 +88,13 @@ def test_who_looks_sees_what_another_tells_and_not_its_own(tmp_path: Path) -> No
 
 
 def test_a_service_that_is_killed_answers_nobody(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from infra.priority import Busy\n"
-        "busy = Busy(Path(sys.argv[1])); busy.tell(True); print('told', flush=True); time.sleep(60)"
-    )
+    script = "import sys, time; from pathlib import Path; from infra.priority import Busy\n"
+    script += "busy = Busy(Path(sys.argv[1])); busy.tell(True); print('told', flush=True); time.sleep(60)"
     looks = Busy(tmp_path)
     with running_python(script, tmp_path) as (_, told):
         assert told == "told"
         assert looks()
     assert not looks()
-
-
-def test_only_the_user_may_read_it(tmp_path: Path) -> None:
-    Busy(tmp_path).close()
-    assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [0o600]
 
 
 def test_who_looks_learns_what_the_service_runs_on(tmp_path: Path) -> None:

@@ -12,6 +12,13 @@ from tests.infra.rows import running_python
 
 # A program with a child of its own; both print their process ids.
 FAMILY = "sleep 60 & echo pid $!; echo pid $$; wait"
+PARENT = """
+import sys, time
+from pathlib import Path
+from infra.processes import Child
+print(Child.start(["sh", "-c", sys.argv[1]], {}, Path(sys.argv[2]), "x").pid, flush=True)
+time.sleep(60)
+"""
 
 
 def family(log: Path) -> list[int]:
@@ -33,35 +40,28 @@ def test_stopping_a_child_ends_its_whole_group(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
-    child = Child.start(
-        ["sh", "-c", "trap '' TERM; echo ready; for n in $(seq 600); do sleep 0.1; done; exit 3"],
-        {},
-        tmp_path / "log",
-        "x",
-    )
+    stubborn = "trap '' TERM; echo ready; for n in $(seq 600); do sleep 0.1; done; exit 3"
+    child = Child.start(["sh", "-c", stubborn], {}, tmp_path / "log", "x")
     wait_until(lambda: "ready" in child.tail(), 60, child, "readiness")
     assert child.stop(grace_s=0.2) == 128 + signal.SIGKILL  # of itself it would end with 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["parent", "guard"])
-def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim: str) -> None:
+def test_a_killed_parent_leaves_nothing_running(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    program = "echo pid $$; sleep 60" if victim == "guard" else FAMILY
-    script = (
-        "import sys, time; from pathlib import Path; from infra.processes import Child\n"
-        f"c = Child.start(['sh', '-c', {program!r}], {{}}, Path(sys.argv[1]), 'x')\n"
-        "print(c.pid, flush=True); time.sleep(60)"
-    )
-    with running_python(script, log) as (parent, guard):
-        if victim == "guard":
-            wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, None, "the process id")
-            pids = [int(log.read_text().split()[1])]
-            os.kill(int(guard), signal.SIGKILL)
-        else:
-            pids = [int(guard), *family(log)]
-            parent.kill()
+    with running_python(PARENT, FAMILY, log) as (parent, guard):
+        pids = [int(guard), *family(log)]
+        parent.kill()
         wait_until(lambda: all_gone(pids), 60, None, "everybody's end")
+
+
+@pytest.mark.slow
+def test_a_killed_guard_leaves_nothing_running(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running_python(PARENT, "echo pid $$; sleep 60", log) as (_, guard):
+        wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, None, "the process id")
+        os.kill(int(guard), signal.SIGKILL)
+        wait_until(lambda: all_gone([int(log.read_text().split()[1])]), 60, None, "everybody's end")
 
 
 def test_a_child_that_ends_while_it_is_waited_for_is_reported_with_its_log(tmp_path: Path) -> None:
@@ -80,13 +80,6 @@ def test_what_a_child_writes_is_closed_to_other_users(tmp_path: Path) -> None:
     with Child.start(["sh", "-c", f"echo text > {tmp_path}/written; sleep 60"], {}, tmp_path / "log", "x") as child:
         wait_until((tmp_path / "written").exists, 60, child, "the file")
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("written", "log")] == [0o600, 0o600]
-
-
-def test_the_tail_is_the_end_of_a_long_log(tmp_path: Path) -> None:
-    child = Child.start(["seq", "50000"], None, tmp_path / "log", "seq")
-    wait_until(lambda: child.poll() == 0, 60, None, "the end")
-    assert child.tail(2) == "49999\n50000"
-    child.stop()
 
 
 def test_a_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:

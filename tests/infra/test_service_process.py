@@ -14,15 +14,7 @@ import pytest
 from infra import service_process
 from infra.keys import keys_path, operator_key, read_keys, sha256_of
 from infra.processes import free_port
-from infra.service_process import (
-    client_of,
-    last_status,
-    last_url,
-    require_startable,
-    start_service,
-    starting,
-    write_config,
-)
+from infra.service_process import client_of, last_status, last_url, require_startable, starting, write_config
 from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
@@ -30,13 +22,13 @@ from tests.conftest import ODD_NAME
 from tests.infra.collector import QuietHandler, running
 from tests.infra.statuses import STATUS
 
-# Compiles one kernel, and answers a second after that, where the file of settings says.
+# Compiles one kernel, and answers half a second after that, where the file of settings says.
 SLOW_SERVICE = """
 import http.server, json, pathlib, sys, time
 config, folder = (pathlib.Path(argument) for argument in sys.argv[1:])
 folder.mkdir(parents=True)
 (folder / "kernel.so").touch()
-time.sleep(1)
+time.sleep(0.5)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -46,8 +38,6 @@ http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["serve"]["po
 
 
 class Handler(QuietHandler):
-    """Gives the answer that it was given."""
-
     def do_GET(self) -> None:
         status, body = self.server.answer
         getattr(self.server, "asked", []).append(self.headers["Authorization"])
@@ -79,13 +69,12 @@ def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(s
 
 @pytest.mark.slow
 def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: Settings) -> None:
+    told = r"^this home is served already, at http://127\.0\.0\.1:4711$"
     with serving(settings.home, "http://127.0.0.1:4711"):
-        for second in (
-            lambda: serving(settings.home, "http://127.0.0.1:4712").__enter__(),
-            lambda: write_config({"serve": {"port": 0}}, settings),
-        ):
-            with pytest.raises(ValueError, match=r"^this home is served already, at http://127\.0\.0\.1:4711$"):
-                second()
+        with pytest.raises(ValueError, match=told), serving(settings.home, "http://127.0.0.1:4712"):
+            pass
+        with pytest.raises(ValueError, match=told):
+            write_config({"serve": {"port": 0}}, settings)
         assert not config_path(settings).exists()  # the first one is still found
     write_config({"serve": {"port": 0}}, settings)
 
@@ -105,9 +94,7 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
 
 
-def test_a_service_without_room_for_its_sockets_names_is_refused_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_without_room_for_its_sockets_names_is_refused_before_it_starts(tmp_path, monkeypatch) -> None:
     (tmp_path / ("t" * 60)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("t" * 60)))
     with pytest.raises(ValueError, match=r"/ray is \d+ bytes long, wanted 40 for Ray's sockets; shorten TMPDIR$"):
@@ -122,12 +109,15 @@ def test_without_a_service_there_is_no_status(settings: Settings) -> None:
     assert last_status(settings) is None
 
 
-def test_a_service_tells_its_status_once_it_is_ready(settings: Settings, server: HTTPServer) -> None:
+def test_a_service_tells_its_status_once_it_is_ready_and_something_else_on_its_port_is_told(settings, server) -> None:
     server.answer = (200, STATUS.model_dump_json().encode())
     assert last_status(settings) == RunningService(**STATUS.model_dump(), url=last_url(settings))
     for status in (404, 503):
         server.answer = (status, b"")
         assert last_status(settings) is None
+    server.answer = (401, b"a key is wanted")
+    with pytest.raises(ValueError, match="answers 401: a key is wanted"):
+        last_status(settings)
 
 
 def test_keys_of_the_variable_are_accepted_by_their_hashes(tmp_path: Path) -> None:
@@ -149,16 +139,11 @@ def test_the_homes_operator_key_goes_to_the_homes_own_service_alone(settings: Se
     assert server.asked == [f"Bearer {operator_key(settings.home)}"] * 2 + [None]
 
 
-def test_something_else_on_the_port_is_told(settings: Settings, server: HTTPServer) -> None:
-    server.answer = (401, b"a key is wanted")
-    with pytest.raises(ValueError, match="answers 401: a key is wanted"):
-        last_status(settings)
+COMPILES = "starting the service: it compiles its models, once on this machine, which takes minutes"
 
 
-def test_a_start_that_compiles_is_told_before_it_takes_minutes(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path)
-    compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"
-    assert starting({"engine": {"name": "vllm"}}, settings) == compiles
+def test_a_start_that_compiles_is_told_before_it_takes_minutes(settings: Settings) -> None:
+    assert starting({"engine": {"name": "vllm"}}, settings) == COMPILES
     assert starting({"engine": {"name": "vllm", "enforce_eager": True}}, settings) == "starting the service"
     compiled_folder(settings.cache).mkdir(parents=True)
     assert starting({"engine": {"name": "vllm"}}, settings) == "starting the service"
@@ -168,11 +153,10 @@ def test_a_start_that_compiles_is_told_before_it_takes_minutes(tmp_path: Path) -
 def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [sys.executable, "-c", SLOW_SERVICE, str(config_path(settings)), str(compiled_folder(settings.cache))]
     monkeypatch.setattr(service_process, "service_argv", lambda _: argv)
-    monkeypatch.setattr(service_process, "TELL_S", 0.1)
+    monkeypatch.setattr(service_process, "TELL_S", 0.05)
     told: list[str] = []
     config = {"engine": {"name": "vllm"}, "serve": {"port": 0}}
-    child, _ = start_service(config, settings, told.append)
+    child, _ = service_process.start_service(config, settings, told.append)
     child.stop()
-    compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"
-    assert re.fullmatch(rf"{compiles} \(\d+ s, 1 kernel\)", told[-1])
+    assert re.fullmatch(rf"{COMPILES} \(\d+ s, 1 kernel\)", told[-1])
     assert len(told) >= 3

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from infra.status import RunningService, ServiceStatus, of_domains, parse_status
+from infra.status import RunningService, of_domains, parse_status
 from tests.infra.statuses import PROOF, STATUS
 
 URL = "http://127.0.0.1:8000"
@@ -16,12 +16,6 @@ def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == model.__module__:
                 yield from models(kind)
-
-
-def test_what_a_service_sends_is_read_back_with_its_address() -> None:
-    read = parse_status(STATUS.model_dump_json().encode(), URL)
-    assert read.url == URL
-    assert ServiceStatus(**read.model_dump(exclude={"url"})) == STATUS
 
 
 @pytest.mark.parametrize(
@@ -49,9 +43,7 @@ def test_what_is_no_status_is_refused_with_what_differs_and_what_to_do(content: 
         ({"draft_version": 4}, True, False),
     ],
 )
-def test_a_draft_is_proven_after_its_probation_while_it_drafts(
-    changed: dict[str, object], drafts: bool, proven: bool
-) -> None:
+def test_a_draft_is_proven_after_its_probation_while_it_drafts(changed, drafts, proven) -> None:
     status = STATUS.model_copy(update=changed)
     assert (status.drafts_with(4), status.has_proven(4)) == (drafts, proven)
 

@@ -28,10 +28,9 @@ sys.exit(Supervisor([eval(program) for program in programs], Path(home), "tiny")
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def server(port: int, name: str = "web", delay_s: float = 0.0) -> str:
-    argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
-    argv = ["sh", "-c", f"sleep {delay_s}; exec {' '.join(argv)}"] if delay_s else argv
-    url = f"http://127.0.0.1:{port}"
+def server(port: int, name: str = "web", delay_s: float = 0.0, argv: list[str] | None = None) -> str:
+    serve = f"exec {sys.executable} -m http.server {port} --bind 127.0.0.1"
+    argv, url = argv or ["sh", "-c", f"sleep {delay_s}; {serve}"], f"http://127.0.0.1:{port}"
     return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=60, first_pause_s=0.1)"
 
 
@@ -41,12 +40,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def run(*programs: str) -> "subprocess.Popen[bytes]":
+        argv = [sys.executable, "-c", SCRIPT, str(tmp_path), *programs]
         with (tmp_path / LOG).open("wb") as told:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", SCRIPT, str(tmp_path), *programs], env=environment(), stderr=told
-                )
-            )
+            processes.append(subprocess.Popen(argv, env=environment(), stderr=told))
         return processes[-1]
 
     yield run
@@ -81,7 +77,7 @@ def wait_restarted(home: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: Start, tmp_path: Path) -> None:
-    late, next_door = server(free_port(), "late", delay_s=3.0), server(free_port(), "next door")
+    late, next_door = server(free_port(), "late", delay_s=2.0), server(free_port(), "next door")
     start(late, next_door, "Program('last', ['sleep', '60'], after=('late', 'next door'))")
 
     def ready() -> set[str]:
@@ -90,16 +86,14 @@ def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: 
 
     wait_until(lambda: ready() != set(), 60, None, "the first")
     assert ready() == {"next door"}
-    state = read_state(tmp_path)
-    assert state is not None
-    assert [program.pid is None for program in state.programs] == [False, False, True]
+    assert [program.pid is None for program in read_state(tmp_path).programs] == [False, False, True]
     assert all(program.ready and program.pid for program in wait_ready(tmp_path).programs)
 
 
 @pytest.mark.slow
 def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
     port = free_port()
-    process = start(server(port), "Program('idle', ['sleep', '60'])")
+    process = start(server(port), IDLE)
     state = wait_ready(tmp_path)
     assert [program.name for program in state.programs] == ["web", "idle"]
     assert answers(state.url("web"))
@@ -111,20 +105,12 @@ def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / STATE).exists()
 
 
-@pytest.mark.slow
-def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> None:
-    port = free_port()
-    start(server(port))
-    kill_first(tmp_path)
-    wait_restarted(tmp_path)
-    assert answers(f"http://127.0.0.1:{port}")
+IDLE = "Program('idle', ['sleep', '60'])"
 
 
 @pytest.mark.slow
-def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_follows(
-    start: Start, tmp_path: Path
-) -> None:
-    process = start("Program('idle', ['sleep', '60'])")
+def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_follows(start, tmp_path) -> None:
+    process = start(IDLE)
     wait_ready(tmp_path)
     in_the_way = tmp_path / f".{STATE}.{process.pid}"
     in_the_way.mkdir()
@@ -145,7 +131,7 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
 
 @pytest.mark.slow
 def test_a_program_that_can_not_be_started_again_now_is_tried_again_later(start: Start, tmp_path: Path) -> None:
-    process = start("Program('idle', ['sleep', '60'])")
+    process = start(IDLE)
     log = Path(wait_ready(tmp_path).programs[0].log)
     log.unlink()
     log.mkdir()
@@ -168,19 +154,16 @@ def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Sta
         "    os._exit(0)\n"
         "served.serve_forever()\n"
     )
-    url = f"http://127.0.0.1:{port}"
-    start(f"Program('web', {[sys.executable, '-c', script]!r}, url={url!r}, health={url!r}, start_timeout_s=60)")
+    start(server(port, argv=[sys.executable, "-c", script]))
     program = kill_first(tmp_path)
     wait_restarted(tmp_path)
     assert "in use" not in Path(program.log).read_text()
+    assert answers(f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.slow
 def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tmp_path: Path) -> None:
-    process = start(
-        "Program('idle', ['sleep', '60'])",
-        "Program('bad', ['sh', '-c', 'echo no disk; exit 3'], health='http://127.0.0.1:9')",
-    )
+    process = start(IDLE, "Program('bad', ['sh', '-c', 'echo no disk; exit 3'], health='http://127.0.0.1:9')")
     assert process.wait(60) == 1
     state = UpState.model_validate_json((tmp_path / STATE).read_bytes())
     assert "bad ended with 3" in state.failure
@@ -189,7 +172,7 @@ def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tm
 
 
 def test_a_killed_supervisor_takes_its_programs_along_and_counts_as_down(start: Start, tmp_path: Path) -> None:
-    process = start("Program('idle', ['sleep', '60'])")
+    process = start(IDLE)
     pid = wait_ready(tmp_path).programs[0].pid
     assert pid is not None
     process.kill()

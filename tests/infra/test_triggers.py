@@ -2,24 +2,8 @@
 
 import pytest
 
-from infra.triggers import (
-    STATE,
-    Due,
-    Ended,
-    Event,
-    Fall,
-    Fallen,
-    Fell,
-    Looked,
-    Lost,
-    Ok,
-    Recovered,
-    Retry,
-    Running,
-    Started,
-    State,
-    step,
-)  # fmt: skip
+from infra import triggers
+from infra.triggers import Due, Fall, Fallen, Fell, Looked, Ok, Recovered, Retry, Running
 
 RETRY = Retry(first_s=60, most_s=500)
 FALL = Fall(draft=3, promised=1.7, served=1.1, since_ms=1_000)
@@ -37,46 +21,38 @@ ENOUGH, TOO_FEW = Looked(enough=True, now_ms=200_000), Looked(enough=False, now_
 IS_LOW = Fell(draft=4, promised=1.6, served=1.2, now_ms=200_000, why="low", attempts=2)
 LOW_NO_MORE = Recovered(why="low")
 TOO_SOON = Looked(enough=True, now_ms=130_000)
-LOST = Lost(now_ms=200_000, retry=RETRY)
+STARTED, LOST = triggers.Started(), triggers.Lost(now_ms=200_000, retry=RETRY)
 
 
-def ended(result: str) -> Ended:
-    return Ended(result=result, now_ms=200_000, retry=RETRY)
+def ended(result: str) -> triggers.Ended:
+    return triggers.Ended(result=result, now_ms=200_000, retry=RETRY)
 
 
 ENDS = [ended(result) for result in ("promoted", "progress", "outdated", "deferred", "failed")]
-EVENTS = [FELL, FELL_WITH_ANOTHER, IS_LOW, LOW_NO_MORE, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), Started(), LOST, *ENDS]
-STATES: list[State] = [
-    Ok(),
-    Fallen(fall=LOW_WAITING),
-    Due(fall=LOW),
-    Running(fall=LOW),
-    Fallen(fall=FALL),
-    Fallen(fall=WAITING),
-    Due(fall=FALL),
-    Running(fall=FALL),
-    Running(fall=WAITING),
-]
+EVENTS = [FELL, FELL_WITH_ANOTHER, IS_LOW, LOW_NO_MORE, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), STARTED, LOST, *ENDS]
+FALLEN = [Fallen(fall=fall) for fall in (LOW_WAITING, FALL, WAITING)]
+STATES: list[triggers.State] = [Ok(), *FALLEN, *(Due(fall=fall) for fall in (LOW, FALL))]
+STATES += [Running(fall=fall) for fall in (LOW, FALL, WAITING)]
 LOW_YET = {"draft": 4, "promised": 1.6, "served": 1.2}
 LOW_AGAIN = LOW.model_copy(update={"wait_from_ms": 200_000, "wait_s": 60.0})
 AT_ONCE = WAITING.model_copy(update={"wait_s": 0.0})
 # What is not here stays as it is.
-TABLE: list[tuple[State, Event, State]] = [
+TABLE: list[tuple[triggers.State, triggers.Event, triggers.State]] = [
     (Ok(), FELL, Fallen(fall=FALL.model_copy(update={"served": 1.0, "since_ms": 200_000}))),
     (Ok(), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
     (Fallen(fall=FALL), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
     (Fallen(fall=FALL), ENOUGH, Due(fall=FALL)),
     (Fallen(fall=FALL), TOO_SOON, Due(fall=FALL)),
     (Fallen(fall=FALL), Recovered(), Ok()),
-    (Fallen(fall=FALL), Started(), Running(fall=FALL)),
+    (Fallen(fall=FALL), STARTED, Running(fall=FALL)),
     (Fallen(fall=WAITING), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
     (Fallen(fall=WAITING), ENOUGH, Due(fall=WAITING)),
     (Fallen(fall=WAITING), Recovered(), Ok()),
-    (Fallen(fall=WAITING), Started(), Running(fall=WAITING)),
+    (Fallen(fall=WAITING), STARTED, Running(fall=WAITING)),
     (Due(fall=FALL), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
     (Due(fall=FALL), TOO_FEW, Fallen(fall=FALL)),
     (Due(fall=FALL), Recovered(), Ok()),
-    (Due(fall=FALL), Started(), Running(fall=FALL)),
+    (Due(fall=FALL), STARTED, Running(fall=FALL)),
     (Running(fall=FALL), LOST, Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=FALL), ended("promoted"), Ok()),
     (Running(fall=FALL), ended("progress"), Fallen(fall=FALL)),
@@ -98,11 +74,11 @@ TABLE: list[tuple[State, Event, State]] = [
     (Fallen(fall=LOW_WAITING), LOW_NO_MORE, Ok()),
     (Fallen(fall=LOW_WAITING), ENOUGH, Due(fall=LOW_WAITING)),
     (Fallen(fall=LOW_WAITING), TOO_SOON, Fallen(fall=LOW_WAITING)),
-    (Fallen(fall=LOW_WAITING), Started(), Running(fall=LOW_WAITING)),
+    (Fallen(fall=LOW_WAITING), STARTED, Running(fall=LOW_WAITING)),
     (Due(fall=LOW), IS_LOW, Due(fall=LOW.model_copy(update=LOW_YET))),
     (Due(fall=LOW), LOW_NO_MORE, Ok()),
     (Due(fall=LOW), TOO_FEW, Fallen(fall=LOW)),
-    (Due(fall=LOW), Started(), Running(fall=LOW)),
+    (Due(fall=LOW), STARTED, Running(fall=LOW)),
     (Running(fall=LOW), LOST, Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=LOW), ended("promoted"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=LOW), ended("progress"), Fallen(fall=LOW)),
@@ -114,14 +90,14 @@ TABLE: list[tuple[State, Event, State]] = [
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("event", EVENTS)
-def test_each_event_does_to_each_state_what_the_table_says(state: State, event: Event) -> None:
+def test_each_event_does_to_each_state_what_the_table_says(state: triggers.State, event: triggers.Event) -> None:
     (wanted,) = [after for before, what, after in TABLE if (before, what) == (state, event)] or [state]
-    assert step(state, event) == wanted
+    assert triggers.step(state, event) == wanted
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_state_survives_the_trip_through_json(state: State) -> None:
-    assert STATE.validate_json(state.model_dump_json()) == state
+def test_a_state_survives_the_trip_through_json(state: triggers.State) -> None:
+    assert triggers.STATE.validate_json(state.model_dump_json()) == state
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -130,20 +106,20 @@ def test_waits_double_up_to_the_longest() -> None:
 
 def test_a_run_that_was_put_off_does_not_shorten_a_longer_wait() -> None:
     long = FALL.model_copy(update={"attempts": 4, "wait_from_ms": 190_000, "wait_s": 480.0})
-    assert step(Running(fall=long), ended("deferred")) == Fallen(fall=long)
+    assert triggers.step(Running(fall=long), ended("deferred")) == Fallen(fall=long)
 
 
 @pytest.mark.parametrize("set_to_ms", [-(10**12), 0, 10**12])
 def test_f24_a_clock_that_jumps_makes_no_wait_longer_than_the_longest(set_to_ms: int) -> None:
-    state: State = Fallen(fall=WAITING)
+    state: triggers.State = Fallen(fall=WAITING)
     for second in range(0, int(RETRY.most_s) + 1, 10):
-        state = step(state, Looked(enough=True, now_ms=set_to_ms + second * 1000))
+        state = triggers.step(state, Looked(enough=True, now_ms=set_to_ms + second * 1000))
     assert isinstance(state, Due)
 
 
 def test_f24_a_clock_that_jumps_ahead_and_back_lets_the_wait_begin_anew_once() -> None:
-    ahead = step(Running(fall=FALL), Ended(result="failed", now_ms=10**12, retry=RETRY))
-    back = step(ahead, Looked(enough=True, now_ms=300_000))
+    ahead = triggers.step(Running(fall=FALL), triggers.Ended(result="failed", now_ms=10**12, retry=RETRY))
+    back = triggers.step(ahead, Looked(enough=True, now_ms=300_000))
     assert back == Fallen(fall=WAITING.model_copy(update={"wait_from_ms": 300_000}))
-    assert step(back, Looked(enough=True, now_ms=359_000)) == back
-    assert isinstance(step(back, Looked(enough=True, now_ms=360_000)), Due)
+    assert triggers.step(back, Looked(enough=True, now_ms=359_000)) == back
+    assert isinstance(triggers.step(back, Looked(enough=True, now_ms=360_000)), Due)

@@ -44,7 +44,6 @@ def line(
     running: bool = False,
     runner: Runner | None = None,
 ) -> str:
-    """Return the answer with its word in front."""
     domains = {} if state is None else {"code": state}
     run = LastRun(started_ms=NOW_MS - 120_000, ended_ms=None if running else NOW_MS - 60_000, retry=RETRY)
     seen = TriggerState(domains=domains, running=running, last_run=run, last_look=look)
@@ -52,23 +51,21 @@ def line(
     return f"{found.what} | {found.line(NOW_MS)}"
 
 
-def test_without_a_draft_it_waits_for_one() -> None:
-    assert line(rows(500), drafts=()) == "build | a first draft: redraft build; for 3 d"
+LOW, USUAL = FALL.model_copy(update={"why": "low"}), "(code has τ 1.05, 1.72 is usual)"
 
 
-def test_while_one_runs_it_waits_for_that() -> None:
-    assert line(rows(0), running=True) == "refresh | the refresh that is running; for 2 min"
-    told = line(rows(0), Running(fall=FALL), running=True)
-    assert told == f"refresh | the refresh that is running {FELL}; for 2 min"
-
-
-def test_of_a_domain_that_never_had_acceptance_it_says_what_is_usual() -> None:
-    low = FALL.model_copy(update={"why": "low"})
-    why = "(code has τ 1.05, 1.72 is usual)"
-    assert line(rows(500), Due(fall=low)).startswith(
-        f"orchestrator | the orchestrator, which was asked for a refresh {why}"
-    )
-    assert line(rows(500), Running(fall=low), running=True).startswith(f"refresh | the refresh that is running {why}")
+@pytest.mark.parametrize(
+    ("home", "told"),
+    [
+        ({"drafts": ()}, "build | a first draft: redraft build; for 3 d"),
+        ({"running": True}, "refresh | the refresh that is running; for 2 min"),
+        ({"state": Running(fall=FALL), "running": True}, f"refresh | the refresh that is running {FELL}; for 2 min"),
+        ({"state": Running(fall=LOW), "running": True}, f"refresh | the refresh that is running {USUAL}; for 2 min"),
+        ({"state": Due(fall=LOW)}, f"orchestrator | the orchestrator, which was asked for a refresh {USUAL}; for 1 h"),
+    ],
+)
+def test_it_waits_for_a_draft_for_what_runs_and_for_who_was_asked(home: dict[str, object], told: str) -> None:
+    assert line(rows(500), **home) == told
 
 
 @pytest.mark.parametrize(("tags", "waits"), [({}, True), ({"previous": "1"}, False), ({"quarantined": "bad"}, False)])
@@ -81,14 +78,8 @@ def test_a_draft_that_passed_waits_for_approval(tags: dict[str, str], waits: boo
 def test_a_past_draft_that_waits_for_approval_is_named_with_what_it_returns_for() -> None:
     second = version(2, parent="1", gate="passed", previous="1")
     back = version(3, parent="1", gate="passed", gated_against="2", returns_for="code")
-    found = waiting_for(
-        second,
-        (back, second, FIRST),
-        rows(0),
-        TriggerState(domains={}, running=False, last_run=None, last_look=LOOK),
-        MADE_MS,
-        NOW_MS,
-    )
+    seen = TriggerState(domains={}, running=False, last_run=None, last_look=LOOK)
+    found = waiting_for(second, (back, second, FIRST), rows(0), seen, MADE_MS, NOW_MS)
     words = "approval of draft 3, which passed its gate (draft 1 returns for code): redraft promote 3"
     assert (found.what, found.words) == ("approval", words)
 
@@ -103,22 +94,17 @@ def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None)
 @pytest.mark.parametrize(
     ("started", "since_s", "told"),
     [
-        (False, 20, "the service to answer; the first look whether a refresh is due comes 40 s later; for 20 s"),
-        (True, 5, "the first look whether a refresh is due, in 35 s; for 5 s"),
-        (
-            True,
-            300,
-            "the orchestrator, which has not looked whether a refresh is due; see: redraft logs runner; for 5 min",
-        ),
+        (False, 20, "the service to answer; the first look whether a refresh is due comes 40 s later"),
+        (True, 5, "the first look whether a refresh is due, in 35 s"),
+        (True, 300, "the orchestrator, which has not looked whether a refresh is due; see: redraft logs runner"),
     ],
 )
-def test_after_a_start_it_waits_for_the_first_look(
-    look: LastLook | None, started: bool, since_s: int, told: str
-) -> None:
+def test_after_a_start_it_waits_for_the_first_look(look, started, since_s, told) -> None:
     runner = Runner(started=started, since_ms=NOW_MS - 1000 * since_s)
-    assert line(rows(500), look=look, runner=runner) == f"orchestrator | {told}"
+    assert line(rows(500), look=look, runner=runner) == f"orchestrator | {told}; for {duration(since_s)}"
 
 
+UNLOGGED = Queue(rows={}, unlogged=256)
 SHORT, REFUSED = "0.2 GiB free, 0.5 wanted", {"error": "refused", "error_since_ms": NOW_MS - 60_000}
 SHARED = {"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2}
 NO_CONSENT = "consent: 240 requests may not be trained on, and 4 of 180 may"
@@ -139,9 +125,7 @@ NO_CONSENT_IN_CODE = "consent: 240 requests of code may not be trained on, and 4
         (rows(240), Due(fall=FALL), {}, "orchestrator", "the orchestrator, which was asked for a refresh"),
     ],
 )
-def test_for_a_fallen_domain_it_says_what_is_lacking(
-    queue: Queue, state: State, look: dict[str, object], what: str, words: str
-) -> None:
+def test_for_a_fallen_domain_it_says_what_is_lacking(queue, state, look, what, words) -> None:
     since = "1 min" if look is REFUSED else "1 h"
     assert line(queue, state, look=LOOK.model_copy(update=look)) == f"{what} | {words} {FELL}; for {since}"
 
@@ -166,11 +150,7 @@ def test_where_a_refresh_went_for_want_of_memory_it_waits_for_that_first(short: 
     [
         (rows(40), 3600, "rows | rows: 40 of 180; for 1 h"),
         (rows(0, metadata=500), 9, "consent | consent: 500 requests may not be trained on, and 0 of 180 may; for 1 h"),
-        (
-            Queue(rows={}, unlogged=256),
-            3600,
-            "consent | consent: 256 requests may not be trained on, and 0 of 180 may; for 1 min",
-        ),
+        (UNLOGGED, 9, "consent | consent: 256 requests may not be trained on, and 0 of 180 may; for 1 min"),
         (Queue(rows={}), 3600, "rows | rows: 0 of 180; for 1 min"),
         (rows(500), 3600, "time | time: the next scheduled refresh in 58 min at most; for 2 min"),
         (rows(500), None, "time | acceptance to fall; no refresh is scheduled; for 10 min"),

@@ -58,9 +58,7 @@ def database(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_database_is_not_taken_for_clean_while_a_reader_keeps_the_text_in_its_file(
-    database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_is_not_taken_for_clean_while_a_reader_keeps_the_text_in_its_file(database, monkeypatch) -> None:
     monkeypatch.setattr(residue, "BUSY_S", 0.2)
     with closing(sqlite3.connect(database, isolation_level=None)) as reader:
         reader.execute("BEGIN")

@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,50 @@ from services.replica import CLOSE_S, application
 from services.request_middleware import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.imports import ROOT
-from tests.infra.kubernetes.manifests import FOLDER, OVERLAYS, RAY, of_kind, pods, rendered, written
 
+FOLDER = ROOT / "infra" / "kubernetes"
+# Paths to pod templates in what is no Deployment or the like.
+RAY = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}
 VERSION = "1.37"  # of the schemas that kubernetes-validate has
 CLOSED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 WRITABLE = {"/tmp", "/dev/shm", "/var/lib/redraft"}  # noqa: S108 - mounts of a pod
 KUBERAY = ROOT.parent / "shared" / "data" / "kubernetes"
 
 
-@pytest.fixture(params=OVERLAYS)
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    """Return the objects of an overlay; the test is skipped where nothing renders it."""
+    for program in (("kubectl", "kustomize"), ("kustomize", "build")):
+        if shutil.which(program[0]) is not None:
+            done = subprocess.run([*program, str(FOLDER / "overlays" / overlay)], capture_output=True, check=True)
+            return list(yaml.safe_load_all(done.stdout))
+    pytest.skip("neither kubectl nor kustomize is installed")
+
+
+def written() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield each object that a file holds, and the file; patches are parts of objects."""
+    for file in sorted(FOLDER.rglob("*.yaml")):
+        if file.name != "kustomization.yaml" and file != FOLDER / "overlays" / "attached" / "redraft.yaml":
+            yield from ((file, one) for one in yaml.safe_load_all(file.read_text()))
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the template of each kind of pod, with a name."""
+    for one in objects:
+        name, spec = f"{one['kind']} {one['metadata']['name']}", one.get("spec", {})
+        if one["kind"] in RAY:
+            cluster = spec[RAY[one["kind"]]]
+            yield f"{name} head", cluster["headGroupSpec"]["template"]
+            for group in cluster.get("workerGroupSpecs", ()):
+                yield f"{name} {group['groupName']}", group["template"]
+        elif "template" in spec:
+            yield name, spec["template"]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+@pytest.fixture(params=["single", "attached", "kuberay"], scope="module")
 def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return rendered(request.param)
 
@@ -79,24 +117,21 @@ def test_a_key_that_a_cluster_would_drop_is_noticed() -> None:
             require_valid(one)
 
 
-def test_every_pod_is_an_ordinary_users_that_writes_to_named_mounts_and_says_what_it_takes(
-    objects: list[dict[str, Any]],
-) -> None:
+def test_every_pod_is_an_ordinary_users_that_writes_to_named_mounts_and_says_what_it_takes(objects) -> None:
+    claimed = {
+        one["metadata"]["name"] for owner in objects for one in owner.get("spec", {}).get("volumeClaimTemplates", ())
+    }
     for name, template in pods(objects):
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"], name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False), name
-        volumes = {one["name"]: one for one in spec["volumes"]} | {
-            one["metadata"]["name"]: one
-            for owner in objects
-            for one in owner.get("spec", {}).get("volumeClaimTemplates", ())
-        }
+        volumes = {one["name"] for one in spec["volumes"]} | claimed
         for container in [*spec["initContainers"], *spec["containers"]]:
             assert container["securityContext"] == CLOSED, name
             requests, limits = (container["resources"][kind] for kind in ("requests", "limits"))
             assert {"cpu", "memory"} <= requests.keys() & limits.keys(), name
-            assert {one["name"] for one in container["volumeMounts"]} <= volumes.keys(), name
+            assert {one["name"] for one in container["volumeMounts"]} <= volumes, name
             assert ":" in container["image"]
         mounts = {one["mountPath"] for container in spec["containers"] for one in container["volumeMounts"]}
         assert mounts >= WRITABLE, name
@@ -115,21 +150,19 @@ def test_no_file_holds_a_secret_and_settings_are_known(objects: list[dict[str, A
             assert {"secretRef": {"name": "redraft"}} in container["envFrom"]
 
 
-def test_each_pod_is_behind_the_policies_and_what_is_always_asked_is_behind_a_budget(
-    objects: list[dict[str, Any]],
-) -> None:
+def test_each_pod_is_behind_the_policies_and_what_is_always_asked_is_behind_a_budget(objects) -> None:
     policies, [budget] = of_kind(objects, "NetworkPolicy"), of_kind(objects, "PodDisruptionBudget")
+    templates = [template for _, template in pods(objects)]
     assert len(policies) >= 2
     for policy in policies:
         selector = policy["spec"]["podSelector"]["matchLabels"]
-        assert all(selector.items() <= template["metadata"]["labels"].items() for _, template in pods(objects))
-    serving = [
+        assert all(selector.items() <= template["metadata"]["labels"].items() for template in templates)
+    [serving] = [
         template
-        for _, template in pods(objects)
+        for template in templates
         if any(port["name"] == "api" for one in template["spec"]["containers"] for port in one["ports"])
     ]
-    assert len(serving) == 1
-    assert budget["spec"]["selector"]["matchLabels"].items() <= serving[0]["metadata"]["labels"].items()
+    assert budget["spec"]["selector"]["matchLabels"].items() <= serving["metadata"]["labels"].items()
 
 
 def test_probes_ask_what_needs_no_key_at_a_port_that_is_there(objects: list[dict[str, Any]]) -> None:
@@ -150,12 +183,15 @@ def container_of(overlay: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return template["spec"], container
 
 
+def require_command(name: str, arguments: list[str]) -> None:
+    get_command(cli.app).commands[name].make_context(name, arguments)
+
+
 @pytest.mark.parametrize("overlay", ["single", "attached"])
 def test_commands_are_what_the_command_line_takes(overlay: str) -> None:
     spec, container = container_of(overlay)
     for one in [*spec["initContainers"], container]:
-        command = get_command(cli.app).commands[one["args"][0]]
-        command.make_context(one["args"][0], one["args"][1:])
+        require_command(*one["args"][:1], one["args"][1:])
     port = next(one["containerPort"] for one in container["ports"] if one["name"] == "api")
     assert {"single": f"--set=serve.port={port}", "attached": f"--port={port}"}[overlay] in container["args"]
 
@@ -168,9 +204,7 @@ def test_a_pod_is_given_the_time_that_its_programs_take_to_end() -> None:
     assert takes_s < spec["terminationGracePeriodSeconds"]
 
 
-def test_a_ray_cluster_serves_what_a_file_says_behind_the_same_middleware(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_cluster_serves_what_a_file_says_behind_the_same_middleware(tmp_path, monkeypatch) -> None:
     [service] = [one for _, one in written() if one["kind"] == "RayService"]
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     [app] = serve["applications"]
@@ -200,4 +234,4 @@ def test_a_refresh_as_a_job_is_a_command_of_ours() -> None:
     [job] = [one for _, one in written() if one["kind"] == "RayJob"]
     program, name, *options = shlex.split(job["spec"]["entrypoint"])
     assert program == "redraft"
-    get_command(cli.app).commands[name].make_context(name, options)
+    require_command(name, options)

@@ -4,16 +4,13 @@ import pytest
 
 from infra.consent import QueryRow
 from infra.views.acceptance import by_domain_and_draft, curves, from_answers, from_log, swaps
+from tests.infra.rows import row
 
 
 def answers(*rows: tuple[str, int, tuple[int, ...]]) -> list[dict]:
+    names = ("domain", "draft_version", "drafted_per_step", "accepted_per_step")
     return [
-        {
-            "domain": domain,
-            "draft_version": str(draft),
-            "drafted_per_step": (3,) * len(accepted),
-            "accepted_per_step": accepted,
-        }
+        dict(zip(names, (domain, str(draft), (3,) * len(accepted), accepted), strict=True))
         for domain, draft, accepted in rows
     ]
 
@@ -27,7 +24,6 @@ def of_drafts(*drafts: int) -> list:
     [
         ((), []),
         ((1, 1, 1), []),
-        ((1, 1, 2, 2), [(3, 2)]),
         ((1, 2, 1, 2, 2), [(2, 2)]),  # a request of draft 1 was in flight at the swap
         ((1, 1, 2, 2, 1, 1), [(3, 2), (5, 1)]),  # rolled back
         ((1, 2, 3, 2, 3, 3, 2, 2), [(2, 2), (3, 3), (7, 2)]),
@@ -46,14 +42,13 @@ def test_a_curve_is_a_running_mean_of_steps_and_breaks_at_a_swap() -> None:
     assert drawn["code"] == [[(4, 3.0)]]
 
 
-def test_a_curve_starts_when_its_mean_has_a_quarter_of_its_requests() -> None:
-    assert [x for x, _ in curves(of_drafts(*[1] * 7), window=20)["chat"][0]] == [5, 6, 7]
-    assert [x for x, _ in curves(of_drafts(1, 1, 1), window=20)["chat"][0]] == [3]
-
-
-def test_a_draft_that_comes_back_starts_a_curve_of_its_own() -> None:
-    drawn = curves(of_drafts(1, 1, 2, 2, 1, 1), window=5)
-    assert [[x for x, _ in part] for part in drawn["chat"]] == [[1, 2], [3, 4], [5, 6]]
+@pytest.mark.parametrize(
+    ("drafts", "window", "drawn"),
+    [([1] * 7, 20, [[5, 6, 7]]), ([1, 1, 1], 20, [[3]]), ([1, 1, 2, 2, 1, 1], 5, [[1, 2], [3, 4], [5, 6]])],
+    ids=["a quarter", "fewer", "a draft that comes back"],
+)
+def test_a_curve_starts_anew_with_each_draft_when_it_has_a_quarter_of_its_requests(drafts, window, drawn) -> None:
+    assert [[x for x, _ in part] for part in curves(of_drafts(*drafts), window)["chat"]] == drawn
 
 
 def test_requests_are_sorted_by_domain_and_draft() -> None:
@@ -64,16 +59,14 @@ def test_requests_are_sorted_by_domain_and_draft() -> None:
 
 
 def test_rows_that_do_not_say_what_was_accepted_are_left_out() -> None:
-    def row(seq: int, **changed: object) -> QueryRow:
-        told = {"drafted": [3], "accepted": [2], "draft_version": 1, "speculating": True, "per_token_ms": 8.0}
-        fixed = {"time_ms": 0, "domain": "chat", "consent": "metadata", "scrubber_revision": 1, "target_version": 1}
-        return QueryRow(**{"seq": seq, "id": f"r{seq}", "finish_reason": "stop", **fixed, **told, **changed})
+    told = {"drafted": [3], "accepted": [2], "draft_version": 1, "speculating": True, "per_token_ms": 8.0, "time_ms": 5}
 
-    without = {"drafted": None, "accepted": None}
-    rows = [row(1), row(2, **without), row(3, speculating=False), row(4, draft_version=None), row(5, per_token_ms=4.0)]
-    served = from_log(rows)
-    assert [request.number for request in served] == [1, 5]
-    assert [request.at for request in from_log([row(7, time_ms=1_700_000_000_000)])] == [1_700_000_000_000]
-    assert [request.per_token_ms for request in served] == [8.0, 4.0]
+    def said(seq: int, **changed: object) -> QueryRow:
+        return row(f"r{seq}", consent="metadata").model_copy(update={"seq": seq, **told, **changed})
+
+    left_out = [said(2, drafted=None, accepted=None), said(3, speculating=False), said(4, draft_version=None)]
+    served = from_log([said(1), *left_out, said(5, per_token_ms=4.0)])
+    assert [(request.number, request.per_token_ms) for request in served] == [(1, 8.0), (5, 4.0)]
+    assert [request.at for request in served] == [5, 5]
     unanswered = {"domain": "chat", "draft_version": None, "drafted_per_step": None, "accepted_per_step": None}
     assert from_answers([unanswered]) == []

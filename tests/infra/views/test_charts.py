@@ -5,19 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infra.views.charts import (
-    MAX_POINTS,
-    MAX_SERIES,
-    RIGHT,
-    WIDTH,
-    Axis,
-    bar_chart,
-    draw_losses,
-    draw_tau,
-    draw_validation,
-    interval_chart,
-    line_chart,
-)
+from infra.views import charts
+from infra.views.charts import MAX_SERIES, WIDTH, Axis, bar_chart, interval_chart, line_chart
 from models.types import Estimate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,22 +21,25 @@ def texts(chart: ElementTree.Element) -> list[str]:
     return [text.text or "" for text in chart.iter(f"{SVG}text")]
 
 
-def drawn_line(points: list[tuple[float, float]], marks: list[tuple[float, str]] | None = None) -> ElementTree.Element:
-    return parsed(line_chart("key", "τ", "falls", {NAME: [points]}, marks or [], ("request", "τ"), 1.0))
+def drawn_line(points: list[tuple[float, float]], marks: tuple[tuple[float, str], ...] = ()) -> ElementTree.Element:
+    return parsed(line_chart("key", "τ", "falls", {NAME: [points]}, marks, ("request", "τ"), 1.0))
 
 
+ONE = Estimate(value=1, low=-2, high=3)
 CHARTS = {
-    "line": lambda: drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")]),
-    "interval": lambda: parsed(
-        interval_chart("key", "τ", "falls", {NAME: Estimate(value=1, low=-2, high=3)}, [(0, ""), (-5, "floor")], "%")
+    "line": lambda names: line_chart(
+        "key", "τ", "falls", {name: [[(1, 1.5), (2, 2), (3, 1.2)]] for name in names}, [], ("request", "τ"), 1.0
     ),
-    "bar": lambda: parsed(bar_chart("key", "τ", "falls", {NAME: {"on": 120.0, "off": 90.0}}, "tokens/s")),
+    "interval": lambda names: interval_chart("key", "τ", "falls", dict.fromkeys(names, ONE), [(0, ""), (-5, "c")], "%"),
+    "bar": lambda names: bar_chart(
+        "key", "τ", "falls", {name: {"without a draft": 120.0, "as drafted": 90.0} for name in names}, "tokens/s"
+    ),
 }
 
 
 @pytest.mark.parametrize("make", CHARTS.values(), ids=CHARTS)
 def test_a_chart_is_named_and_described_and_keeps_names_as_text(make) -> None:
-    chart = make()
+    chart = parsed(make([NAME]))
     assert chart.get("role") == "img"
     assert chart.get("aria-labelledby") == "key-title key-text"
     assert [chart.find(f"{SVG}{tag}").text for tag in ("title", "desc")] == ["τ", "falls"]
@@ -79,21 +71,11 @@ def test_times_are_round_and_as_exact_as_the_axis_is_long(seconds: int, ticks: l
     assert 2 <= len(found) <= 6 and all(axis.low <= at <= axis.high for at, _ in found)
 
 
-LONG = [f"a-domain-with-a-long-name-{number}" for number in range(MAX_SERIES)]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: line_chart("key", "τ", "", {name: [[(1, 1.5), (2, 2)]] for name in LONG}, [], ("request", "τ"), 1.0),
-        lambda: bar_chart("key", "τ", "", {name: {"without a draft": 1.0, "as drafted": 2.0} for name in LONG}, "x"),
-        lambda: interval_chart("key", "τ", "", {name: Estimate(value=1, low=-2, high=3) for name in LONG}, [], "%"),
-    ],
-    ids=["line", "bar", "interval"],
-)
+@pytest.mark.parametrize("make", CHARTS.values(), ids=CHARTS)
 def test_names_are_whole_and_inside_however_long_they_are(make) -> None:
-    chart = parsed(make())
-    assert set(LONG) <= set(texts(chart))
+    names = [f"a-domain-with-a-long-name-{number}" for number in range(MAX_SERIES)]
+    chart = parsed(make(names))
+    assert set(names) <= set(texts(chart))
     for text in chart.iter(f"{SVG}text"):
         x, length = float(text.get("x")), 7.0 * len(text.text or "")
         left = {"start": x, "middle": x - length / 2, "end": x - length}[text.get("text-anchor")]
@@ -101,7 +83,7 @@ def test_names_are_whole_and_inside_however_long_they_are(make) -> None:
 
 
 def test_a_line_goes_up_where_its_values_do_and_a_swap_is_marked_with_its_name() -> None:
-    chart = drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")])
+    chart = drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], ((2, "draft 2"),))
     line = chart.find(f"{SVG}polyline").get("points")
     (x1, y1), (x2, y2), (x3, y3) = [tuple(map(float, point.split(","))) for point in line.split()]
     assert x1 < x2 < x3
@@ -113,8 +95,8 @@ def test_a_line_goes_up_where_its_values_do_and_a_swap_is_marked_with_its_name()
 
 def test_a_long_curve_keeps_its_end_and_not_all_points() -> None:
     line = drawn_line([(n, 1.5) for n in range(5000)]).find(f"{SVG}polyline").get("points").split()
-    assert len(line) <= MAX_POINTS + 1
-    assert line[-1].startswith(f"{WIDTH - RIGHT:.1f},")
+    assert len(line) <= charts.MAX_POINTS + 1
+    assert line[-1].startswith(f"{WIDTH - charts.RIGHT:.1f},")
 
 
 def test_a_single_point_is_a_dot() -> None:
@@ -123,27 +105,28 @@ def test_a_single_point_is_a_dot() -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    bars = [box for box in CHARTS["bar"]().iter(f"{SVG}rect") if box.get("height") == "14"]
+    bars = [box for box in parsed(CHARTS["bar"](["chat"])).iter(f"{SVG}rect") if box.get("height") == "14"]
     on, off = (float(bar.get("width")) for bar in bars)
     assert on / off == pytest.approx(120 / 90, rel=0.01)
 
 
-def test_what_can_not_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 0 points of 1"):
-        drawn_line([])
-    with pytest.raises(ValueError, match="wanted points of 1 to 6 names, got 7 points of 7"):
-        line_chart("key", "τ", "", {str(n): [[(1, 1)]] for n in range(7)}, [], ("", ""), 1.0)
-    with pytest.raises(ValueError, match="at least one row"):
-        interval_chart("key", "τ", "", {}, [], "%")
-    with pytest.raises(ValueError, match="a value above 0, the largest is 0"):
-        bar_chart("key", "τ", "", {"chat": {"on": 0.0}}, "")
+@pytest.mark.parametrize(
+    ("make", "names", "fault"),
+    [
+        ("line", [], "got 0 points of 0"),
+        ("line", list("abcdefg"), "wanted points of 1 to 6 names, got 21 points of 7"),
+        ("interval", [], "at least one row"),
+        ("bar", [], "a value above 0, the largest is 0"),
+    ],
+)
+def test_what_can_not_be_drawn_is_refused(make: str, names: list[str], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        CHARTS[make](names)
 
 
-@pytest.mark.parametrize("names", [["chat"], [NAME, "code"], [f"domain {number}" for number in range(MAX_SERIES + 1)]])
-def test_curves_are_drawn_into_a_file_that_needs_no_page_however_many_there_are(
-    tmp_path: Path, names: list[str]
-) -> None:
-    file = draw_tau({name: [(1, 1.5), (2, 1.7)] for name in names}, tmp_path / "tau.svg")
+@pytest.mark.parametrize("names", [[NAME, "code"], [f"domain {number}" for number in range(MAX_SERIES + 1)]])
+def test_curves_are_drawn_into_a_file_that_needs_no_page_however_many_there_are(tmp_path, names) -> None:
+    file = charts.draw_tau({name: [(1, 1.5), (2, 1.7)] for name in names}, tmp_path / "tau.svg")
     drawn = ElementTree.parse(file).getroot()
     assert set(names) <= set(texts(drawn))
     assert len(drawn.findall(f"{SVG}svg")) == 1 + (len(names) > MAX_SERIES)
@@ -151,7 +134,7 @@ def test_curves_are_drawn_into_a_file_that_needs_no_page_however_many_there_are(
 
 
 def test_losses_and_a_single_look_at_what_was_validated_are_drawn(tmp_path: Path) -> None:
-    losses = draw_losses([(step, 1 / step) for step in range(1, 50)], tmp_path / "losses.svg")
-    looked = draw_validation([(40, 1.4)], tmp_path / "validation.svg")
+    losses = charts.draw_losses([(step, 1 / step) for step in range(1, 50)], tmp_path / "losses.svg")
+    looked = charts.draw_validation([(40, 1.4)], tmp_path / "validation.svg")
     assert len([*ElementTree.parse(losses).getroot().iter(f"{SVG}polyline")]) == 1
     assert len([*ElementTree.parse(looked).getroot().iter(f"{SVG}circle")]) == 1

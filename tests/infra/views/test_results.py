@@ -11,26 +11,20 @@ SETUP = {
 }
 
 
-def report() -> Report:
-    return Report(
+def test_the_block_holds_what_a_reader_needs_and_the_last_line_is_one_json_object_also_on_disk(tmp_path, capsys):
+    report = Report(
         figures={"ratio": 1.5},
         grids=[Grid("speeds", ["side", "tokens/s"], [["pair", "90.0"], ["alone", "60.0"]])],
         notes=["One stream."],
         failures=["2 outputs differ"],
     )
-
-
-def test_the_block_holds_question_command_commit_device_table_and_failures(tmp_path):
-    publish(report(), tmp_path, "B1", "is it faster?", "redraft bench speed", SETUP)
+    result = publish(report, tmp_path, "B1", "is it faster?", "redraft bench speed", SETUP)
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert lines[0].endswith(": is it faster? (B1)")
     assert lines[2] == "`redraft bench speed`, commit 0123456, x86, 2 cores, float32, torch 2.13.0."
     assert lines[6:10] == ["| side | tokens/s |", "| --- | --- |", "| pair | 90.0 |", "| alone | 60.0 |"]
     assert lines[11:13] == ["One stream.", "Failed: 2 outputs differ."]
 
-
-def test_the_last_line_is_one_json_object_that_is_also_on_disk(tmp_path, capsys):
-    result = publish(report(), tmp_path, "B1", "is it faster?", "redraft bench speed", SETUP)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert (result["benchmark"], result["ratio"], result["commit"]) == ("B1", 1.5, SETUP["commit"])
