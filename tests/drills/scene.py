@@ -22,7 +22,7 @@ from models.core.drafting.draft_families import open_draft
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_golden
 from tests.drills.load import Client, Load, Wanted, quiet_answers
-from tests.drills.machine import Clock, seen_with
+from tests.drills.machine import Clock, Memory, seen_with
 from tests.drills.spoiled import Spoil
 from tests.world import World
 
@@ -69,6 +69,7 @@ class Scene:
     has_small_disk: bool
     wanted: dict[str, Wanted]
     clock: Clock
+    memory: Memory
     runner: int = 0
 
     def __post_init__(self) -> None:
@@ -125,7 +126,7 @@ def require_end_without(killed: int, service: Child) -> None:
 
 @contextmanager
 def running(home: Path) -> Iterator[Scene]:
-    """Run a service over the target in a home, with a registry server, a small disk, and a clock to set."""
+    """Run a service over the target in a home, with a registry server, a small disk, and a clock and memory to set."""
     registry = MlflowServer(home)
     registry.start()
     try:
@@ -134,16 +135,22 @@ def running(home: Path) -> Iterator[Scene]:
             pytest.MonkeyPatch.context() as environment,
             hold_port("127.0.0.1", free_port()) as unheard,
         ):
-            away = f"http://127.0.0.1:{unheard.getsockname()[1]}/api"  # where nobody listens, or will
-            drift = {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}
-            serve = {"drift_detector": drift, "canary": {"period_s": 3.0}}
-            cache = home / "log" / "cache"
-            world = World(home, home / "target", registry.url, serve=serve, cache=cache, orchestrator=away)
+            world = World(
+                home,
+                home / "target",
+                registry.url,
+                orchestrator=f"http://127.0.0.1:{unheard.getsockname()[1]}/api",  # where nobody listens, or will
+                cache=home / "log" / "cache",
+                serve={
+                    "drift_detector": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2},
+                    "canary": {"period_s": 3.0},
+                },
+            )
             (machine := home / "machine").mkdir()
-            clock = Clock(machine / "offset")
-            for name, value in seen_with(machine, clock).items():
+            clock, memory = Clock(machine / "offset"), Memory(machine / "meminfo")
+            for name, value in seen_with(machine, clock, memory).items():
                 environment.setenv(name, value)
-            scene = Scene(world, registry, world.start(), has_small_disk, {}, clock)
+            scene = Scene(world, registry, world.start(), has_small_disk, {}, clock, memory)
             try:
                 scene.wanted = quiet_answers(world)
                 yield scene

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,11 +16,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infra.artifacts import write_manifest
+from infra.database import BUSY_TIMEOUT_S
 from infra.processes import wait_until
 from infra.querylog import QueryLog
+from infra.registry import CHAMPION
 from infra.trigger_store import TriggerStore
 from infra.triggers import Fallen
 from models.core.drafting.draft_format import WEIGHTS
+from tests.drills.load import Load
 from tests.drills.machine import Clock
 from tests.drills.scene import Scene, filled, require_end_without, running
 from tests.drills.spoiled import BAD, Spoil
@@ -30,6 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 # The engine's own start takes most of it.
 RECOVERY_S = 150.0
 DAY_S = 86_400
+USUAL_S, BUSY_S = 3.0, BUSY_TIMEOUT_S + 1.0  # longer than the log's writer waits for a lock
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,9 @@ def clock(scene: Scene) -> Iterator[Clock]:
     scene.clock.jump_to(0)
 
 
-def test_f16_with_a_full_disk_under_the_query_log_rows_wait_and_no_answer_does(scene: Scene, world: World) -> None:
+def test_f16_with_a_full_disk_under_the_query_log_rows_wait_for_room_and_no_answer_does(
+    scene: Scene, world: World
+) -> None:
     if not scene.has_small_disk:
         pytest.skip("mounting a small disk is not allowed here")
     assert world.status()["log"]["dropped"] == 0
@@ -107,6 +114,29 @@ def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_on(scen
     assert load.ended_well(), load.outcomes
 
 
+def test_f18_with_the_query_log_locked_no_answer_waits_and_the_rows_do(scene: Scene, world: World) -> None:
+    with scene.load() as load:
+        wait_until(lambda: load.outcomes["ok"] > 4, 60, None, "answers")
+        per_s, before = answered_per_s(load, USUAL_S), world.status()
+        with closing(sqlite3.connect(world.querylog, isolation_level=None)) as lock:
+            lock.execute("BEGIN IMMEDIATE")
+            locked_per_s = answered_per_s(load, BUSY_S)
+            held = world.wait_for("a refused batch", lambda status: "locked" in (status["log"]["last_error"] or ""))
+            lock.execute("ROLLBACK")
+        wait_for_rows(world, held)
+        assert world.status()["log"]["dropped"] == before["log"]["dropped"]
+    assert load.ended_well(), load.outcomes
+    assert locked_per_s > per_s / 2, (locked_per_s, per_s)  # an answer that waited would take seconds
+    wait_until(lambda: losses_are_in_the_log(world), 60, None, "the count of lost rows in the log")
+
+
+def answered_per_s(load: Load, seconds: float) -> float:
+    """Return how many requests a second end, over some seconds."""
+    before, began_s = load.outcomes.total(), time.monotonic()
+    time.sleep(seconds)
+    return (load.outcomes.total() - before) / (time.monotonic() - began_s)
+
+
 @pytest.mark.parametrize(("spoil", "before", "tags", "reason", "quarantined"), BAD.values(), ids=BAD.keys())
 def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
     scene: Scene, world: World, spoil: Spoil | None, before: bool, tags: dict[str, str], reason: str, quarantined: bool
@@ -141,6 +171,35 @@ def test_f2_without_its_controller_the_service_answers_as_before_and_follows_dra
         before = load.outcomes["ok"]
         wait_until(lambda: load.outcomes["ok"] > before + 10, 60, None, "answers under the next controller")
         assert scene.replica() == replica
+    assert load.ended_well(), load.outcomes
+
+
+def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene, world: World) -> None:
+    [killed], replica = scene.named("bin/haproxy"), scene.replica()
+    with scene.load(num_clients=2) as load:
+        load.wait_for_stream()
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: scene.named("bin/haproxy") not in ([], [killed]), 60, None, "the next proxy")
+        before = load.outcomes["ok"]
+        wait_until(lambda: load.outcomes["ok"] > before + 4, 60, None, "answers through the next proxy")
+        assert scene.replica() == replica
+    assert load.ended_well("broken", "no answer", "no connection", "503"), load.outcomes
+    assert load.outcomes["broken"] + load.outcomes["no answer"] <= load.num_clients, load.outcomes
+
+
+def test_f21_what_somebody_set_by_hand_in_the_registry_and_may_not_is_put_back(scene: Scene, world: World) -> None:
+    by_hand = world.registry.store.client
+    ours = by_hand.get_model_version("draft", "1")
+    number = by_hand.create_model_version("draft", source=ours.source, model_id=ours.tags["model_id"]).version
+    with scene.load(num_clients=2) as load:
+        by_hand.set_registered_model_alias("draft", CHAMPION, number)
+
+        def is_put_back() -> bool:
+            return int(by_hand.get_model_version_by_alias("draft", CHAMPION).version) == world.versions[0]
+
+        wait_until(is_put_back, 60, None, "the alias")
+        status = world.status()
+        assert (status["draft_version"], status["speculating"]) == (world.versions[0], True)
     assert load.ended_well(), load.outcomes
 
 
@@ -207,6 +266,25 @@ def test_f24_after_the_clock_jumped_drafts_are_followed_and_rows_keep_their_orde
     log.close()
     assert seqs == sorted(seqs)
     assert min(jumps[0][-1], jumps[2][-1]) > jumps[1][-1]  # by the clock the second part came two days before the first
+
+
+def test_f23_a_draft_that_there_is_no_memory_for_is_loaded_once_there_is(scene: Scene, world: World) -> None:
+    first, second = world.versions
+    with scene.load(num_clients=2) as load:
+        before = world.status()["swaps"]
+        scene.memory.use(0.999)
+        world.registry.promote("draft", second)
+        status = world.wait_for("a wait", lambda status: status["postponed"] != {})
+        [(name, told)] = status["postponed"].items()
+        assert (name.startswith(f"{second}-"), "GiB of memory are free" in told) == (True, True)
+        assert (status["draft_version"], status["speculating"], status["swaps"]) == (first, True, before)
+        assert "quarantined" not in world.registry.get("draft", second).tags
+        scene.memory.use(0.5)
+        world.registry.promote("draft", first)  # it comes anew rather than after its wait
+        world.wait_for("the end of the wait", lambda status: status["postponed"] == {})
+        world.registry.promote("draft", second)
+        world.wait_for_draft(second)
+    assert load.ended_well(), load.outcomes
 
 
 def test_f3_f14_streams_drain_before_the_end_and_with_another_target_no_old_draft_serves(scene: Scene) -> None:
