@@ -27,6 +27,11 @@ def claimed(log: QueryLog, owner: str = "run-1", max_rows: int = 2, **lease: flo
     return window
 
 
+def change_claim(log: QueryLog, **values: object) -> None:
+    with log.database.writing() as connection:
+        connection.execute(update(tables.claim).values(values))
+
+
 def claim_and_die(place: Path | str) -> None:
     script = (
         "import os, signal, sys; from infra.querylog import QueryLog; from tests.infra.rows import address\n"
@@ -104,10 +109,10 @@ def test_the_same_owner_gets_the_same_window_again_while_new_rows_arrive(log: Qu
 
 
 def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: QueryLog) -> None:
-    first = claimed(appended(log), lease_s=0.2)
+    first = claimed(appended(log))
     with pytest.raises(WindowBusy, match="belongs to run-1"):
         log.windows.claim("run-2", max_rows=10)
-    time.sleep(0.25)
+    change_claim(log, lease_until_ms=0)
     second = log.windows.claim("run-2", max_rows=10)
     assert second == first.model_copy(update={"owner": "run-2"})
     for late in (log.windows.commit, log.windows.release):
@@ -350,13 +355,11 @@ def test_of_rows_whose_writer_was_undone_no_number_is_left_out(log: QueryLog) ->
 @pytest.mark.parametrize(("where", "free_here"), [("other-boot pid:[1]", True), (f"{BOOT} pid:[1]", False)])
 def test_the_claim_of_another_boot_is_free_at_once_only_where_no_other_host_can_be(log, where, free_here) -> None:
     claimed(appended(log))
-    with log.database.writing() as connection:
-        connection.execute(update(tables.claim).values(process=f"{where} 1", pid=1))
+    change_claim(log, process=f"{where} 1", pid=1)
     if free_here and not log.database.is_shared:
         assert log.windows.claim("run-2", max_rows=10) is not None
         return
     with pytest.raises(WindowBusy, match="belongs to run-1"):
         log.windows.claim("run-2", max_rows=10)
-    with log.database.writing() as connection:
-        connection.execute(update(tables.claim).values(lease_until_ms=log.database.now_ms(connection) - 1))
+    change_claim(log, lease_until_ms=0)
     assert log.windows.claim("run-2", max_rows=10) is not None

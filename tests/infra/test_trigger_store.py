@@ -101,8 +101,8 @@ def test_of_a_run_on_another_host_its_lease_says_whether_it_lives(trigger, datab
 
 
 def test_a_run_renews_its_lease(trigger: TriggerStore) -> None:
-    with trigger.run(RETRY, lease_s=0.5):
-        time.sleep(0.8)
+    with trigger.run(RETRY, lease_s=1.0):
+        time.sleep(1.2)
         assert trigger.state().running
 
 
