@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.versions import is_quarantined
+from infra.versions import is_quarantined, label
 from models.core.drafting.draft_format import WEIGHTS
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
@@ -22,7 +22,6 @@ from services.drafts import (
     DraftSource,
     Loaded,
     choose_boot_draft,
-    label,
     recall,
     remember,
     start_engine,
