@@ -48,29 +48,35 @@ class RolloutStore:
 
     def __init__(self, address: Path | str, fleet: str, params: RolloutParams) -> None:
         self._database, self._fleet, self._params = Database(address), fleet, params
-        self._lock, self.seen, self._own = threading.Lock(), Fleet(), set[str]()
+        self._lock, self.seen, self._own = threading.Lock(), Fleet(), tuple[str, ...]()
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Look after the replicas that join in the block; they leave at its end, and are lost if the process is."""
+    def taking_part(self, *names: str) -> Iterator[None]:
+        """Look after replicas, these and those that join in the block; they leave at its end, or are lost if we are.
+
+        They join, also anew, as soon as the database can be reached.
+        """
+        self._own = names
         try:
             with renewing(self.renew, LEASE_S):
                 yield
         finally:
             with suppress(StoreUnavailable):
-                self.tell(Left(names=tuple(self._own)))
+                self.tell(Left(names=self._own))
 
     def tell(self, *events: Event) -> Fleet:
         """Take the step of each event, in order, and return where the fleet stands then."""
         with self._lock, translated("following the rollout"):
+            for event in events:
+                if isinstance(event, Joined | Left):
+                    new = event.names if isinstance(event, Joined) else ()
+                    self._own = (*(name for name in self._own if name not in event.names), *new)
             with self._database.reading() as connection:
                 before, self.seen = self._stepped(connection, events)
-            joined = {name for event in events if isinstance(event, Joined) for name in event.names}
-            self._own |= joined
-            if before != self.seen or joined:
+            if before != self.seen:
                 with self._database.writing() as connection:
                     before, self.seen = self._stepped(connection, events)
-                    self._write(connection, before, self.seen, joined)
+                    self._write(connection, before, self.seen)
                 _log(before, self.seen)
             return self.seen
 
@@ -89,12 +95,12 @@ class RolloutStore:
         before = after = kept.model_copy(update={"rows": tuple(Replica.model_validate_json(row.body) for row in found)})
         now_ms = self._database.now_ms(connection)
         lost = tuple(row.name for row in found if not is_held(self._database, connection, row))
-        for event in (Lost(names=lost), *events):
+        for event in (Lost(names=lost), Joined(names=self._own), *events):
             if not isinstance(event, Named) or event.champion.partition("-")[0] == _champion(connection):
                 after = step(after, event, self._params, now_ms)
         return before, after
 
-    def _write(self, connection: Connection, before: Fleet, after: Fleet, joined: set[str]) -> None:
+    def _write(self, connection: Connection, before: Fleet, after: Fleet) -> None:
         of_fleet, was = replicas.c.fleet == self._fleet, {row.name: row for row in before.rows}
         if gone := was.keys() - {row.name for row in after.rows}:
             connection.execute(delete(replicas).where(of_fleet, replicas.c.name.in_(gone)))
@@ -105,8 +111,8 @@ class RolloutStore:
             if row.name not in was:
                 values = {"fleet": self._fleet, "name": row.name, "place": last + 1 + at, "body": body, **mine}
                 connection.execute(insert(replicas).values(values))
-            elif row != was[row.name] or row.name in joined:
-                values = {"body": body, **(mine if row.name in joined else {})}
+            elif row != was[row.name]:
+                values = {"body": body, **(mine if row.name in self._own else {})}
                 connection.execute(update(replicas).where(of_fleet, replicas.c.name == row.name).values(values))
         body = after.model_dump_json(exclude={"rows"})
         connection.execute(delete(fleets).where(fleets.c.fleet == self._fleet))
@@ -136,8 +142,7 @@ class Member:
         `seen` is what it says of itself, None while it starts.
         """
         named = Named(champion="" if champion is None else label(champion))
-        join = () if self.store.seen.row(self.name) else (Joined(names=(self.name,)),)
-        fleet = self.store.tell(*(() if seen is None else (*join, seen)), named)
+        fleet = self.store.tell(*(() if seen is None else (seen,)), named)
         if champion is not None and (draft := label(champion)) in fleet.refused.keys() - {*fleet.untold}:
             # Asked anew: the champion may have been read before it was quarantined.
             cleared = not is_quarantined(self._registry.get("draft", champion.number))

@@ -81,6 +81,7 @@ class Fleet(Frozen):
         wave: the one that is open.
         through_ms: since when all replicas of the open wave have the candidate or left, None before.
         tested: whether the candidate passed the post-promotion test.
+        at_start: the candidate, if engines that run can't load it, but those that start with it.
         lost: the replicas that were lost while they loaded the candidate, and their waves.
         refused: drafts that no replica may load, and why, until somebody clears their quarantine.
         untold: those of them that the registry was not told of.
@@ -92,6 +93,7 @@ class Fleet(Frozen):
     wave: int = CANARY
     through_ms: int | None = None
     tested: bool = False
+    at_start: str = ""
     lost: dict[str, int] = {}  # noqa: RUF012
     refused: dict[str, str] = {}  # noqa: RUF012
     untold: tuple[str, ...] = ()
@@ -109,6 +111,8 @@ class Fleet(Frozen):
         row = self.row(name)
         if draft in self.refused or (row is not None and draft in row.failed):
             return False
+        if draft == self.at_start:
+            return all(other.version in ("", draft) for other in self.rows)
         if row is None and not self.good:
             return True
         in_turn = row is not None and row.wave <= self.wave and row.name not in self.lost
@@ -120,7 +124,9 @@ class Fleet(Frozen):
             return ""
         num_have, left = sum(row.has(self.candidate) for row in self.rows), len(self.left())
         stage = f"wave {self.wave}" if self.wave else "canary"
-        if self.wave == CANARY and num_have and not self.tested:
+        if self.at_start:
+            stage = "waits for the next start of all replicas, whose engines can't load it"
+        elif self.wave == CANARY and num_have and not self.tested:
             stage = "canary, which waits for the post-promotion test"
         leaving = f", {left} left" if left else ""
         return f"draft {self.candidate}: {stage}, {num_have} of {len(self.rows)} replicas have it{leaving}"
@@ -182,6 +188,12 @@ class Named(Frozen):
     champion: str
 
 
+class NeedsStart(Frozen):
+    """A replica found that its engine can't load a draft of this shape, or K."""
+
+    draft: str
+
+
 class Passed(Frozen):
     """A draft passed its post-promotion test."""
 
@@ -200,7 +212,7 @@ class Cleared(Frozen):
     draft: str
 
 
-Event = Joined | Left | Lost | Away | Seen | Loading | Named | Passed | Told | Cleared
+Event = Joined | Left | Lost | Away | Seen | Loading | Named | NeedsStart | Passed | Told | Cleared
 
 
 def step(fleet: Fleet, event: Event, params: RolloutParams, now_ms: int) -> Fleet:
@@ -224,6 +236,8 @@ def step(fleet: Fleet, event: Event, params: RolloutParams, now_ms: int) -> Flee
                 fleet = _change(fleet, name, state="loading")
         case Named(champion=champion):
             fleet = _named(fleet, champion, params)
+        case NeedsStart(draft=draft):
+            fleet = _with(fleet, at_start=draft if draft == fleet.candidate else fleet.at_start)
         case Passed(draft=draft):
             fleet = _with(fleet, tested=fleet.tested or draft == fleet.candidate)
         case Told(draft=draft):
@@ -252,9 +266,11 @@ def _settled(fleet: Fleet, params: RolloutParams, now_ms: int) -> Fleet:
     fleet = _judged(fleet)
     if not fleet.candidate or not fleet.rows:
         return fleet
+    has_any = any(row.has(fleet.candidate) for row in fleet.rows)
+    if not has_any:  # nobody is left who could show that it is sound
+        fleet = _with(fleet, wave=CANARY)
     fleet = _in_turn(fleet, params)
     waiting = [row for row in fleet.rows if not fleet.is_through(row)]
-    has_any = any(row.has(fleet.candidate) for row in fleet.rows)
     if not waiting and has_any:
         return _ended_well(fleet)
     here = [row for row in waiting if row.state != "away"]
@@ -327,7 +343,7 @@ def _ended_well(fleet: Fleet) -> Fleet:
 
 
 def _anew(fleet: Fleet, candidate: str) -> Fleet:
-    return _with(fleet, candidate=candidate, wave=CANARY, through_ms=None, tested=False, lost={})
+    return _with(fleet, candidate=candidate, wave=CANARY, through_ms=None, tested=False, at_start="", lost={})
 
 
 def _change(fleet: Fleet, name: str, /, **changed: object) -> Fleet:

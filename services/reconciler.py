@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from infra.events import PAIR_BROKE
 from infra.object_store import ObjectsUnavailable
+from infra.rollouts import NeedsStart
 from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined, label
@@ -167,6 +168,10 @@ class Reconciler:
         except Incompatible as error:
             return partial(swap.unfit, version=version, reason=str(error))
         except NeedsReplacement as error:
+            if self._source.member is not None:
+                await asyncio.to_thread(self._source.member.store.tell, NeedsStart(draft=label(version)))
+                reason = f"{error}; the next start of all replicas serves it"
+                return partial(swap.unfit, version=version, reason=reason)
             goes_back = await asyncio.to_thread(self._goes_back, version)
             return partial(swap.needs_replica, version=version, reason=str(error), goes_back=goes_back)
         except ShortOfMemory as error:

@@ -22,6 +22,7 @@ from infra.rollouts import (
     Loading,
     Lost,
     Named,
+    NeedsStart,
     Passed,
     Seen,
     Told,
@@ -176,6 +177,27 @@ def test_a_refused_draft_is_tried_again_when_its_quarantine_was_cleared_after_th
     assert may_load(after(told, Cleared(draft=NEW), Named(champion=NEW))) == "a"
 
 
+def test_a_draft_that_running_engines_cant_load_waits_until_all_replicas_start_with_it() -> None:
+    waits = after(
+        fleet_of("abc"), Named(champion=NEW), Loading(name="a", draft=NEW), NeedsStart(draft=NEW), serves("a")
+    )
+    assert (may_load(waits), waits.refused, waits.lost) == ("", {}, {})
+    assert not after(waits, Lost(names=("a",))).may_load("d", NEW)  # the others serve what they have
+    stopped = after(waits, Left(names=("a", "b", "c")))
+    assert stopped.may_load("d", NEW)
+    started = after(stopped, Joined(names=("d", "e")), serves("d", NEW), serves("e", "", proven=False))
+    assert started.may_load("f", NEW) and not after(started, serves("e")).may_load("f", NEW)
+    assert after(started, serves("e", NEW)).good == (NEW, OLD)
+
+
+def test_when_nobody_is_left_who_has_a_draft_a_canary_tries_it_again() -> None:
+    opened = after(fleet_of("abcdefgh"), Named(champion=NEW), serves("a", NEW), Passed(draft=NEW))
+    opened = after(opened, serves("b", NEW), now_s=10)
+    assert (opened.wave, may_load(opened)) == (1, "abcd")
+    again = after(opened, Lost(names=("a", "b")), serves("c"), now_s=11)
+    assert (again.wave, may_load(again), may_load(again, OLD)) == (CANARY, "c", "cdefgh")
+
+
 @pytest.mark.parametrize("shares", [(), (0.5,), (0.5, 0.5, 1.0), (0.0, 1.0), (1.0, 0.5), (0.5, 1.5)])
 def test_waves_that_do_not_grow_to_all_replicas_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="wanted shares that grow from above 0 to 1"):
@@ -287,13 +309,15 @@ OPERATIONS = st.lists(
     sick=st.sets(PLACES, max_size=2),
     told=OPERATIONS,
 )
-def test_whatever_happens_each_replica_ends_on_the_champion_or_the_last_good_draft(num, bad, sick, told) -> None:
+def test_whatever_happens_each_replica_ends_on_the_champion_or_the_last_good_draft(
+    num: int, bad: set[str], sick: set[int], told: list[tuple[str, int | None]]
+) -> None:
     world = Played(num, bad, sick)
     for name, argument in told:
-        if name == "wait":
-            world.now_s += argument
-        elif argument is None:
+        if argument is None:
             getattr(world, name)()
+        elif name == "wait":
+            world.now_s += argument
         else:
             getattr(world, name)(argument % num)
     for _ in range(4 * num + 20):  # from now on nothing more happens to them
@@ -310,7 +334,7 @@ def test_whatever_happens_each_replica_ends_on_the_champion_or_the_last_good_dra
 
 @settings(max_examples=15, deadline=None)
 @given(num=st.integers(3, 40), data=st.data())
-def test_a_bad_draft_is_loaded_by_the_canary_and_one_more_and_by_no_other(num, data) -> None:
+def test_a_bad_draft_is_loaded_by_the_canary_and_one_more_and_by_no_other(num: int, data: st.DataObject) -> None:
     world = Played(num, {"2-x"}, set())
     world.promote()
     for place in data.draw(st.permutations([*range(num)] * 3)):
@@ -325,7 +349,7 @@ def test_a_bad_draft_is_loaded_by_the_canary_and_one_more_and_by_no_other(num, d
 
 @settings(max_examples=15, deadline=None)
 @given(num=st.integers(2, 40), data=st.data())
-def test_a_good_draft_comes_in_waves_of_their_shares(num, data) -> None:
+def test_a_good_draft_comes_in_waves_of_their_shares(num: int, data: st.DataObject) -> None:
     world = Played(num, set(), set())
     world.promote()
     for place in data.draw(st.permutations([*range(num)] * 40), label="looks"):
