@@ -57,6 +57,11 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
         ({"serve": {"probation": {"timeout": 1}}}, r"serve\.probation\.timeout"),
         ({"serve": {"tool_parser": "herms"}}, r'did you mean "hermes"'),
         ({"serve": {"port": 0}}, "port is 0"),
+        (
+            {"serve": {"port": 1, "num_replicas": 2, "front": "haproxy"}},
+            'to one replica; of 2, "ray"',
+        ),
+        ({"serve": {"port": 1, "rollout": {"waves": [0.5]}}}, "wanted shares that grow from above 0 to 1"),
         ({"settings": {"hom": "here"}}, r"settings\.hom"),
     ],
 )

@@ -239,6 +239,8 @@ def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for
         for front in ("auto", "haproxy", "ray")
     }
     assert ReverseProxy.find(by_name["ray"], tmp_path) is None
+    several = ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"num_replicas": 2})
+    assert ReverseProxy.find(several, tmp_path) is None
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
     assert ReverseProxy.find(by_name["auto"], tmp_path) is None
     with pytest.raises(ValueError, match="redraft doctor"):
