@@ -9,7 +9,8 @@ from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import LogStats, QueryLog
 from infra.registry import Registry, open_registry
 from infra.regression_sets import RegressionSet
-from infra.rollouts import AttachedServer, attached_servers
+from infra.rollout_store import ATTACHED, fleets_of
+from infra.rollouts import Fleet, Replica
 from infra.service_process import MLFLOW, PREFECT, RUNNER, last_status
 from infra.serving import served_since_ms
 from infra.settings import Settings
@@ -63,8 +64,9 @@ class Overview(Frozen):
         last_gate: the newest draft of which a gate's report was kept, and the report.
         service_since_ms: since when a service holds the home, whether it answers yet or not; None without one.
         links: addresses of pages that say more, by their names.
-        attached: vLLM servers whose draft `redraft attach` keeps at the champion now.
-        attached_acceptance: server's URL, then domain, to acceptance in the last rows that its present draft drafted.
+        fleets: replicas of the service, and vLLM servers that `redraft attach` follows, with how far a new champion is
+            in them.
+        acceptance: a replica's name, then domain, to acceptance in the last rows that its present draft drafted.
     """
 
     target: str = ""
@@ -75,12 +77,17 @@ class Overview(Frozen):
     service: RunningService | None
     service_since_ms: int | None = None
     links: dict[str, str] = Field(default_factory=dict)
-    attached: tuple[AttachedServer, ...] = ()
-    attached_acceptance: dict[str, dict[str, RecentAcceptance]] = Field(default_factory=dict)
+    fleets: dict[str, Fleet] = Field(default_factory=dict)
+    acceptance: dict[str, dict[str, RecentAcceptance]] = Field(default_factory=dict)
     programs: tuple[ProcessRecord, ...]
     waiting: Waiting
     regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
     post_promotion_test: PostPromotionTest | None = None
+
+    @property
+    def attached(self) -> tuple[Replica, ...]:
+        """Where the vLLM servers stand that are followed."""
+        return tuple(row for name, fleet in self.fleets.items() if name.startswith(ATTACHED) for row in fleet.rows)
 
     @property
     def champion(self) -> DraftOverview | None:
@@ -98,7 +105,8 @@ def overview(settings: Settings) -> Overview:
     made = (file if file.is_file() else settings.home).stat()
     trigger = TriggerStore(settings.querylog).state()
     queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
-    attached = attached_servers(settings.home)
+    fleets = fleets_of(settings.querylog)
+    replicas = [row for fleet in fleets.values() for row in fleet.rows]
     return Overview(
         target="" if target is None else f"{target.target.name}, version {target.number}",
         drafts=tuple(_draft(version, champion) for version in versions),
@@ -108,8 +116,8 @@ def overview(settings: Settings) -> Overview:
         service=service,
         service_since_ms=served_since_ms(settings.home),
         links=links(settings, state, champion),
-        attached=attached,
-        attached_acceptance={row.server: _acceptance(log, row) for row in attached if row.name and row.version},
+        fleets=fleets,
+        acceptance={row.name: _acceptance(log, row) for row in replicas if row.logged_as and row.version},
         programs=() if state is None else state.programs,
         waiting=waiting_for(
             champion, versions, queue, trigger, made.st_mtime_ns // 1_000_000, runner=_runner(settings, state)
@@ -119,9 +127,9 @@ def overview(settings: Settings) -> Overview:
     )
 
 
-def _acceptance(log: QueryLog, row: AttachedServer) -> dict[str, RecentAcceptance]:
+def _acceptance(log: QueryLog, row: Replica) -> dict[str, RecentAcceptance]:
     draft, counts = int(row.version.partition("-")[0]), dict[str, list[tuple[int, int, int]]]()
-    for _, domain, steps, drafted, accepted in log.acceptance_counts(draft, 0, NUM_ROWS, row.name):
+    for _, domain, steps, drafted, accepted in log.acceptance_counts(draft, 0, NUM_ROWS, row.logged_as):
         counts.setdefault(domain, []).append((steps, drafted, accepted))
     return {domain: RecentAcceptance.of(of_domain) for domain, of_domain in sorted(counts.items())}
 

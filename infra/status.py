@@ -79,6 +79,7 @@ class ServiceStatus(Frozen):
     A draft's name is its number in the registry and the start of its digest, such as "3-0123456789ab".
     """
 
+    replica: str = Field(description="which of several replicas answers; empty if there is one alone")
     phase: Phase = Field(description="where the replica stands with its draft")
     champion: int | None = Field(description="draft that the registry named last; null without one")
     draft_version: int | None = Field(description="draft in the engine; null without one")

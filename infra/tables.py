@@ -22,7 +22,7 @@ from sqlalchemy import (
     Text,
 )  # fmt: skip
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 ENDED = "the process ended before it said why"
 # `cursor` is the last row of the last window that ended, `seq` the number of the last row that was written.
 COUNTERS = ("cursor", "dropped", "duplicates", "seq")
@@ -146,6 +146,20 @@ champions = Table(
     Column("changed_by", Text, nullable=False),
 )
 
+# Rollouts of champions (infra/rollouts.py), and the replicas of each fleet with the lease of who looks after them.
+fleets = Table("fleets", METADATA, Column("fleet", Text, primary_key=True), Column("body", Text, nullable=False))
+replicas = Table(
+    "replicas",
+    METADATA,
+    Column("fleet", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("place", Number, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("pid", Number, nullable=False),
+    Column("process", Text, nullable=False),
+    Column("lease_until_ms", Number, nullable=False),
+)
+
 trigger_domains = Table(
     "trigger_domains", METADATA, Column("domain", Text, primary_key=True), Column("state", Text, nullable=False)
 )
@@ -161,4 +175,4 @@ trigger_run = Table(
     Column("lease_until_ms", Number, nullable=False),
 )
 # What is said of a home, and not of rows.
-OF_HOME = (champions, trigger_domains, trigger_facts, trigger_run)
+OF_HOME = (champions, fleets, replicas, trigger_domains, trigger_facts, trigger_run)

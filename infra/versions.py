@@ -317,8 +317,13 @@ def as_version(version: "ModelVersion") -> Version:
     )
 
 
+def label(version: Version) -> str:
+    """Return number and digest, by which a version is known: a number could come again in a new registry."""
+    return f"{version.number}-{version.sha256[:12]}"
+
+
 def cached(version: Version, cache: Path) -> Path:
-    return cache / version.kind / f"{version.number}-{version.sha256[:12]}"
+    return cache / version.kind / label(version)
 
 
 def is_quarantined(version: Version) -> bool:

@@ -9,7 +9,7 @@ from models import catalog
 from models.core.evaluation.canary import Params as CanaryParams
 from models.core.evaluation.drift_detector import Params as DriftDetector
 from models.params import BaseParams, require_unsaid
-from models.types import Frozen, Positive
+from models.types import Frozen, Positive, RolloutParams
 
 
 class Limits(Frozen):
@@ -142,6 +142,7 @@ class Serve(Frozen):
 
     Attributes:
         port: TCP port, 0 takes a free one.
+        num_replicas: engines that serve it, each with the whole model, behind Ray's own proxy if there are several.
         poll_s: seconds between looks at the registry.
         min_swap_interval_s: seconds between two swaps, at least.
         min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
@@ -158,12 +159,14 @@ class Serve(Frozen):
         structured: whether clients can name the form of an answer.
         probation: the checks after a draft was loaded.
         canary: the checks of the served draft and its engine now and then.
+        rollout: how a new champion gets to several replicas, or attached servers.
         drift_detector: when falling acceptance starts a refresh.
         capture: what is kept of hidden states.
         reasoning: a small model that answers in turn with the target, for requests that ask for it.
     """
 
     port: int = Field(default=8000, ge=0, le=65535)
+    num_replicas: int = Field(default=1, ge=1)
     poll_s: Positive = 5.0
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
@@ -176,6 +179,15 @@ class Serve(Frozen):
     structured: Structured = Structured()
     probation: Probation = Probation()
     canary: CanaryParams = CanaryParams()
+    rollout: RolloutParams = RolloutParams()
     drift_detector: DriftDetector = DriftDetector()
     capture: Capture = Capture()
     reasoning: Reasoning = Reasoning()
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> Self:
+        if self.num_replicas > 1 and self.front == "haproxy":
+            raise ValueError(
+                f'front is "haproxy", which passes requests on to one replica; of {self.num_replicas}, "ray"'
+            )
+        return self

@@ -5,7 +5,7 @@ What is gated, estimated or measured in `models` is kept, sent and shown by `inf
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # Lists a directory's files with their sha256 and sizes (`infra.artifacts`).
 MANIFEST_NAME = "manifest.json"
@@ -56,6 +56,28 @@ class GateParams(Frozen):
     alpha_total: float = Field(
         0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
     )
+
+
+class RolloutParams(Frozen):
+    """How a new champion gets to many replicas: one canary first, then waves.
+
+    Attributes:
+        waves: share of the replicas that have it after each wave behind the canary's; the last is 1.
+        pause_s: seconds between the end of a wave and the next; each replica that swaps forgets its cached prefixes.
+        test_s: seconds that the canary serves it without a verdict of the post-promotion test; then waves go on
+            without one.
+    """
+
+    waves: tuple[float, ...] = (0.25, 0.5, 1.0)
+    pause_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    test_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
+
+    @field_validator("waves")
+    @classmethod
+    def _reach_all(cls, waves: tuple[float, ...]) -> tuple[float, ...]:
+        if not waves or waves[-1] != 1 or any(low >= high for low, high in zip((0.0, *waves), waves, strict=False)):
+            raise ValueError(f"waves are {list(waves)}, wanted shares that grow from above 0 to 1")
+        return waves
 
 
 class DomainEvidence(Frozen):

@@ -7,9 +7,8 @@ golden prompts through the server's own API, canaries, the last good draft again
 back with its start-up draft gets the champion again. Its requests reach the query log by `services/record.py`; without
 it the server's metrics tell how its draft does.
 
-Of several servers the first that answers tries a draft, the rest get it once it was proven there. Who may take a draft
-follows from rows in a file of the home, so that a proven draft goes on to the rest after a restart too. A server whose
-turn has not come is told of no champion, and its last good draft stays.
+Which of several servers may take a draft follows from their rows in the query log's database (infra/rollouts.py), so
+that a rollout goes on after a restart. A server whose turn has not come is told of its last good draft.
 
 Servers that see no folder of ours fetch weights at addresses that are signed and expire. The key is the process's own,
 so an address is good for a file that this process offered, or for none. Bytes are not secret on the way unless the
@@ -26,8 +25,8 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
 from typing import Any
@@ -39,27 +38,26 @@ from pydantic import Field
 
 from infra.cache import hold
 from infra.events import EVERY_DOMAIN, Emitter
-from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.rollouts import FOLDER, PREFIX, AttachedServer, DraftCounts, RolloutState, read_rollout, write_rollout
+from infra.rollout_store import ATTACHED, Member, RolloutStore
+from infra.rollouts import Away, Joined, Left
 from infra.settings import ATTACH_TOKEN
+from infra.store import StoreUnavailable
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.golden import load_golden
 from models.engines.vllm.attached import AttachedEngine, Offer
 from models.engines.vllm.redraft_vllm import file_digest
 from models.targets import TargetCard, describe
 from services.config import ServiceConfig, read_as
-from services.drafts import DraftSource, DraftState, Loaded, label, recall
-from services.drift import DriftWatch
+from services.drafts import DraftSource, Loaded, recall, standing
+from services.drift import DriftWatch, counts_of
 from services.reconciler import Reconciler, ReplicaHooks
 from services.server_metrics import MetricWindows, promised_of_all, read_counts
 
 WEIGHTS = "model.safetensors"
-NUM_COUNTED = 4096  # rows that say how the champion does, at one look
 RESOLVE_S = 5.0
 LIFETIME_S = 600  # of an address of weights
 SCHEMES = {"http": 80, "https": 443}
-KEPT_PROVEN = 16
 NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
 
 log = logging.getLogger(__name__)
@@ -83,13 +81,9 @@ class AttachConfig(ServiceConfig):
     read_metrics: bool = False
 
     @property
-    def rollout(self) -> Path:
-        return self.file(PREFIX, *self.servers)
-
-    def file(self, prefix: str, *servers: str) -> Path:
-        """Return the file of the home that keeps what is known of servers."""
-        digest = hashlib.sha256(" ".join(servers).encode()).hexdigest()
-        return self.settings.home / FOLDER / f"{prefix}{digest[:16]}.json"
+    def fleet(self) -> str:
+        """The name of these servers' rollouts."""
+        return f"{ATTACHED} {' '.join(self.servers)}"
 
     def at_path(self, file: Path, _: str = "") -> dict[str, Any]:
         """Return what tells a server by which path it reads the folder of a file in our cache."""
@@ -105,73 +99,9 @@ class ServerConfig(AttachConfig):
 
     @property
     def memory(self) -> Path:
-        return self.file("", self.server)
-
-
-class Rollout(RolloutState):
-    """What follows from where all servers stand, and from what is seen of them."""
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether any server was ever followed."""
-        return any(row.version for row in self.rows)
-
-    def may_take(self, server: str, version: str) -> bool:
-        """Whether a server may take a draft, by its label, now."""
-        return version in self.proven or any(row.server == server and row.wave == 0 for row in self.rows)
-
-    def listed(self, servers: Sequence[str]) -> "Rollout":
-        """Return the state when these are the servers: others leave, and new ones come last, in their order."""
-        known = {row.server for row in self.rows}
-        kept = (row for row in self.rows if row.server in servers)
-        new = (AttachedServer(wave=1, server=server) for server in servers if server not in known)
-        return _in_waves((*kept, *new), self.proven)
-
-    def saw(
-        self, server: str, state: DraftState | None, name: str = "", counts: DraftCounts | None = None
-    ) -> "Rollout":
-        """Return the state after a look at a server's reconciler; None of a server that does not answer."""
-        seen, proven = dict[str, object](state="away"), self.proven
-        if state is not None:
-            serving = "" if state.serving is None else label(state.serving.version)
-            seen = {"state": "serving", "version": serving, "name": name, "counts": counts}
-            if serving and state.proof is not None:
-                proven = (serving, *(other for other in proven if other != serving))[:KEPT_PROVEN]
-        return _in_waves((row.model_copy(update=seen) if row.server == server else row for row in self.rows), proven)
-
-
-def _in_waves(rows: Iterable[AttachedServer], proven: tuple[str, ...]) -> Rollout:
-    """Return the state in which the first that is not known to be away tries new drafts."""
-    rows = [*rows]
-    first = next((row.server for row in rows if row.state != "away"), "")
-    return Rollout(rows=tuple(row.model_copy(update={"wave": int(row.server != first)}) for row in rows), proven=proven)
-
-
-class RolloutFile:
-    """The rollout of the servers that a process follows, on the disk after each change."""
-
-    def __init__(self, path: Path) -> None:
-        """Go on with what an earlier process left; a file that can't be read is as none."""
-        self._path, left = path, read_rollout(path)
-        self.rollout = Rollout(rows=(), proven=() if left is None else left.rollout.proven)
-
-    def become(self, rollout: Rollout) -> None:
-        """Keep the state after an event; a full disk costs the memory of a restart."""
-        if rollout == self.rollout:
-            return
-        stood = {_standing(row) for row in self.rollout.rows}
-        for row in rollout.rows:
-            if _standing(row) not in stood:
-                log.info("%s, wave %d: %s, draft %s", *_standing(row))
-        self.rollout = rollout
-        try:
-            write_rollout(self._path, rollout)
-        except OSError as error:
-            log.warning("where the servers stand was not written: %s", error)
-
-
-def _standing(row: AttachedServer) -> tuple[str, int, str, str]:
-    return row.server, row.wave, row.state, row.version or "unknown"
+        """The file of the home that remembers good and refused drafts of the server."""
+        digest = hashlib.sha256(self.server.encode()).hexdigest()
+        return self.settings.home / "attached" / f"{digest[:16]}.json"
 
 
 async def attach(config: AttachConfig, token: str) -> None:
@@ -183,19 +113,23 @@ async def attach(config: AttachConfig, token: str) -> None:
     target = await asyncio.to_thread(describe, config.target_dir)
     if config.target_dir.is_relative_to(config.settings.cache):
         hold(config.target_dir)
-    rollout, followed = RolloutFile(config.rollout), dict[str, asyncio.Task[None]]()
+    rollout = RolloutStore(config.settings.querylog, config.fleet, config.serve.rollout)
+    followed = dict[str, asyncio.Task[None]]()
     windows = MetricWindows() if config.read_metrics else None
     try:
-        async with _offering(config) as offer, asyncio.TaskGroup() as group:
-            group.create_task(detect_drift(config, windows))
-            async for servers in _listed(config):
-                if gone := [followed.pop(server) for server in [*followed] if server not in servers]:
-                    for task in gone:
-                        task.cancel()
-                    await asyncio.wait(gone)
-                rollout.become(rollout.rollout.listed(servers))
-                for server in servers:
-                    if server not in followed:
+        with rollout.taking_part():
+            async with _offering(config) as offer, asyncio.TaskGroup() as group:
+                group.create_task(detect_drift(config, windows))
+                async for servers in _listed(config):
+                    left = tuple(server for server in followed if server not in servers)
+                    if gone := [followed.pop(server) for server in left]:
+                        for task in gone:
+                            task.cancel()
+                        await asyncio.wait(gone)
+                    new = tuple(server for server in servers if server not in followed)
+                    if left or new:
+                        await asyncio.to_thread(rollout.tell, Left(names=left), Joined(names=new))
+                    for server in new:
                         one = ServerConfig(**vars(config), server=server)
                         followed[server] = group.create_task(_keep(one, token, target, rollout, offer, windows))
     except ExceptionGroup as failures:
@@ -283,25 +217,23 @@ async def _keep(
     config: ServerConfig,
     token: str,
     target: TargetCard,
-    rollout: RolloutFile,
+    rollout: RolloutStore,
     offer: Offer,
     windows: MetricWindows | None,
 ) -> None:
     """Follow the registry for one server; what it refuses later is waited for, too, while any server is followed."""
-    server, was_seen, said = config.server, rollout.rollout.is_followed, ""
+    server, was_seen, said = config.server, _is_followed(rollout), ""
     counts, events = Counter[str](), Emitter(config.orchestrator)
     goldens, threshold = load_golden(config.target_dir)
     registry, cache, k = open_registry(config.settings), config.settings.cache, config.engine_params().num_draft_tokens
-    source = DraftSource(registry, cache, target, k, lambda name: rollout.rollout.may_take(server, name))
+    member = Member(rollout, registry, server)
+    source = DraftSource(registry, cache, target, k, member)
 
     def tell(event: str, text: str) -> None:
         events.emit(event, EVERY_DOMAIN, {"server": server, "told": text})
 
-    def saw(state: DraftState | None, counts: DraftCounts | None = None) -> None:
-        rollout.become(rollout.rollout.saw(server, state, engine.server, counts))
-
     def recent(draft: str) -> list[AcceptanceCount]:
-        return counts_of(config, int(draft), 0, config.serve.canary.num_requests, engine.server)
+        return counts_of(config.settings.querylog, int(draft), 0, config.serve.canary.num_requests, engine.server)
 
     while True:
         engine = AttachedEngine(server, token, offer)
@@ -312,27 +244,33 @@ async def _keep(
             reconciler.hooks, was_seen, said = ReplicaHooks(recent=recent, tell=tell), True, ""
             log.info("%s drafts with draft %d", server, boot.version.number)
             while (told := await engine.look())["version"] == engine.draft_version:
-                state, metrics = reconciler.state, None
+                state, member.logged_as = reconciler.state, engine.server
                 if windows is not None:
-                    metrics = read_counts(server, told["since"])
-                    windows.take(server, int(told["version"]), metrics)
-                saw(state, metrics)
+                    member.counts = read_counts(server, told["since"])
+                    windows.take(server, int(told["version"]), member.counts)
+                await asyncio.to_thread(rollout.tell, standing(member, state))
                 await reconciler.look()
                 if windows is not None and reconciler.state != state:
                     windows.begin_anew(server)
                 await asyncio.sleep(config.serve.poll_s)
             log.warning("%s has another draft than was put there: it was started again", server)
         except (httpx.HTTPError, ValueError, RuntimeError) as error:
-            if not isinstance(error, httpx.HTTPError) and not (was_seen and rollout.rollout.is_followed):
+            if not isinstance(error, httpx.HTTPError) and not (was_seen and _is_followed(rollout)):
                 raise
             was_seen = True
             if (text := f"{type(error).__name__}: {error}") != said:  # once, and not at every try
                 log.warning("%s can't be followed now: %s", server, text)
             said = text
-            saw(None)
+            with suppress(StoreUnavailable):  # it is told at the next try
+                await asyncio.to_thread(rollout.tell, Away(name=server))
             await asyncio.sleep(config.serve.poll_s)
         finally:
             await engine.close()
+
+
+def _is_followed(rollout: RolloutStore) -> bool:
+    """Return whether any server was ever followed."""
+    return any(row.version for row in rollout.seen.rows)
 
 
 async def detect_drift(config: AttachConfig, windows: MetricWindows | None = None) -> None:
@@ -347,24 +285,13 @@ async def detect_drift(config: AttachConfig, windows: MetricWindows | None = Non
                 number, tau = champion.number, champion.lineage.tau
                 if windows is None:
                     drift.follow(champion)
-                    counts = await asyncio.to_thread(counts_of, config, number, drift.last, NUM_COUNTED)
+                    counts = await asyncio.to_thread(counts_of, config.settings.querylog, number, drift.last)
                 else:
                     drift.follow(champion, promised_of_all(tau))
                     counts = windows.of(number, drift.last)
                 await drift.hear(counts)
         except (OSError, ValueError) as error:
             log.warning("registry and query log don't tell how the champion does: %s", error)
-
-
-def counts_of(
-    config: AttachConfig, draft: int, after_seq: int, num_rows: int, server: str | None = None
-) -> list[AcceptanceCount]:
-    """Return what rows say of a draft that name the server which answered them, or of one server those of its name."""
-    journal = QueryLog(config.settings.querylog)
-    try:
-        return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, after_seq, num_rows, server)]
-    finally:
-        journal.close()
 
 
 async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:

@@ -1,7 +1,6 @@
 """What a replica knows of its drafts, what it remembers over a restart, and which drafts it may load and starts with.
 
-What is known are plain values, which services/swap.py makes new ones of. A version is known by its label, number and
-digest, because a number could come again in a new registry.
+What is known are plain values, which services/swap.py makes new ones of. A version is known by its label.
 
 Three kinds of refusal: a draft that is bad (wrong bytes, tensors or output) is quarantined for everyone; one that was
 made for another target, or whose family this release can't tell, is only left alone here, since another service may
@@ -25,9 +24,11 @@ from infra.files import write_atomic
 from infra.memory import free_memory_gib
 from infra.object_store import ObjectsUnavailable
 from infra.registry import Registry
+from infra.rollout_store import Member
+from infra.rollouts import Seen, Told
 from infra.status import Phase, Proof
 from infra.store import StoreUnavailable
-from infra.versions import ForeignVersion, Version, cached, is_quarantined
+from infra.versions import ForeignVersion, Version, cached, is_quarantined, label
 from models.core.drafting.draft_families import UnknownFamily, check_draft
 from models.core.evaluation.canary import Answer
 from models.serving import Serve
@@ -216,11 +217,6 @@ class DraftState:
         return (*others,) if self.serving is None else (self.serving, *others)
 
 
-def label(version: Version) -> str:
-    """Return number and digest."""
-    return f"{version.number}-{version.sha256[:12]}"
-
-
 def without(by_label: Mapping[str, V], version: Version) -> dict[str, V]:
     """Return what is known by label, but for one version."""
     return {name: one for name, one in by_label.items() if name != label(version)}
@@ -269,19 +265,33 @@ class DraftSource:
         cache: Path,
         target: TargetCard,
         num_draft_tokens: int,
-        may_take: Callable[[str], bool] = lambda name: True,
+        member: Member | None = None,
     ) -> None:
-        """K is that of drafts that don't say theirs, or 0; a champion whose label `may_take` denies is as none."""
-        self.registry, self._may_take = registry, may_take
+        """K is that of drafts that don't say theirs, or 0; a `member` of a fleet loads what its rollout lets it."""
+        self.registry, self.member = registry, member
         self._cache, self._target, self._num_draft_tokens = cache, target, num_draft_tokens
         self._owner = f"drafts {id(self)}"  # a process may follow the registry for several servers
 
-    def champion(self) -> Version | None:
-        """Return the draft that the registry wants served; raises StoreUnavailable, or ForeignVersion."""
-        if (champion := self.registry.champion("draft")) is None:
-            return None
-        _ = champion.lineage  # which is read here and not where it is loaded
-        return champion if self._may_take(label(champion)) else None
+    def champion(self, state: DraftState | None = None) -> Version | None:
+        """Return the draft that this replica is to serve; raises StoreUnavailable, or ForeignVersion.
+
+        `state` is where it stands, None while it starts.
+        """
+        champion = self.registry.champion("draft")
+        if self.member is not None:
+            champion = self.member.follow(champion, None if state is None else standing(self.member, state))
+        if champion is not None:
+            _ = champion.lineage  # which is read here and not where it is loaded
+        return champion
+
+    def to_report(self, state: DraftState) -> dict[str, str]:
+        """Return the drafts that the registry is to be told of, and why: those refused here, or by the fleet."""
+        return state.unreported if self.member is None else self.member.refused(standing(self.member, state))
+
+    def reported(self, name: str) -> None:
+        """Note that the registry was told of a draft, by its label."""
+        if self.member is not None:
+            self.member.store.tell(Told(draft=name))
 
     def fetch(self, version: Version) -> Path:
         """Return a local directory of the version, checked against its digest and the served target.
@@ -330,6 +340,18 @@ class DraftSource:
             check_draft(draft.directory, boot.directory, self._target)
         except ValueError as error:
             raise NeedsReplacement(f"{name} {own}: {error}") from error
+
+
+def standing(member: Member, state: DraftState) -> Seen:
+    """Return what a replica tells its fleet of where it stands."""
+    return Seen(
+        name=member.name,
+        version="" if state.serving is None else label(state.serving.version),
+        proven=state.proof is not None,
+        failed=state.unreported,
+        logged_as=member.logged_as,
+        counts=member.counts,
+    )
 
 
 def require_room(draft: Loaded, min_free_gib: float) -> None:
@@ -392,6 +414,8 @@ async def start_engine(
     counts get `postponed` and what `choose_boot_draft` counts.
     """
     memory = before = recall(state, counts)
+    if source.member is not None:  # what another replica of this home refused may be its own fault
+        memory = before = before.model_copy(update={"refused": {}, "unreported": ()})
     failed: dict[str, Version] = {}
     while True:
         boot, memory = await asyncio.to_thread(choose_boot_draft, source, memory, counts, failed)

@@ -1,6 +1,7 @@
 """Keeps for the trigger which domains fell short of what the champion was promoted for, and draws what that is told by.
 
-A replica of ours counts what it serves; of somebody else's servers the rows of the query log tell, or their metrics.
+A replica of ours that is alone counts what it serves. Of several, one tells for all by the rows of the query log; of
+somebody else's servers these tell, or their metrics.
 
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted head-only and up to K, as the gate scored it, and the trigger, the canaries
@@ -19,14 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.querylog import QueryLog
 from infra.trigger_store import TriggerStore, now_ms
 from infra.triggers import Fallen, Fell, Recovered
-from infra.versions import Version
+from infra.versions import Version, label
 from models.core.evaluation.acceptance import AcceptanceCount
 from models.core.evaluation.drift_detector import DOUBTED, FIRST, SHARE, DriftDetector, Params, Standing, share_alone
-from services.drafts import label
 
 LOST = 0.005  # share of the tokens that drawn requests may cost
+NUM_COUNTED = 4096  # rows of the log that say how the champion does, at one look
 MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients
 
 log = logging.getLogger(__name__)
@@ -99,3 +101,14 @@ def _event(draft: int, standing: Standing) -> Fell | Recovered:
     if not standing.fallen:
         return Recovered()
     return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())
+
+
+def counts_of(
+    querylog: Path | str, draft: int, after_seq: int, num_rows: int = NUM_COUNTED, server: str | None = None
+) -> list[AcceptanceCount]:
+    """Return what rows say of a draft that name the server which answered them, or of one server those of its name."""
+    journal = QueryLog(querylog)
+    try:
+        return [AcceptanceCount(*one) for one in journal.acceptance_counts(draft, after_seq, num_rows, server)]
+    finally:
+        journal.close()

@@ -16,6 +16,13 @@ class StatusCollector(Collector):
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
+        """Yield each figure, of several replicas with the one that it is of: a scrape through a proxy reaches any."""
+        own = {"replica": self._status.replica} if self._status.replica else {}
+        for metric in self._figures():
+            metric.samples = [one._replace(labels={**one.labels, **own}) for one in metric.samples]
+            yield metric
+
+    def _figures(self) -> Iterator[Metric]:
         status = self._status
         yield _labelled(Counter("redraft_requests", "Answers by HTTP status.", labels=["status"]), status.requests)
         told = "How often the loop that swaps drafts did what."

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from infra.events import PAIR_BROKE
 from infra.object_store import ObjectsUnavailable
+from infra.rollouts import NeedsStart
 from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
-from infra.versions import Version, is_quarantined
+from infra.versions import Version, is_quarantined, label
 from models.core.evaluation.acceptance import AcceptanceCount, mean_accepted_length
 from models.core.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
 from models.core.evaluation.canary import Params as CanaryParams
@@ -38,7 +39,6 @@ from services.drafts import (
     Loaded,
     NeedsReplacement,
     ShortOfMemory,
-    label,
     remember,
     require_room,
 )  # fmt: skip
@@ -132,7 +132,7 @@ class Reconciler:
             case swap.Report():
                 await self._report()
             case swap.Ask():
-                champion = await asyncio.to_thread(self._source.champion)
+                champion = await asyncio.to_thread(self._source.champion, self.state)
                 await self._feed(partial(swap.named, champion=champion, now_s=time.monotonic()))
             case swap.Fetch(version):
                 await self._feed(await self._fetch(version))
@@ -168,6 +168,10 @@ class Reconciler:
         except Incompatible as error:
             return partial(swap.unfit, version=version, reason=str(error))
         except NeedsReplacement as error:
+            if self._source.member is not None:
+                await asyncio.to_thread(self._source.member.store.tell, NeedsStart(draft=label(version)))
+                reason = f"{error}; the next start of all replicas serves it"
+                return partial(swap.unfit, version=version, reason=reason)
             goes_back = await asyncio.to_thread(self._goes_back, version)
             return partial(swap.needs_replica, version=version, reason=str(error), goes_back=goes_back)
         except ShortOfMemory as error:
@@ -266,7 +270,7 @@ class Reconciler:
 
     async def _report(self) -> None:
         registry = self._source.registry
-        for name, reason in self.state.unreported.items():
+        for name, reason in (await asyncio.to_thread(self._source.to_report, self.state)).items():
             number = int(name.partition("-")[0])
             try:
                 # After a restart the registry may be another one, with another version of this number.
@@ -274,6 +278,7 @@ class Reconciler:
                     await asyncio.to_thread(registry.revert, "draft", number, reason)
             except NotFound:
                 log.warning("draft %s was refused and is gone from the registry", number)
+            await asyncio.to_thread(self._source.reported, name)
             await self._feed(partial(swap.reported, name=name))
 
 

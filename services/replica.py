@@ -1,4 +1,4 @@
-"""The Ray Serve deployment: one service in one replica.
+"""The Ray Serve deployment: one service in each replica.
 
 This module is imported by the driver and the controller too, so the engine's libraries come in with the constructor.
 Serve builds the ASGI app after it, so that routes can close over the running service.
@@ -57,7 +57,9 @@ class Replica:
             logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
             for name in ("services", "models.engines"):
                 logging.getLogger(name).setLevel(logging.INFO)
-            self._service = await Service.start(config)
+            several = config.serve.num_replicas > 1
+            replica = serve.get_replica_context().replica_id.unique_id if several else ""
+            self._service = await Service.start(config, replica)
             self._socket = socket
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
@@ -95,8 +97,12 @@ def serve_log_kept() -> Iterator[None]:
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
     environment = {**openmp_preload(), **VLLM_LOGGING}  # what a process must be started with
+    # One replica sees all GPUs; of several, each gets its own of Ray.
+    several_on_gpus = config.serve.num_replicas > 1 and config.settings.device != "cpu"
+    num_gpus = config.engine_params().num_devices if several_on_gpus else 0
     deployed = serve.deployment(
         name="replica",
+        num_replicas=config.serve.num_replicas,
         # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.
         max_ongoing_requests=config.max_requests,
         max_queued_requests=config.serve.limits.max_queued_requests,
@@ -105,7 +111,7 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
         graceful_shutdown_timeout_s=config.serve.drain_s + CLOSE_S,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config={"enable_access_log": False},
-        ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
+        ray_actor_options={"num_cpus": REPLICA_CPUS, "num_gpus": num_gpus, "runtime_env": {"env_vars": environment}},
     )
     # Settings that the file does not have are each node's own.
     return deployed(Replica).bind(config.model_dump_json(exclude_unset=True), socket)

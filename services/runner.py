@@ -1,4 +1,4 @@
-"""The front, Ray, Serve and one replica, from start to drained end; started by services/main.py, which cleans up."""
+"""The front, Ray, Serve and its replicas, from start to drained end; started by services/main.py, which cleans up."""
 
 import ctypes
 import logging
@@ -69,7 +69,7 @@ def run(config: ServiceConfig) -> int:
     threading.Thread(target=_keep_closed, args=(ray_dir,), name="closes Ray's folder", daemon=True).start()
     ray.init(
         address="local",
-        num_cpus=NUM_CPUS,
+        num_cpus=max(NUM_CPUS, config.serve.num_replicas + 1),
         include_dashboard=False,
         _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
         object_store_memory=OBJECT_STORE_BYTES,
@@ -92,7 +92,7 @@ def run(config: ServiceConfig) -> int:
         while not ended.wait(LOOK_S):
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
                 raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")
-        left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
+        left = sum(handle.broadcast("drain").results(timeout_s=config.serve.drain_s + 10))
         print(f"drained, {left} requests were cut off", flush=True)
     except RuntimeError as error:
         print(f"services.runner: {error}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from infra.logwriter import BackgroundWriter
 from infra.priority import Busy, cores, gpus
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.rollout_store import Member, RolloutStore
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus, of_domains
@@ -35,7 +37,7 @@ from services.access import Admission, Keys
 from services.capture import Capture
 from services.config import ServiceConfig
 from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, start_engine
-from services.drift import AcceptanceSampler, DriftWatch
+from services.drift import AcceptanceSampler, DriftWatch, counts_of
 from services.failures import BackgroundTasks
 from services.fair_queue import FairQueue
 from services.questions import Domains
@@ -65,7 +67,9 @@ class Service:
         reconciler: Reconciler | None,
         capture: Capture | None,
         reasoning: Reasoning | None,
+        member: Member | None,
     ) -> None:
+        self.member, self._joined = member, ExitStack()
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
         self.recorder, self.reasoning, self._events, self._capture = recorder, reasoning, events, capture
         self.admission = Admission(Keys(config.keys, is_loopback(config.settings.host)))
@@ -80,9 +84,12 @@ class Service:
         self._num_seeded, self._started_s = 0, time.monotonic()
 
     @classmethod
-    async def start(cls, config: ServiceConfig) -> "Service":
-        """Load the target and, if there is one, the draft that the registry or the cache has for it."""
-        counts: Counter[str] = Counter()
+    async def start(cls, config: ServiceConfig, replica: str = "") -> "Service":
+        """Load the target and, if there is one, the draft that the registry or the cache has for it.
+
+        `replica` is the name of one of several, which follow the registry together.
+        """
+        counts, member, own = Counter[str](), None, f"{gethostname()}:{config.serve.port}{replica and f'/{replica}'}"
         if not config.follows:
             if config.follow_drafts:
                 log.warning("%s", UNDRAFTED.fallback)
@@ -94,7 +101,11 @@ class Service:
                 hold(config.target_dir)
             goldens, threshold = load_golden(config.target_dir)
             registry = open_registry(config.settings)
-            source = DraftSource(registry, config.settings.cache, target, config.engine_params().num_draft_tokens)
+            if replica:
+                fleet = RolloutStore(config.settings.querylog, f"target {target.sha256[:16]}", config.serve.rollout)
+                member = Member(fleet, registry, own, logged_as=own)
+            k = config.engine_params().num_draft_tokens
+            source = DraftSource(registry, config.settings.cache, target, k, member)
             start = partial(_start, config, source)
             engine, boot, memory = await start_engine(start, source, config.memory, counts)
             follow = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
@@ -106,9 +117,10 @@ class Service:
             reasoning = await _reasoning(config, engine, built)
             settle = None if capture is None else capture.settle
             writer = BackgroundWriter(QueryLog(config.settings.querylog))
-            rewrite, own = ChatEncoder.of(built.tokenizer).rewrite, f"{gethostname()}:{config.serve.port}"
+            rewrite = ChatEncoder.of(built.tokenizer).rewrite
             recorder = Recorder(writer, rewrite, config.target_version, settle=settle, server=own)
-            service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
+            events = Emitter(config.orchestrator)
+            service = cls(config, engine, built, recorder, events, follow, capture, reasoning, member)
         except BaseException:
             await engine.close()
             raise
@@ -117,6 +129,8 @@ class Service:
 
     def _begin(self) -> None:
         """Start what runs beside the requests."""
+        if self.member is not None:
+            self._joined.enter_context(self.member.store.taking_part(self.member.name))
         self.background.start("drift detector", self._detect_drift())
         self.background.start("erasures", self._follow_erasures())
         if self._capture is not None:
@@ -150,6 +164,7 @@ class Service:
             state, counts = self.reconciler.state, self.reconciler.counts
         now_s = time.monotonic()
         return ServiceStatus(
+            replica="" if self.member is None else self.member.name,
             phase=state.phase,
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
@@ -196,6 +211,7 @@ class Service:
     async def close(self) -> None:
         """End the loop, write what was recorded, end the engine's processes."""
         await self.background.close()
+        await asyncio.to_thread(self._joined.close)
         await asyncio.to_thread(self.recorder.close)
         await asyncio.to_thread(self._events.close)
         if self.reasoning is not None:
@@ -259,7 +275,11 @@ class Service:
             if self._drift.follow(version):
                 vocabulary = await asyncio.to_thread(read_vocabulary, state.serving.directory)
                 self.recorder.coverage.follow(str(version.number), vocabulary)
-            await self._drift.hear(self.recorder.recent(str(version.number), self._drift.last))
+            if self.member is None:
+                await self._drift.hear(self.recorder.recent(str(version.number), self._drift.last))
+            elif self.member.leads:
+                log_of = self.config.settings.querylog
+                await self._drift.hear(await asyncio.to_thread(counts_of, log_of, version.number, self._drift.last))
 
 
 async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handlers) -> Reasoning | None:

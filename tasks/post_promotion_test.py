@@ -22,6 +22,7 @@ from infra.post_promotion import (
 )
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
+from infra.rollout_store import note_tested
 from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
@@ -46,8 +47,9 @@ def check_promoted_draft(recipe: Recipe, imported: bool = False) -> PostPromotio
     """Look once at what the champion has served, and act on what all looks together say.
 
     Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
-    cluster only one request ever counts. A loss goes back to the draft before it and quarantines this one, unless it is
-    no longer the champion. What is found is kept before anything is done about it; the next look goes on from there.
+    cluster only one request ever counts. Of several replicas the canary serves these requests, and the rest get a draft
+    that passed. A loss goes back to the draft before it and quarantines this one, unless it is no longer the champion.
+    What is found is kept before anything is done about it; the next look goes on from there.
 
     Where servers are followed by their metrics no row names a draft. Both drafts are scored on the target's answers,
     whoever drafted them; so rows that were `imported` since the draft was registered do as well, if they are of the
@@ -68,12 +70,15 @@ def check_promoted_draft(recipe: Recipe, imported: bool = False) -> PostPromotio
         return None
     test = tests.find(champion.number, previous.number)
     if test is not None and test.outcome == PASSED:
+        note_tested(settings.querylog, champion, recipe.serve.rollout)
         return test
     if test is None or test.outcome != RUNNING:  # somebody promoted it again: what it did before is forgiven
         num_wanted = recipe.post_promotion_test.num_requests
         test = PostPromotionTest(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
     with QueryLog(settings.querylog).reading():  # an erasure waits until the look's work folder is gone
         test = _look(recipe, tests, test, (champion, previous), imported)
+    if test.outcome == PASSED:
+        note_tested(settings.querylog, champion, recipe.serve.rollout)
     return _roll_back(registry, tests, test) if test.outcome == FAILED else test
 
 

@@ -180,7 +180,8 @@ class World(Served):
         env = openmp_preload() | {"REDRAFT_HOME": str(self.home)}
         child = Child.start(argv, env, self.home / "service.log", "the service")
         try:
-            wait_until(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, child, "the service")
+            timeout_s = START_TIMEOUT_S * self.serve.get("num_replicas", 1)
+            wait_until(lambda: answers(f"{self.url}/health"), timeout_s, child, "the service")
         except BaseException:
             child.stop()
             raise

@@ -10,6 +10,7 @@ from infra.overview import QUARANTINED, Gated, Overview
 from infra.post_promotion import RUNNING, PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import SIZE
+from infra.rollout_store import ATTACHED
 from infra.service_process import ATTACH, SERVICE, START_TIMEOUT_S
 from infra.status import RunningService
 from infra.trigger_store import duration, now_ms, since
@@ -107,15 +108,25 @@ def follows(seen: Overview) -> bool:
 
 
 def servers(seen: Overview) -> dict[str, list[str]]:
-    """Return what is told of each attached server: where it stands, and then how much of its draft is accepted."""
+    """Return what is told of each replica: where it stands, and then what failed and how much of its draft is accepted.
+
+    A rollout that is on its way comes before the replicas of its fleet.
+    """
     told = {}
-    for row in seen.attached:
-        lines = [f"{row.state}, draft {row.version or 'unknown'}, wave {row.wave}"]
-        if row.counts is not None:
-            lines.append(f"by its metrics: {row.counts.told()}")
-        for domain, figures in seen.attached_acceptance.get(row.server, {}).items():
-            lines.append(f"{domain}: τ {figures.mean_accepted_length:.2f} over its last {figures.requests} requests")
-        told[f"attached server {row.server}"] = lines
+    for name, fleet in seen.fleets.items():
+        kind = "attached server" if name.startswith(ATTACHED) else "replica"
+        if fleet.candidate:
+            told["rollout"] = [fleet.told()]
+        for row in fleet.rows:
+            turn = f", wave {row.wave}" if fleet.candidate else ""
+            lines = [f"{row.state}, draft {row.version or 'unknown'}{turn}"]
+            lines += [f"draft {draft} failed here: {why}" for draft, why in row.failed.items()]
+            if row.counts is not None:
+                lines.append(f"by its metrics: {row.counts.told()}")
+            for domain, figures in seen.acceptance.get(row.name, {}).items():
+                tau = f"τ {figures.mean_accepted_length:.2f}"
+                lines.append(f"{domain}: {tau} over its last {figures.requests} requests")
+            told[f"{kind} {row.name}"] = lines
     return told
 
 

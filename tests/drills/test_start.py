@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 
-from infra.versions import is_quarantined
+from infra.versions import is_quarantined, label
 from models.core.drafting.draft_format import WEIGHTS
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
 from services.config import ServiceConfig, read_as
-from services.drafts import DraftHistory, DraftSource, Loaded, choose_boot_draft, label, recall, remember, start_engine
+from services.drafts import (
+    DraftHistory,
+    DraftSource,
+    Loaded,
+    choose_boot_draft,
+    recall,
+    remember,
+    start_engine,
+)  # fmt: skip
 from services.service import UNDRAFTED, Service
 from tests.world import World, make_target
 

@@ -5,6 +5,7 @@ from infra.status import LogCounts, Phase, Proof, RecentAcceptance, ServiceStatu
 from models.types import Speed, ThroughputEstimate
 
 STATUS = ServiceStatus(
+    replica="",
     phase=Phase.SERVING,
     champion=4,
     draft_version=None,

@@ -140,6 +140,17 @@ def test_the_migrations_lead_to_the_schema_that_a_new_database_gets() -> None:
     assert (scripts.get_current_head(), scripts.get_bases()) == (str(SCHEMA_VERSION), [str(module.FIRST_VERSION)])
 
 
+def test_a_database_of_the_first_schema_gets_the_tables_that_came_since(database: Database) -> None:
+    with database.writing() as connection:
+        for table in ("fleets", "replicas"):
+            connection.execute(text(f"DROP TABLE {table}"))
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{module.FIRST_VERSION}'"))
+        if database.file is not None:
+            connection.execute(text(f"PRAGMA user_version = {module.FIRST_VERSION}"))
+    database.close()
+    test_a_new_database_has_the_tables_that_are_declared(database)
+
+
 def test_a_new_database_has_the_tables_that_are_declared(database: Database) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext

@@ -10,7 +10,8 @@ from infra.identity import process_identity
 from infra.overview import Gated, links, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
+from infra.rollout_store import RolloutStore
+from infra.rollouts import Joined, Seen
 from infra.serving import serving
 from infra.settings import Settings
 from infra.supervisor import STATE, UpState
@@ -18,6 +19,7 @@ from infra.trigger_store import LastLook, TriggerStore, now_ms
 from infra.versions import Target
 from infra.views.gate import write_files
 from infra.windows import Window
+from models.types import RolloutParams
 from tests.conftest import judge
 from tests.infra.conftest import Make
 from tests.infra.rows import row
@@ -96,18 +98,21 @@ def test_a_shared_mlflow_is_linked_unless_its_address_has_a_password(tmp_path, u
 
 
 def test_the_servers_that_a_process_follows_are_told(settings: Settings) -> None:
-    rows = tuple(
-        AttachedServer(version="2-abc", wave=wave, server=f"http://{wave}", name=f"host:{wave}") for wave in (0, 1)
-    )
-    write_rollout(settings.home / FOLDER / f"{PREFIX}a.json", RolloutState(rows=rows))
+    names = ("http://0", "http://1")
+    seen_of = {"version": "2-abc", "proven": True, "failed": {}}
+    looks = [Seen(name=name, logged_as=f"host:{name[-1]}", **seen_of) for name in names]
+    store = RolloutStore(settings.querylog, "attached servers", RolloutParams())
+    rows = store.tell(Joined(names=names), *looks).rows
+    RolloutStore(settings.querylog, "target abc", RolloutParams()).tell(Joined(names=("host:8000/a",)))
     said = {"server": "host:1", "draft_version": 2, "drafted": [3, 3], "accepted": [3, 0]}
     other = [{"draft_version": 1}, {"server": "host:2"}, {"server": None}, {"accepted": [3, 3], "domain": "code"}]
     log = [row(f"a{at}").model_copy(update=said | one) for at, one in enumerate([{}, *other])]
     QueryLog(settings.querylog).append(log)
     seen = overview(settings)
     assert seen.attached == rows
-    taus = {domain: one.mean_accepted_length for domain, one in seen.attached_acceptance["http://1"].items()}
-    assert (seen.attached_acceptance["http://0"], taus) == ({}, {"chat": 2.5, "code": 4.0})
+    assert [row.name for row in seen.fleets["target abc"].rows] == ["host:8000/a"]
+    taus = {domain: one.mean_accepted_length for domain, one in seen.acceptance["http://1"].items()}
+    assert (seen.acceptance["http://0"], taus) == ({}, {"chat": 2.5, "code": 4.0})
 
 
 def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, checkpoint: Make) -> None:

@@ -14,7 +14,8 @@ import pytest
 from infra.artifacts import staged
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.rollouts import attached_servers
+from infra.rollout_store import fleets_of
+from infra.rollouts import Replica
 from infra.service_process import attach_program
 from infra.settings import ATTACH_TOKEN, Settings
 from infra.trigger_store import TriggerStore
@@ -23,7 +24,8 @@ from models.core.evaluation.golden import Golden, save_golden
 from models.engines.vllm.redraft_vllm import file_digest
 from models.targets import describe
 from services import attach as attaching
-from services.attach import AttachConfig, ServerConfig, attach, counts_of, detect_drift, main, resolved
+from services.attach import AttachConfig, ServerConfig, attach, detect_drift, main, resolved
+from services.drift import counts_of
 from tests.infra.rows import row
 from tests.services.played import PlayedServer, Request, head
 from tests.tags import draft_tags
@@ -105,16 +107,20 @@ def test_what_servers_did_worse_than_the_champion_promised_is_told_to_the_trigge
     assert not isinstance(told.get("chat"), Fallen)
 
 
+def rows(home: Path) -> list[Replica]:
+    return [row for fleet in fleets_of(Settings(home=home).querylog).values() for row in fleet.rows]
+
+
 def test_a_servers_draft_is_judged_by_the_rows_that_name_both(tmp_path: Path) -> None:
-    attached = AttachConfig.model_validate(config(tmp_path))
-    assert counts_of(attached, 2, 0, 9, "host:1") == []
+    querylog = Settings(home=tmp_path).querylog
+    assert counts_of(querylog, 2, 0, 9, "host:1") == []
     head = {"drafted": [3, 3], "accepted": [1, 0], "draft_version": 2}
     said = [{"server": "host:1"}, {"server": "host:2"}, {}, {"server": "host:1", "draft_version": 1}]
-    log = QueryLog(attached.settings.querylog)
+    log = QueryLog(querylog)
     log.append([row(f"r{at}").model_copy(update=head | one) for at, one in enumerate(said)])
     log.close()
-    assert [one.number for one in counts_of(attached, 2, 0, 9, "host:1")] == [1]
-    assert [one.number for one in counts_of(attached, 2, 0, 9)] == [1, 2]
+    assert [one.number for one in counts_of(querylog, 2, 0, 9, "host:1")] == [1]
+    assert [one.number for one in counts_of(querylog, 2, 0, 9)] == [1, 2]
 
 
 def addresses(*hosts: str) -> list[tuple[Any, ...]]:
@@ -191,28 +197,28 @@ def test_servers_join_and_leave_as_their_name_resolves(
             raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
         return [*found]
 
-    def stand() -> list[tuple[str, int, str]]:
-        return [(row.server.split(":")[1], row.wave, row.state) for row in attached_servers(home)]
+    def stand() -> list[tuple[str, str]]:
+        return [(row.name.split(":")[1], row.state) for row in rows(home)]
 
     async def run() -> None:
         async with PlayedServer(with_plugin(tiny_draft)) as first:
             port = int(first.url.rpartition(":")[2])
             told = config(home, servers=[f"http://servers:{port}"], resolve=True, serve={"port": 1, "poll_s": 0.1})
             following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token"))
-            await until(lambda: stand() == [("//127.0.0.1", 0, "serving")], following)
+            await until(lambda: stand() == [("//127.0.0.1", "serving")], following)
             async with PlayedServer(no_plugin, host="127.0.0.2", port=port):  # which ends nothing
                 found[:] = addresses("127.0.0.2", "127.0.0.1")
-                await until(lambda: stand() == [("//127.0.0.1", 0, "serving"), ("//127.0.0.2", 1, "away")], following)
+                await until(lambda: stand() == [("//127.0.0.1", "serving"), ("//127.0.0.2", "away")], following)
             found.clear()
             before, stood = num_looks, stand()
             await until(lambda: num_looks >= before + 3, following)
             assert stand() == stood
             found[:] = addresses("127.0.0.2")
-            await until(lambda: stand() == [("//127.0.0.2", 1, "away")], following)
+            await until(lambda: stand() == [("//127.0.0.2", "away")], following)
             asked = len(first.requests)
             before = num_looks
             async with PlayedServer(with_plugin(tiny_draft), host="127.0.0.2", port=port):
-                await until(lambda: stand() == [("//127.0.0.2", 0, "serving")], following)
+                await until(lambda: stand() == [("//127.0.0.2", "serving")], following)
             assert len(first.requests) == asked and num_looks > before  # who left is asked no more
             following.cancel()
             await asyncio.wait([following])
@@ -223,7 +229,7 @@ def test_servers_join_and_leave_as_their_name_resolves(
 def test_with_metrics_alone_a_fall_of_all_traffic_is_told_and_counts_stand_in_the_rollout(
     home: Path, tiny_draft: Path
 ) -> None:
-    settings = Settings(home=home)
+    settings, stood = Settings(home=home), list[Replica]()
     registry = open_registry(settings)
     registry.promote("draft", 1)
     registry.store.client.set_model_version_tag("draft", "1", "tau", json.dumps({"code": 2.5, "chat": 1.8}))
@@ -234,14 +240,18 @@ def test_with_metrics_alone_a_fall_of_all_traffic_is_told_and_counts_stand_in_th
             told = config(home, servers=[server.url], serve=serve, read_metrics=True)
             following = asyncio.create_task(attach(AttachConfig.model_validate(told), "token"))
             await until(lambda: "other" in TriggerStore(settings.querylog).state().domains, following)
+            stood.extend(rows(home))
             following.cancel()
             await asyncio.wait([following])
 
     asyncio.run(run())
     assert isinstance(fallen := TriggerStore(settings.querylog).state().domains["other"], Fallen)
     assert (fallen.fall.promised, fallen.fall.served) == (1.8, pytest.approx(1.1))
-    [row] = attached_servers(home)
-    assert (row.name, row.counts is not None and row.counts.per_position[0] * 10) == ("host:8000", row.counts.steps)
+    [row] = stood
+    assert (row.logged_as, row.counts is not None and row.counts.per_position[0] * 10) == (
+        "host:8000",
+        row.counts.steps,
+    )
 
 
 def test_a_server_that_keeps_no_metrics_is_told_at_the_start(home: Path, tiny_draft: Path) -> None:

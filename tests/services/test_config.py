@@ -46,6 +46,11 @@ def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> Non
         ({"serve": {"probation": {"timeout": 1}}}, r"serve\.probation\.timeout"),
         ({"serve": {"tool_parser": "herms"}}, r'did you mean "hermes"'),
         ({"serve": {"port": 0}}, "port is 0"),
+        (
+            {"serve": {"port": 1, "num_replicas": 2, "front": "haproxy"}},
+            'to one replica; of 2, "ray"',
+        ),
+        ({"serve": {"port": 1, "rollout": {"waves": [0.5]}}}, "wanted shares that grow from above 0 to 1"),
         ({"settings": {"hom": "here"}}, r"settings\.hom"),
     ],
 )

@@ -23,3 +23,9 @@ def test_the_text_holds_the_service_figures_by_label() -> None:
         "redraft_champion 4.0",
     ):
         assert line in lines
+
+
+def test_of_several_replicas_each_figure_names_its_own() -> None:
+    lines = render(STATUS.model_copy(update={"replica": "host:8000/a"})).decode().splitlines()
+    assert 'redraft_champion{replica="host:8000/a"} 4.0' in lines
+    assert 'redraft_requests_total{replica="host:8000/a",status="429"} 1.0' in lines

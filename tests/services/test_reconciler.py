@@ -32,7 +32,7 @@ from infra.registry import CHAMPION, Registry
 from infra.settings import Settings
 from infra.status import Phase
 from infra.store import StoreUnavailable
-from infra.versions import ForeignVersion, Version, is_quarantined
+from infra.versions import ForeignVersion, Version, is_quarantined, label
 from models import catalog
 from models.core.drafting.draft_families import family_named
 from models.core.drafting.proposal import Proposal
@@ -51,7 +51,6 @@ from services.drafts import (
     DraftHistory,
     DraftSource,
     Loaded,
-    label,
     recall,
     remember,
     start_engine,

@@ -3,7 +3,9 @@
 import json
 import logging
 import logging.config
+import re
 import sys
+import time
 from collections.abc import Callable
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
@@ -13,6 +15,11 @@ import httpx
 import pytest
 
 from infra.processes import Child, answers, wait_until
+from infra.querylog import QueryLog
+from infra.rollout_store import fleets_of, note_tested
+from infra.rollouts import Replica
+from infra.versions import label
+from models.types import RolloutParams
 from services.failures import VLLM_LOGGING
 from services.replica import application, serve_log_kept
 from services.request_middleware import CONFIG_VARIABLE
@@ -66,3 +73,74 @@ def require_served(world: World, child: Child) -> None:
         401,
     ]
     assert world.status()["draft_version"] == world.versions[0]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_of_two_replicas_the_second_never_loads_a_draft_that_does_worse_on_the_canary(
+    make_world: Callable[..., World], tiny_target: Path
+) -> None:
+    waves = {"waves": [1.0], "pause_s": 0.0, "test_s": 3600.0}
+    world = make_world(tiny_target, serve={"num_replicas": 2, "rollout": waves})
+    first, worse = world.versions
+    log = QueryLog(world.querylog)
+
+    def rows() -> tuple[Replica, ...]:
+        [fleet] = fleets_of(world.querylog).values()
+        return fleet.rows
+
+    def served() -> dict[str, set[int | None]]:
+        """Ask until both replicas answered, and return which drafts each answered with since the start."""
+        with world.client() as client:
+            for prompt in PROMPTS:
+                assert ask(client, prompt).choices[0].message.content
+        found: dict[str, set[int | None]] = {row.name: set() for row in rows()}
+        for row in log.rows(1, 10**6):
+            found[row.server or ""].add(row.draft_version)
+        return found
+
+    def wait_for(what: str, holds: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 300
+        while not holds():
+            assert time.monotonic() < until_s, f"{what}: {fleets_of(world.querylog)}"
+            time.sleep(0.2)
+
+    def serve(number: int) -> bool:
+        return len(rows()) == 2 and all(row.has(label(world.registry.get("draft", number))) for row in rows())
+
+    with world.start():
+        wait_for("both replicas with the champion", lambda: serve(first))
+        wait_for("answers of both", lambda: set(map(frozenset, served().values())) == {frozenset({first})})
+        world.registry.promote("draft", worse)
+        bad = label(world.registry.get("draft", worse))
+        wait_for("the canary with the new champion", lambda: any(row.has(bad) for row in rows()))
+        canary, other = sorted(rows(), key=lambda row: row.wave)
+        wait_for("answers of the canary", lambda: worse in served()[canary.name])
+        world.registry.revert("draft", worse, "worse on the same requests")  # as the post-promotion test does
+        wait_for("both with the first draft again", lambda: serve(first))
+        assert served() == {canary.name: {first, worse}, other.name: {first}}
+        of_replica = {}
+        while len(of_replica) < 2:
+            status = world.status()
+            of_replica[status["replica"]] = status
+        assert (of_replica[canary.name]["swaps"], of_replica[other.name]["swaps"]) == (2, 0)
+
+        lying = world.register(2, golden_tau="9.0")
+        world.registry.promote("draft", lying)
+        wait_for(
+            "a quarantine by two replicas", lambda: world.registry.get("draft", lying).quarantined.startswith("2 of 2")
+        )
+        wait_for("both with the first draft again", lambda: serve(first))
+
+        good = world.register(3)
+        world.registry.promote("draft", good)
+        version = world.registry.get("draft", good)
+        wait_for("the canary with a good draft", lambda: any(row.has(label(version)) for row in rows()))
+        assert not serve(good)
+        note_tested(world.querylog, version, RolloutParams.model_validate(waves))
+        wait_for("both replicas with it", lambda: serve(good))
+        metrics = httpx.get(f"{world.url}/metrics", headers=world.operator, timeout=60, trust_env=False).text
+        assert re.search(rf'redraft_draft_version{{replica="[^"]+/[^"]+"}} {good}\.0', metrics)
+    assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
+    assert fleets_of(world.querylog) == {}
+    log.close()

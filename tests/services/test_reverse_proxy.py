@@ -256,15 +256,16 @@ def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_pat
 def test_without_haproxy_rays_own_serves_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(front: str) -> ReverseProxy | None:
-        config = ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"front": front})
+    def find(**serve: object) -> ReverseProxy | None:
+        config = ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve=serve)
         return ReverseProxy.find(config, tmp_path)
 
-    assert find("ray") is None
+    assert find(front="ray") is None
+    assert find(num_replicas=2) is None
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
-    assert find("auto") is None
+    assert find(front="auto") is None
     with pytest.raises(ValueError, match="redraft doctor"):
-        find("haproxy")
+        find(front="haproxy")
 
 
 def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None) -> None:

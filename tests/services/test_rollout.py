@@ -1,116 +1,161 @@
-"""Of several servers one tries a draft first, and the rest get it once it was proven there."""
+"""Replicas that follow one registry together: real loops and engines, of which each says itself what it loaded."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from services.attach import Rollout, RolloutFile
-from services.drafts import DraftHistory, DraftState, label
-from tests.services.test_swap import PROOF, draft, version
+from infra.rollout_store import Member, RolloutStore, note_tested
+from infra.versions import Version, label
+from models.core.evaluation.golden import Golden
+from models.engines.torch import Params
+from models.types import RolloutParams
+from services.drafts import DraftSource
+from services.reconciler import Reconciler
+from tests.services.test_reconciler import FaultyEngine, World, goldens  # noqa: F401 - a fixture
 
-A, B, C = SERVERS = ("http://a", "http://b", "http://c")
-BEGUN = Rollout(rows=()).listed(SERVERS)
-OLD, NEW = (label(version(number)) for number in (1, 2))
-
-
-def unproven(number: int) -> DraftState:
-    return DraftState.started(draft(number), DraftHistory())
-
-
-def serves(number: int) -> DraftState:
-    return replace(unproven(number), proof=PROOF)
+PARAMS = RolloutParams(waves=(1.0,), pause_s=0)
 
 
-def tries(number: int, serving: int) -> DraftState:
-    return replace(serves(serving), candidate=draft(number))
+class Replicas:
+    """Replicas with names of one letter, whose engines `faults` spoil, by the letter and a draft's number."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.faults = world, dict[str, dict[str, str]]()
+        self.loops: dict[str, Reconciler] = {}
+        self.engines: dict[str, FaultyEngine] = {}
+        self.taking_part: dict[str, ExitStack] = {}
+
+    def start(self, names: str) -> list[int | None]:
+        """Start replicas, one after the other, and return the drafts that they started with."""
+        return [self._start(name) for name in names]
+
+    def _start(self, name: str) -> int | None:
+        world = self.world
+        store = RolloutStore(world.home / "queries.db", "fleet", PARAMS)
+        member = Member(store, world.registry, name, logged_as=name)
+        world.source = DraftSource(
+            world.registry, world.config.settings.cache, world.card, Params().num_draft_tokens, member
+        )
+        booted = world.boot()
+        self.taking_part[name] = ExitStack()
+        self.taking_part[name].enter_context(store.taking_part(name))
+        self.loops[name], self.engines[name] = world.loop, world.engine
+        return booted
+
+    def stop(self, names: str) -> None:
+        for name in names:
+            self.taking_part.pop(name).close()
+            del self.loops[name], self.engines[name]
+
+    def tick(self, names: str = "", times: int = 2) -> None:
+        for _ in range(times):
+            for name in names or [*self.loops]:
+                self.engines[name].faults = self.faults.get(name, {})
+                self.world.runner.run(self.loops[name].tick())
+
+    def serving(self) -> dict[str, int | None]:
+        states = {name: loop.state.serving for name, loop in self.loops.items()}
+        return {name: None if draft is None else draft.version.number for name, draft in states.items()}
+
+    def swaps(self, names: str) -> list[int]:
+        """Return how many drafts each replica loaded since its start, by its own count."""
+        return [self.loops[name].counts["swaps"] for name in names]
+
+    def passed(self, draft: Version) -> None:
+        note_tested(self.world.home / "queries.db", draft, PARAMS)
 
 
-def seen(rollout: Rollout, **states: DraftState | None) -> Rollout:
-    for name, state in states.items():
-        rollout = rollout.saw(f"http://{name}", state)
-    return rollout
+@pytest.fixture
+def replicas(
+    store: Path,
+    tiny_target: Path,
+    goldens: list[Golden],  # noqa: F811
+    tmp_path: Path,
+) -> Iterator[Replicas]:
+    """Three replicas that serve draft 1, which is good in all of them."""
+    (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
+    world = World(tmp_path, tiny_target, goldens)
+    world.push()
+    with world.runner:
+        replicas = Replicas(world)
+        assert replicas.start("abc") == [1, 1, 1]
+        replicas.tick()
+        assert replicas.serving() == {"a": 1, "b": 1, "c": 1}
+        yield replicas
+        replicas.stop("".join(replicas.loops))
 
 
-def may_take(rollout: Rollout, name: str) -> str:
-    return "".join(server[-1] for server in SERVERS if rollout.may_take(server, name))
+def spoil(replicas: Replicas, names: str, draft: Version) -> None:
+    """Let a draft not compute what its file says, in some replicas."""
+    for name in names:
+        replicas.faults[name] = {str(draft.number): "mangles"}
 
 
-def saw(file: RolloutFile, server: str, state: DraftState) -> None:
-    file.become(file.rollout.listed(SERVERS).saw(server, state))
+def test_a_champion_is_loaded_by_one_replica_until_it_passed_its_test_and_then_by_all(replicas: Replicas) -> None:
+    draft = replicas.world.push()
+    replicas.tick("bca")
+    assert (replicas.swaps("abc"), replicas.serving()) == ([1, 0, 0], {"a": 2, "b": 1, "c": 1})
+    replicas.passed(draft)
+    replicas.tick()
+    assert (replicas.swaps("abc"), replicas.serving()) == ([1, 1, 1], {"a": 2, "b": 2, "c": 2})
 
 
-def told(rollout: Rollout) -> list[tuple[str, int, str]]:
-    return [(row.server[-1], row.wave, row.state) for row in rollout.rows]
+def test_a_draft_that_did_worse_on_the_canary_was_loaded_nowhere_else(replicas: Replicas) -> None:
+    draft = replicas.world.push()
+    replicas.tick()
+    replicas.world.registry.revert("draft", draft.number, "worse on the same requests")
+    replicas.tick()
+    assert (replicas.swaps("abc"), replicas.serving()) == ([2, 0, 0], {"a": 1, "b": 1, "c": 1})
 
 
-def test_the_first_server_takes_a_new_draft_and_the_rest_once_it_is_proven_there() -> None:
-    assert not BEGUN.is_followed
-    begun = seen(BEGUN, b=unproven(1), a=serves(1), c=serves(1))
-    assert begun.is_followed
-    assert (may_take(begun, OLD), may_take(begun, NEW)) == ("abc", "a")
-    trying = seen(begun, a=tries(2, serving=1))
-    assert may_take(trying, NEW) == "a"
-    assert [(row.state, row.wave, row.version) for row in trying.rows] == [("serving", at, OLD) for at in (0, 1, 1)]
-    proven = seen(trying, a=serves(2))
-    assert (may_take(proven, NEW), may_take(proven, OLD)) == ("abc", "abc")  # the way back has no waves
+def test_a_draft_that_fails_in_two_replicas_is_quarantined_and_the_third_never_loaded_it(replicas: Replicas) -> None:
+    draft = replicas.world.push()
+    spoil(replicas, "abc", draft)
+    replicas.tick("a")
+    assert not replicas.world.is_quarantined(draft)
+    replicas.tick("bc")
+    assert replicas.world.registry.get("draft", draft.number).quarantined.startswith("2 of 2 replicas failed: ")
+    replicas.tick()
+    assert (replicas.swaps("abc"), replicas.serving()) == ([1, 1, 0], {"a": 1, "b": 1, "c": 1})
+    replicas.faults.clear()
+    replicas.world.clear(draft)
+    replicas.tick("abc")
+    assert replicas.serving() == {"a": 2, "b": 1, "c": 1}
 
 
-def test_a_server_keeps_the_name_that_rows_have_while_it_is_away() -> None:
-    away = BEGUN.saw(A, serves(1), "host:1").saw(A, None)
-    assert [(row.state, row.name) for row in away.rows] == [("away", "host:1"), ("starting", ""), ("starting", "")]
+def test_a_replica_that_fails_alone_keeps_the_last_good_draft_and_the_others_go_on(replicas: Replicas) -> None:
+    draft = replicas.world.push()
+    spoil(replicas, "a", draft)
+    replicas.tick()
+    assert replicas.serving() == {"a": 1, "b": 2, "c": 1}
+    replicas.passed(draft)
+    replicas.tick()
+    assert replicas.serving() == {"a": 1, "b": 2, "c": 2}
+    assert (replicas.world.champion(), replicas.world.is_quarantined(draft)) == (2, False)
+    assert [*replicas.loops["a"].state.unreported] == [label(draft)]
 
 
-def test_a_draft_that_a_server_was_started_with_is_proven_by_nothing() -> None:
-    assert may_take(seen(BEGUN, a=unproven(2)), NEW) == "a"
+def test_a_replica_that_starts_meanwhile_serves_the_last_good_draft_and_a_later_one_the_new(
+    replicas: Replicas,
+) -> None:
+    draft = replicas.world.push()
+    replicas.tick()
+    assert replicas.start("d") == [1]
+    replicas.passed(draft)
+    replicas.tick()
+    assert (replicas.serving()["d"], replicas.start("e")) == (2, [2])
 
 
-def test_a_draft_that_fails_on_the_first_server_never_gets_to_the_rest() -> None:
-    failed = seen(BEGUN, a=serves(1), b=serves(1), c=serves(1))
-    failed = seen(seen(failed, a=tries(2, serving=1)), a=serves(1))
-    assert may_take(failed, NEW) == "a"
-
-
-def test_where_the_first_server_is_away_the_next_one_tries() -> None:
-    away = seen(BEGUN, b=serves(1), a=None)
-    assert may_take(away, NEW) == "b"
-    assert may_take(seen(away, b=None, c=serves(1)), NEW) == "c"
-    assert may_take(seen(away, a=serves(1)), NEW) == "a"
-    assert may_take(seen(away, b=None, c=None), NEW) == ""
-
-
-def test_a_server_that_joins_comes_last_and_gets_what_was_proven() -> None:
-    joined = seen(Rollout(rows=()).listed([B]), b=serves(1)).listed([A, B])
-    assert told(joined) == [("b", 0, "serving"), ("a", 1, "starting")]
-    assert (may_take(joined, OLD), may_take(joined, NEW)) == ("abc", "b")
-    assert told(seen(joined, b=None)) == [("b", 1, "away"), ("a", 0, "starting")]
-    assert joined.listed([A, B]) == joined
-
-
-def test_a_server_that_leaves_is_forgotten_and_the_next_one_tries() -> None:
-    left = seen(BEGUN, a=tries(2, serving=1), b=serves(1), c=None).listed([B, C])
-    assert told(left) == [("b", 0, "serving"), ("c", 1, "away")]
-    assert (may_take(left, OLD), may_take(left, NEW)) == ("abc", "b")
-    assert told(left.listed(SERVERS)) == [("b", 0, "serving"), ("c", 1, "away"), ("a", 1, "starting")]
-    replaced = left.listed([A])
-    assert told(replaced) == [("a", 0, "starting")] and not replaced.is_followed
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_what_was_proven_outlives_a_restart_and_damage_does_not_stop_one(tmp_path: Path, damaged: bool) -> None:
-    file = tmp_path / "home" / "rollout.json"
-    saw(RolloutFile(file), A, serves(2))
-    if damaged:
-        file.write_text("{")
-    again = RolloutFile(file)
-    again.become(again.rollout.listed(SERVERS))
-    assert may_take(again.rollout, NEW) == ("a" if damaged else "abc")
-    saw(again, B, serves(1))
-    assert may_take(RolloutFile(file).rollout.listed(SERVERS), OLD) == "abc"
-
-
-def test_a_disk_that_takes_nothing_stops_no_rollout(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    full = RolloutFile(tmp_path / "file" / "rollout.json")
-    saw(full, A, serves(2))
-    assert may_take(full.rollout, NEW) == "abc"
+def test_a_draft_of_another_shape_waits_for_a_start_of_all_replicas(replicas: Replicas) -> None:
+    draft = replicas.world.push(vocab_size=32)
+    replicas.tick()
+    assert replicas.serving() == {"a": 1, "b": 1, "c": 1}
+    [told] = [loop.state.unfit for loop in replicas.loops.values() if loop.state.unfit]
+    assert "the next start of all replicas serves it" in told[label(draft)]
+    assert all(loop.state.replacement is None for loop in replicas.loops.values())
+    replicas.stop("abc")
+    assert replicas.start("def") == [2, 2, 2]
+    replicas.tick()
+    assert replicas.serving() == {"d": 2, "e": 2, "f": 2}

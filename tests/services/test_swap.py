@@ -12,12 +12,12 @@ import pytest
 
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
-from infra.versions import Version
+from infra.versions import Version, label
 from models.core.evaluation.canary import Answer, Finding
 from models.core.evaluation.canary import Params as CanaryParams
 from models.serving import Probation, Serve
 from services import swap
-from services.drafts import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftHistory, DraftState, Loaded, label
+from services.drafts import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftHistory, DraftState, Loaded
 from services.swap import (
     Action,
     Ask,

@@ -23,12 +23,16 @@ from infra.post_promotion import (
 )
 from infra.querylog import QueryLog
 from infra.registry import Registry
+from infra.rollout_store import RolloutStore
+from infra.rollouts import Joined, Named, Seen
 from infra.settings import load_settings
+from infra.versions import label
 from models.core.checkpoints.loading import load_floats
 from models.core.drafting.draft_format import made_for
 from models.drafts import lm
 from models.recipe import Recipe, load_recipe
 from models.targets import describe
+from models.types import RolloutParams
 from tasks.post_promotion_test import EVIDENCE, check_promoted_draft
 from tests.conftest import shake
 from tests.tags import draft_tags
@@ -150,6 +154,23 @@ def test_a_draft_that_is_no_worse_is_settled_and_then_left_alone(scene: Scene, d
     assert (settled.outcome, len(settled.compared), scene.champion()) == (PASSED, 40, 2)
     scene.serve(100, 120)
     assert looked(per_look=30, num_requests=40) == settled
+
+
+@pytest.mark.slow
+def test_a_draft_that_passes_on_the_canary_is_told_to_its_fleet_at_that_look_and_later(
+    scene: Scene, drafts: Path
+) -> None:
+    draft = scene.registry.get("draft", scene.promote(drafts, "same"))
+    store = RolloutStore(load_settings().querylog, "target abc", RolloutParams())
+    store.tell(Joined(names=("canary", "other")), Named(champion=label(draft)))
+    has = Seen(name="canary", version=label(draft), proven=True, failed={})
+    assert not store.tell(has).tested
+    scene.serve(0, 8)
+    assert looked(num_requests=8).outcome == PASSED and store.tell().tested
+    store.tell(Named(champion=label(scene.registry.roll_back("draft"))))
+    scene.registry.promote("draft", draft.number)
+    assert not store.tell(Named(champion=label(draft)), has).tested
+    assert looked(num_requests=8).outcome == PASSED and store.tell().tested
 
 
 @pytest.mark.slow

@@ -15,12 +15,13 @@ from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.rollouts import FOLDER, PREFIX, AttachedServer, RolloutState, write_rollout
+from infra.rollout_store import RolloutStore
+from infra.rollouts import Joined, Left, Seen
 from infra.settings import Settings
 from infra.views.acceptance import Served
 from infra.views.gate import headline, write_files
 from infra.windows import Window
-from models.types import GateReport
+from models.types import GateReport, RolloutParams
 from tasks.measure.compare_traffic import compare_acceptance
 from tasks.measure_draft import first_report
 from tasks.write_report import sum_up, write_report
@@ -247,19 +248,16 @@ def test_log_and_what_serves_are_told(html: str) -> None:
 
 
 def test_attached_servers_are_what_serves_and_no_service_of_ours_is_missed(settings: Settings, tmp_path: Path) -> None:
-    rows = (
-        AttachedServer(version="2-abc", wave=0, server="http://a:8000", state="serving"),
-        AttachedServer(wave=1, server="http://b:8000"),
-    )
-    file = settings.home / FOLDER / f"{PREFIX}test"
-    write_rollout(file, RolloutState(rows=rows))
+    names = ("http://a:8000", "http://b:8000")
+    store = RolloutStore(settings.querylog, "attached servers", RolloutParams())
+    store.tell(Joined(names=names), Seen(name=names[0], version="2-abc", proven=True, failed={}))
     try:
         html = write_report.fn(settings, tmp_path / "page.html").read_text()
     finally:
-        file.unlink()
+        store.tell(Left(names=names))
     serving = section(html, "serving")
-    assert "attached server http://a:8000 serving, draft 2-abc, wave 0" in serving
-    assert "attached server http://b:8000 starting, draft unknown, wave 1" in serving
+    assert "attached server http://a:8000 serving, draft 2-abc" in serving
+    assert "attached server http://b:8000 starting, draft unknown" in serving
     assert "not running" not in html
     assert re.search(r"Attached servers</dt>.*?1 of 2 serve</dd>.*?draft 2</dd>", html, re.DOTALL)
 

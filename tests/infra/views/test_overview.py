@@ -9,7 +9,7 @@ from infra.overview import DraftOverview, Gated, Overview
 from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
 from infra.regression_sets import RegressionSet
-from infra.rollouts import AttachedServer, DraftCounts
+from infra.rollouts import DraftCounts, Fleet, Replica
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import ProcessRecord
 from infra.trigger_store import now_ms
@@ -109,10 +109,10 @@ def test_attempts_quarantines_and_programs_are_told_in_a_line(changed: dict[str,
     assert told in shown(**changed)
 
 
-ATTACHED = AttachedServer(wave=0, server="http://b:8000")
+ATTACHED = {"attached servers": Fleet(rows=(Replica(wave=0, name="http://b:8000"),))}
 
 
-@pytest.mark.parametrize("changed", [{"programs": (program("attach", url=""),)}, {"attached": (ATTACHED,)}])
+@pytest.mark.parametrize("changed", [{"programs": (program("attach", url=""),)}, {"fleets": ATTACHED}])
 def test_where_servers_are_attached_no_service_of_ours_is_missed(changed: dict[str, object]) -> None:
     assert not any(line.startswith("service: ") for line in shown(**changed))
 
@@ -178,13 +178,26 @@ def test_each_domain_has_a_verdict_while_the_service_speculates() -> None:
 
 def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
     counts = DraftCounts(steps=1000, drafted=2000, accepted=700, per_position=(500, 200))
-    row = AttachedServer(version="2-abc", wave=0, server="http://[::1]:8000", state="serving", counts=counts)
-    found = {row.server: {"code": RecentAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
-    assert shown(attached=(row, ATTACHED), attached_acceptance=found)[-5:-1] == [
+    rows = (
+        Replica(version="2-abc", proven=True, wave=0, name="http://[::1]:8000", state="serving", counts=counts),
+        Replica(wave=1, name="http://b:8000"),
+    )
+    found = {rows[0].name: {"code": RecentAcceptance.of([(10, 30, 15), (10, 30, 5)])}}
+    fleets = {"attached servers": Fleet(rows=rows, candidate="2-abc")}
+    assert shown(fleets=fleets, acceptance=found)[-6:-1] == [
+        "rollout: draft 2-abc: canary, which waits for the post-promotion test, 1 of 2 replicas have it",
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
         "  by its metrics: τ 1.70 over 1,000 steps of all domains, accepted by position 0.50, 0.20",
         "  code: τ 2.00 over its last 2 requests",
         "attached server http://b:8000: starting, draft unknown, wave 0",
+    ]
+
+
+def test_a_replica_that_left_a_rollout_says_why() -> None:
+    row = Replica(version="1-abc", wave=2, name="host:8000/a", state="serving", failed={"2-abc": "holds NaN"})
+    assert shown(fleets={"target abc": Fleet(rows=(row,))})[-3:-1] == [
+        "replica host:8000/a: serving, draft 1-abc",
+        "  draft 2-abc failed here: holds NaN",
     ]
 
 
