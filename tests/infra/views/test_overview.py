@@ -189,7 +189,7 @@ def test_attached_servers_are_told_with_draft_wave_and_acceptance() -> None:
         "attached server http://[::1]:8000: serving, draft 2-abc, wave 0",
         "  by its metrics: τ 1.70 over 1,000 steps of all domains, accepted by position 0.50, 0.20",
         "  code: τ 2.00 over its last 2 requests",
-        "attached server http://b:8000: starting, draft unknown, wave 0",
+        "attached server http://b:8000: starting, draft unknown, wave 1",
     ]
 
 
