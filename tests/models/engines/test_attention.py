@@ -55,11 +55,8 @@ def metadata_of(config: Any, layer: Any) -> Any:
     """Return the metadata of a step and where its tokens' keys go."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=WIDTH, dtype=torch.bfloat16)
     builder = CPUAttentionMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu"))
-    places = [
-        row[at // BLOCK] * BLOCK + at % BLOCK
-        for row, new, length in zip(BLOCKS, NEW, LENGTHS, strict=True)
-        for at in range(length - new, length)
-    ]
+    steps = zip(BLOCKS, NEW, LENGTHS, strict=True)
+    places = [row[at // BLOCK] * BLOCK + at % BLOCK for row, new, end in steps for at in range(end - new, end)]
     common = SimpleNamespace(
         num_reqs=len(NEW),
         num_actual_tokens=sum(NEW),
@@ -74,11 +71,11 @@ def metadata_of(config: Any, layer: Any) -> Any:
     return builder.build(0, common)
 
 
-def run(config: Any, layer: Any, metadata: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return a layer's outputs in a step."""
-    name = layer.layer_name
+def run(config: Any, layer: Any, metadata: Any = None) -> Tensor:
+    """Return a layer's outputs in a step, which may have the metadata of other layers too."""
+    name, metadata = layer.layer_name, metadata or metadata_of(config, layer)
     with set_forward_context({name: metadata}, config, slot_mapping={name: metadata.slot_mapping}):
-        outputs: Tensor = layer(*inputs)
+        outputs: Tensor = layer(*inputs_of())
     return outputs
 
 
@@ -94,7 +91,7 @@ def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str,
     assert (own.redraft_number, ours.redraft_number) == (0, 1)
     own.redraft_number = None  # it is vLLM's from here on
     cache = ours.kv_cache.clone()
-    outputs = [run(config, layer, metadata_of(config, layer), inputs_of()) for layer in (own, ours)]
+    outputs = [run(config, layer) for layer in (own, ours)]
     assert torch.equal(*outputs)
     assert torch.equal(own.kv_cache, ours.kv_cache)
     assert not torch.equal(ours.kv_cache, cache)
@@ -104,9 +101,9 @@ def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str,
 def test_a_layer_attends_by_the_cache_that_it_has_now(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn")
     metadata = metadata_of(config, layer)
-    first = run(config, layer, metadata, inputs_of())
+    first = run(config, layer, metadata)
     layer.kv_cache = torch.zeros_like(layer.kv_cache)
-    second = run(config, layer, metadata, inputs_of())
+    second = run(config, layer, metadata)
     assert not torch.equal(first, second)
     assert torch.equal(first[: NEW[0]], second[: NEW[0]])  # a prompt sees nothing but itself
 
@@ -115,16 +112,16 @@ def test_layers_of_two_models_take_turns(config: Any) -> None:
     target, draft = layer_of(config, "model.layers.0.attn"), layer_of(config, "draft.layers.0.attn")
     metadata = metadata_of(config, target)
     metadata_of(config, draft)  # tells the layer how it computes
-    wanted = run(config, target, metadata, inputs_of())
+    wanted = run(config, target, metadata)
     before = draft.kv_cache.clone()
-    run(config, draft, metadata, inputs_of())
+    run(config, draft, metadata)
     assert not torch.equal(draft.kv_cache, before)
-    assert torch.equal(run(config, target, metadata, inputs_of()), wanted)
+    assert torch.equal(run(config, target, metadata), wanted)
 
 
 def test_without_metadata_nothing_is_written(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn")
-    run(config, layer, metadata_of(config, layer), inputs_of())
+    run(config, layer)
     before = layer.kv_cache.clone()
     query, key, value = inputs_of()
     with set_forward_context(None, config):
@@ -134,10 +131,8 @@ def test_without_metadata_nothing_is_written(config: Any) -> None:
 
 def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
     told, untold = (layer_of(config, f"model.layers.{number}.attn") for number in range(2))
-    metadata = metadata_of(config, told)
-    metadata_of(config, untold)
-    run(config, untold, metadata, inputs_of())
-    with set_forward_context({told.layer_name: metadata}, config, slot_mapping={}):
+    run(config, untold)
+    with set_forward_context({told.layer_name: metadata_of(config, told)}, config, slot_mapping={}):
         told(*inputs_of())
         with pytest.raises(ValueError, match="layer 1 attends in a step that tells nothing of it"):
             untold(*inputs_of())
@@ -146,11 +141,7 @@ def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
 def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn", alibi_slopes=[0.5] * HEADS)
     assert layer.redraft_number is None
-    metadata = metadata_of(config, layer)
-    flat = layer_of(config, "model.layers.1.attn")
-    assert not torch.equal(
-        run(config, layer, metadata, inputs_of()), run(config, flat, metadata_of(config, flat), inputs_of())
-    )
+    assert not torch.equal(run(config, layer), run(config, layer_of(config, "model.layers.1.attn")))
 
 
 def test_layers_whose_caches_are_handed_on_stay_vllms(config: Any) -> None:
@@ -158,17 +149,9 @@ def test_layers_whose_caches_are_handed_on_stay_vllms(config: Any) -> None:
     assert layer_of(config, "model.layers.0.attn").redraft_number is None
 
 
-def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    attention._is_built.cache_clear()
-    try:
-        assert layer_of(config, "model.layers.0.attn").redraft_number is None
-    finally:
-        attention._is_built.cache_clear()
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_layers_stay_vllms_and_it_is_said(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert layer_of(config, "model.layers.0.attn").redraft_number is None
     assert "attention is called from Python" in caplog.text
 
 

@@ -26,7 +26,7 @@ from models.core.drafting.draft_families import family_of
 from models.core.drafting.lookup import NgramIndex
 from models.drafts import eagle3
 from models.engines.vllm.fields import Passes, Row, StepPlan
-from models.engines.vllm.patches import attention, fused_eagle3, small_batch_gemm
+from models.engines.vllm.patches import attention, small_batch_gemm
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
 from models.engines.vllm.patches.proposer import READS, Planned
 from models.engines.vllm.worker import DraftOnGrids
@@ -167,77 +167,69 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return target, make_draft(target, first, seed=0), make_draft(target, second, seed=1)
 
 
-@pytest.fixture
-def pair_of(files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Loads pairs by the size of a block, with the patches that a worker has."""
+@pytest.fixture(scope="module")
+def pair(
+    files: tuple[Path, Path, Path], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A pair with blocks of 32 tokens, or of `request.param`, and the patches that a worker has."""
     own, limit = small_batch_gemm._target, small_batch_gemm.limit()
-    monkeypatch.setattr(attention, "_layers", attention._Layers())
-    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
-    # On so few weights it is chance what is faster.
-    monkeypatch.setattr(small_batch_gemm._Target, "_seconds", lambda _, rows, limit: 0.0 if limit else 1.0)
-    current_platform.register_triton_kernel_overrides()
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    attention.install()
-    small_batch_gemm.install()
-    torch.cpu._init_amx()
     with ExitStack() as stack:
-
-        def made(block_size: int = 32) -> Pair:
-            config = config_of(*files[:2], block_size)
-            stack.enter_context(set_current_vllm_config(config))
-            init_distributed_environment(1, 0, f"file://{tmp_path}/meet", 0, "gloo")
-            initialize_model_parallel(1, 1)
-            stack.callback(cleanup_dist_env_and_memory)
-            stack.enter_context(torch.inference_mode())
-            return load(config)
-
-        yield made
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(attention, "_layers", attention._Layers())
+        patch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
+        # On so few weights it is chance what is faster.
+        patch.setattr(small_batch_gemm._Target, "_seconds", lambda _, rows, limit: 0.0 if limit else 1.0)
+        current_platform.register_triton_kernel_overrides()
+        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+        attention.install()
+        small_batch_gemm.install()
+        torch.cpu._init_amx()
+        config = config_of(*files[:2], getattr(request, "param", 32))
+        stack.enter_context(set_current_vllm_config(config))
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('meet')}/meet", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        stack.callback(cleanup_dist_env_and_memory)
+        stack.enter_context(torch.inference_mode())
+        yield load(config)
     own._set(limit)
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_sequences_of_unlike_lengths_get_the_tokens_and_keys_of_vllms_proposer(pair_of: Any, block_size: int) -> None:
-    pair = pair_of(block_size)
-    for seed in range(4):
-        ours, theirs, error = both(pair, K, step_of(pair, seed=seed))
-        assert torch.equal(ours, theirs)
-        assert error < KEYS
-    for num_tokens in (0, 1):  # keys alone, and no pass after the first
-        ours, theirs, error = both(pair, num_tokens, step_of(pair, seed=4 + num_tokens))
-        assert torch.equal(ours, theirs) and ours.shape == (len(NEW), num_tokens)
-        assert error < KEYS
-
-
-def test_more_sequences_than_one_thread_drafts_get_the_same(pair_of: Any) -> None:
-    pair = pair_of()
-    ours, theirs, error = both(pair, K, step_of(pair, (1, 2) * 4, (20, 41) * 4))
-    assert torch.equal(ours, theirs)
+def require_same(pair: Pair, num_tokens: int, step: Mapping[str, Any]) -> Tensor:
+    """Fail unless both say the same tokens and write the same keys; return the tokens."""
+    ours, theirs, error = both(pair, num_tokens, step)
+    assert torch.equal(ours, theirs) and ours.shape == (len(step["next_token_ids"]), num_tokens)
     assert error < KEYS
+    return ours
 
 
-def test_a_sequence_that_begins_with_blocks_of_another_attends_to_their_keys(pair_of: Any) -> None:
-    pair = pair_of()
+@pytest.mark.parametrize("pair", [32, 64, 128], indirect=True)
+def test_sequences_of_unlike_lengths_get_the_tokens_and_keys_of_vllms_proposer(pair: Pair) -> None:
+    for seed in range(4):
+        require_same(pair, K, step_of(pair, seed=seed))
+    for num_tokens in (0, 1):  # keys alone, and no pass after the first
+        require_same(pair, num_tokens, step_of(pair, seed=4 + num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("new", "lengths"),
+    [((1, 2) * 4, (20, 41) * 4), ((1, 1), (LONGEST - 1, 40)), ((1, 1), (LONGEST, 40))],
+    ids=["more than one thread drafts", "one token before the context's end", "at the context's end"],
+)
+def test_so_do_others(pair: Pair, new: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    require_same(pair, K, step_of(pair, new, lengths))
+
+
+def test_a_sequence_that_begins_with_blocks_of_another_attends_to_their_keys(pair: Pair) -> None:
     step = step_of(pair)
     blocks = step["common_attn_metadata"].block_table_tensor
     blocks[2, :2] = blocks[1, :2]  # of both, the tokens of this step lie behind
     step["common_attn_metadata"].slot_mapping[1:5] = blocks[1, 2] * 32 + torch.arange(4)
-    ours, theirs, error = both(pair, K, step)
-    assert torch.equal(ours, theirs)
-    assert error < KEYS
+    require_same(pair, K, step)
 
 
-def test_at_the_end_of_the_context_no_key_is_written_beyond_it(pair_of: Any) -> None:
-    pair = pair_of()
-    for length in (LONGEST - 1, LONGEST):
-        ours, theirs, error = both(pair, K, step_of(pair, (1, 1), (length, 40)))
-        assert torch.equal(ours, theirs)
-        assert error < KEYS
-
-
-def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair_of: Any, files: tuple[Path, ...]) -> None:
-    pair = pair_of()
+def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair: Pair, files: tuple[Path, ...]) -> None:
     step = step_of(pair)
-    before, _, _ = both(pair, K, step)
+    before = require_same(pair, K, step)
     worker: Any = SimpleNamespace(
         vllm_config=pair.config,
         get_model=lambda: pair.target,
@@ -246,13 +238,10 @@ def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair_of: An
     )
     weights = eagle3.vllm_weights(files[2])
     DraftOnGrids(worker).load(load_file(weights.file), weights.parameters)
-    ours, theirs, error = both(pair, K, step)
-    assert torch.equal(ours, theirs) and not torch.equal(ours, before)
-    assert error < KEYS
+    assert not torch.equal(require_same(pair, K, step), before)
 
 
-def test_what_is_sampled_is_drawn_from_the_q_that_is_told_and_that_is_vllms(pair_of: Any) -> None:
-    pair = pair_of()
+def test_what_is_sampled_is_drawn_from_the_q_that_is_told_and_that_is_vllms(pair: Pair) -> None:
     step = step_of(pair, (1, 4), (9, 64), temperatures=(0.7, 0.0))
     by_vllm(pair, 1, step)
     wanted = pair.drafter._last_draft_probs
@@ -271,8 +260,9 @@ def test_what_is_sampled_is_drawn_from_the_q_that_is_told_and_that_is_vllms(pair
     assert torch.allclose(q.sum(2), torch.ones(2, K)) and (q.gather(2, tokens[..., None]) > 0).all()
 
 
-def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(pair_of: Any) -> None:
-    pair = pair_of()
+def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["a", "b", "c", "d"]
     runner: Any = SimpleNamespace(**dict.fromkeys(READS), drafter=pair.drafter)
     runner.input_batch = SimpleNamespace(req_ids=names)
@@ -280,6 +270,7 @@ def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(pair
     runner.speculative_config = pair.config.speculative_config
     step = step_of(pair)
     wanted = by_vllm(pair, K, step)
+    monkeypatch.setattr(pair.drafter, "propose", pair.drafter.propose)  # which is put back
     planned = Planned(runner, NgramIndex(shortest=3, longest=16, capacity=0))
     planned._propose = None  # vLLM's is not asked
     plan = StepPlan(Plan(0), (Passes(K, frozenset("ac")), Passes(1, frozenset("bd"))), 0)
@@ -287,41 +278,32 @@ def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(pair
     assert rows == [row[:num].tolist() for row, num in zip(wanted, (K, 1, K, 1), strict=True)]
 
 
-@pytest.mark.parametrize(("owner", "name"), [("model.model", "norm_output"), ("", "parallel_drafting")])
-def test_a_draft_that_is_computed_otherwise_stays_vllms(pair_of: Any, owner: str, name: str) -> None:
-    pair = pair_of()
-    holder = attrgetter(owner)(pair.drafter) if owner else pair.drafter
-    setattr(holder, name, True)
+@pytest.mark.parametrize(("owner", "name"), [("drafter.model.model", "norm_output"), ("drafter", "parallel_drafting")])
+def test_a_draft_that_is_computed_otherwise_stays_vllms(
+    pair: Pair, owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attrgetter(owner)(pair), name, True, raising=False)
     assert FusedDraft.of(pair.drafter) is None
 
 
 def test_a_vllm_of_another_layout_keeps_its_drafts_and_it_is_said(
-    pair_of: Any, caplog: pytest.LogCaptureFixture
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = pair_of()
-    del pair.drafter.uses_mrope
+    monkeypatch.delattr(pair.drafter, "uses_mrope")
     assert FusedDraft.of(pair.drafter) is None
     assert "vLLM has another layout: 'EagleProposer' object has no attribute 'uses_mrope'" in caplog.text
 
 
-def test_prompts_and_drafts_of_floats_stay_vllms(pair_of: Any) -> None:
-    pair = pair_of()
+def test_prompts_and_drafts_of_floats_stay_vllms(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     many = small_batch_gemm.limit() + 1
     assert pair.fused.propose(K, step_of(pair, (many,), (many,))) is None
-    delattr(pair.drafter.model.lm_head, small_batch_gemm.FORM)
+    monkeypatch.delattr(pair.drafter.model.lm_head, small_batch_gemm.FORM)
     assert pair.fused.propose(K, step_of(pair)) is None
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_each_pass_is_called_from_python_and_it_is_said(
-    pair_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = pair_of()
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    fused_eagle3._is_built.cache_clear()
-    try:
-        assert FusedDraft.of(pair.drafter) is None
-    finally:
-        fused_eagle3._is_built.cache_clear()
+    assert FusedDraft.of(pair.drafter) is None
     assert "each pass of the draft is called from Python" in caplog.text

@@ -149,13 +149,22 @@ def plain_errors(folder: Path) -> list[float]:
     return errors
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patch, with no layer of another test."""
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
+    small_batch_gemm.install()
+    assert small_batch_gemm._is_built()
+
+
 def layer_of(prefix: str, weight: Tensor) -> nn.Module:
     layer = nn.Module()
     layer.prefix, layer.weight = prefix, nn.Parameter(weight, requires_grad=False)
     return layer
 
 
-def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest.MonkeyPatch, tmp_path, limit) -> None:
+def test_layers_whose_weights_the_grid_holds_have_both_forms(installed, monkeypatch, tmp_path, limit) -> None:
     stem = "model.layers.0.self_attn"
     parts = {f"{stem}.{part}_proj.weight": random_grid(64, 128, 4, seed) for seed, part in enumerate("qkvo")}
     head = random_grid(512, 128, 8)
@@ -163,9 +172,6 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
     drafting = SimpleNamespace(num_speculative_tokens=8)
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=drafting)
     monkeypatch.setattr(small_batch_gemm, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
-    small_batch_gemm.install()
     qkv, out = stacked([parts[f"{stem}.{part}_proj.weight"] for part in "qkv"]), parts[f"{stem}.o_proj.weight"]
     trained = out.floats().bfloat16() * 2
     layers = {
@@ -197,12 +203,8 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
     ],
 )
 def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
-    name: str, most: int, dtype: torch.dtype, num_inputs: int, packed: bool, monkeypatch: pytest.MonkeyPatch, limit
+    name: str, most: int, dtype: torch.dtype, num_inputs: int, packed: bool, installed, limit
 ) -> None:
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
-    small_batch_gemm.install()
-    assert small_batch_gemm._is_built()
     small_batch_gemm._target._set(most)
     small_batch_gemm._target.faster = most
     x = torch.randn(6, num_inputs).to(dtype)
@@ -242,15 +244,7 @@ def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyP
     assert not small_batch_gemm._target.loads_draft
 
 
-def test_where_nothing_can_be_compiled_floats_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "no-compiler")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    small_batch_gemm._is_built.cache_clear()
-    try:
-        assert not small_batch_gemm._is_built()
-        assert "no-compiler" in caplog.text
-    finally:
-        small_batch_gemm._is_built.cache_clear()
+@pytest.mark.usefixtures("no_compiler")
+def test_where_nothing_can_be_compiled_floats_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    assert not small_batch_gemm._is_built()
+    assert "no-compiler" in caplog.text

@@ -1,31 +1,23 @@
 """A step in which nothing was drafted, and after which nothing will be, is that of an engine without a draft."""
 
 import asyncio
-import hashlib
-from collections import Counter
 from collections.abc import Iterator
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import vllm
 from vllm import SamplingParams
 
-from models.core.throughput.cost import Cost, Time, save_cost
+from models.core.throughput.cost import Time
 from models.engines import Completion, LookUp
-from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
-from models.engines.vllm.measuring import measured_for
-from models.engines.vllm.worker import DraftWorker, answering
 from models.lengths import goodput
 from tests.models.engines.answers import golden_of, last_of, require_none_different
+from tests.models.engines.started import Loop, keep_costs, running
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
 NUM_TOKENS, LOOKED_UP = 10, 6
 THRESHOLD = 0.02
 AUTO, OFF = DraftOptions("auto", "none", promised=1.0), DraftOptions("off", "none")
@@ -36,58 +28,21 @@ TIMES = (
 )
 
 
-class CountingWorker(DraftWorker):
-    """As redraft's, and it counts what is done for a draft."""
-
-    @answering
-    def count(self) -> dict[str, int]:
-        """Return what was done since it was asked before; the first time it begins to count."""
-        runner: Any = self.model_runner
-        if "counts" not in self.__dict__:
-            self.counts: Counter[str] = Counter()
-            self._counted(runner, "_model_forward", "steps")
-            self._counted(runner, "_calc_spec_decode_metadata", "prepared")
-            self._counted(runner.rejection_sampler, "forward", "verified")
-            self._counted(runner, "propose_draft_token_ids", "asked to draft")
-            self._counted(runner.drafter.model, "combine_hidden_states", "read states")
-        counts = dict(self.counts)
-        self.counts.clear()
-        return counts
-
-    def _counted(self, owner: Any, name: str, what: str) -> None:
-        own = getattr(owner, name)
-
-        @wraps(own)
-        def counted(*args: Any, **options: Any) -> Any:
-            self.counts[what] += 1
-            return own(*args, **options)
-
-        setattr(owner, name, counted)
-
-
 @pytest.fixture(scope="module")
 def engine(
     tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmEngine]:
-    costs = tmp_path_factory.mktemp("costs")
-    facts = measured_for(tiny_target, tiny_draft, "float32", True, vllm.__version__, 1 + LOOKED_UP)
-    save_cost(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
-    params = Params(
-        dtype="float32",
-        enforce_eager=True,
-        num_draft_tokens=3,
-        max_model_len=256,
-        max_num_seqs=8,
-        lengths=goodput.Params(explore=0.0),
-        lookup=LookUp(num_tokens=LOOKED_UP, shortest=NUM_TOKENS),
-    )
-    # No recipe may name a worker.
-    params = params.model_copy(update={"extra": {"block_size": 32, "worker_cls": f"{__name__}.CountingWorker"}})
-    engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, costs=costs))
-    assert engine.setup is not None
-    assert engine.setup.known_cost() is not None
-    yield engine
-    loop.run_until_complete(engine.close())
+    keys = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "num_draft_tokens": 3,
+        "max_num_seqs": 8,
+        "lengths": goodput.Params(explore=0.0),
+        "lookup": LookUp(num_tokens=LOOKED_UP, shortest=NUM_TOKENS),
+    }
+    costs = keep_costs(tmp_path_factory.mktemp("costs"), tiny_target, tiny_draft, "float32", TIMES)
+    with running(loop, tiny_target, tiny_draft, costs, worker="CountingWorker", **keys) as engine:
+        yield engine
 
 
 async def answers(
@@ -139,13 +94,3 @@ async def test_look_up_goes_on_while_the_draft_rests(engine: VllmEngine) -> None
     assert 0 < counts["verified"] < counts["steps"]
     assert "read states" not in counts
     require_none_different(golden_of(first), again, THRESHOLD)
-
-
-async def test_a_sequence_that_was_at_rest_is_followed_by_one_that_is_drafted_from_whole_keys(
-    engine: VllmEngine,
-) -> None:
-    await answers(engine, AUTO, "rested")
-    after = await answers(engine, DraftOptions("head"), "after")
-    await engine.llm.reset_prefix_cache()
-    fresh = await answers(engine, DraftOptions("head"), "fresh")
-    assert [one.drafted_ids for one in after] == [one.drafted_ids for one in fresh]

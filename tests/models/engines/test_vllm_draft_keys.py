@@ -20,23 +20,21 @@ from vllm.v1.request import Request
 
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DRAFTED, GAPS, OPTIONS, DraftOptions
 from models.engines.vllm.scheduler import DraftKeys, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 from tests.models.engines.answers import last_of
+from tests.models.engines.started import BLOCK, Loop, running
 
 pytestmark = pytest.mark.engine
 
 ALONE = DraftOptions("head")  # what is looked up needs no keys
 
-BLOCK = 32
 CONTEXT = 384
 NUM_PROMPTS = 12
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
-Loop = asyncio.AbstractEventLoop
 Running = tuple[VllmEngine, list[Path]]
 SMALL = 4  # of the blocks without an engine
 PROMPT, OTHER = list(range(100, 110)), list(range(200, 210))  # two of those and a half
@@ -203,16 +201,14 @@ def test_many_swaps_leave_every_block_free(cache: Cache) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def started(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """An engine and two drafts for it; each test leaves the first one loaded, and drafting on."""
     target = tmp_path_factory.mktemp("target")
     random.build(random.Params(num_layers=3), target)
     drafts = [save_tiny(eagle3, target, tmp_path_factory.mktemp("draft"), seed=seed, scale=0.05) for seed in (0, 5)]
     # Not "auto": in bfloat16 near ties of a random model would make drafts differ.
-    params = Params(dtype="float32", max_model_len=CONTEXT, max_num_seqs=16, extra={"block_size": BLOCK})
-    engine = loop.run_until_complete(VllmEngine.start(target, drafts[0], params, draft_version="1"))
-    yield engine, drafts
-    loop.run_until_complete(engine.close())
+    with running(loop, target, drafts[0], dtype="float32", max_model_len=CONTEXT) as engine:
+        yield engine, drafts
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -267,21 +263,8 @@ async def a_long_answer(engine: VllmEngine, prompt: list[int], num_tokens: int) 
     await reading
 
 
-async def test_after_a_swap_a_hot_prompt_is_drafted_from_as_an_empty_cache_is(running: Running) -> None:
-    engine, (first, second) = running
-    asked = prompts(1)
-    await answer_all(engine, asked, "warm")
-    await engine.swap_draft(second, "2")
-    after, hits = await answer_all(engine, asked, "after")
-    empty = await from_an_empty_cache(engine, asked, "empty")
-    await engine.swap_draft(first, "1")
-    assert hits[0] == 0
-    assert min(hits[1:]) >= 2 * BLOCK
-    assert num_alike(after, empty) >= NUM_PROMPTS - 1
-
-
-async def test_blocks_that_a_running_request_uses_are_forgotten_at_a_swap_too(running: Running) -> None:
-    engine, (first, second) = running
+async def test_blocks_that_a_running_request_uses_are_forgotten_at_a_swap_too(started: Running) -> None:
+    engine, (first, second) = started
     asked = prompts(2)
     async with a_long_answer(engine, asked[0], 200):
         await engine.swap_draft(second, "2")
@@ -293,21 +276,8 @@ async def test_blocks_that_a_running_request_uses_are_forgotten_at_a_swap_too(ru
     assert num_alike(after, empty) >= 1
 
 
-async def test_a_prompt_read_while_nothing_was_drafted_is_read_again_for_the_draft(running: Running) -> None:
-    engine, _ = running
-    asked = prompts(3)
-    await engine.set_speculation(False)
-    _, hits_off = await answer_all(engine, asked, "off")
-    await engine.set_speculation(True)
-    on, hits_on = await answer_all(engine, asked, "on-again")
-    empty = await from_an_empty_cache(engine, asked, "empty")
-    assert min(hits_off[1:]) >= 2 * BLOCK  # off, the cache serves as ever
-    assert hits_on[0] == 0
-    assert num_alike(on, empty) >= NUM_PROMPTS - 1
-
-
-async def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(running: Running) -> None:
-    engine, _ = running
+async def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(started: Running) -> None:
+    engine, _ = started
     asked = prompts(4)[:4]
     sampling = SamplingParams(max_tokens=96, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
@@ -328,9 +298,9 @@ async def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_t
     assert num_alike(next_turns, empty) >= 3
 
 
-async def test_a_prompt_read_beside_one_at_its_contexts_end_has_its_keys(running: Running) -> None:
+async def test_a_prompt_read_beside_one_at_its_contexts_end_has_its_keys(started: Running) -> None:
     """By itself the runner would draft for nobody in a step in which a sequence does not fit the draft's context."""
-    engine, _ = running
+    engine, _ = started
     asked = prompts(5)
     full = [(prompts(seed)[0] * 4)[: CONTEXT - 1] for seed in (6, 7, 8)]
     together = [*full[:2], asked[0], full[2]]  # the first is alone in its step, in which the others come

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from operator import eq
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +28,10 @@ from tests.models.engines.answers import (
     require_the_targets,
     written,
 )
+from tests.models.engines.started import Loop, running
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
 NUM_TOKENS = 48
 THRESHOLD = 0.05
 LOOKED_UP = 6
@@ -49,17 +48,9 @@ def planned(
     draft = shutil.copytree(tiny_draft, tmp_path_factory.mktemp("short") / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": SHORT}))
-    params = Params(
-        num_draft_tokens=2,
-        max_model_len=256,
-        max_num_seqs=16,
-        lengths=fixed.Params(),
-        lookup=LookUp(num_tokens=LOOKED_UP, shortest=2),
-        extra={"block_size": 32},
-    )
-    engine = loop.run_until_complete(VllmEngine.start(tiny_target, draft, params, draft_version="1"))
-    yield engine
-    loop.run_until_complete(engine.close())
+    lookup = LookUp(num_tokens=LOOKED_UP, shortest=2)
+    with running(loop, tiny_target, draft, num_draft_tokens=2, lengths=fixed.Params(), lookup=lookup) as engine:
+        yield engine
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -68,35 +59,20 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
     return [rng.integers(3, 67, size=16).tolist() * 3 for _ in range(count)]
 
 
-async def answer(engine: VllmEngine, way: Way, tag: str, concurrency: int = 4, seed: int = 1) -> list[Completion]:
+async def answer(engine: VllmEngine, way: Way, tag: str, concurrency: int) -> list[Completion]:
     sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2, drafting=way)
-    return await answer_all(engine, prompts(12, seed), sampling, concurrency, f"{tag}-{way}")
+    return await answer_all(engine, prompts(12), sampling, concurrency, f"{tag}-{way}")
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
-async def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(
-    planned: VllmEngine, concurrency: int
-) -> None:
-    auto = await answer(planned, "auto", f"auto{concurrency}", concurrency, seed=concurrency)
-    off = await answer(planned, "off", f"plain{concurrency}", 1, seed=concurrency)
+async def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(planned: VllmEngine) -> None:
+    auto, off = await answer(planned, "auto", "rows", 8), await answer(planned, "off", "rows", 1)
     require_none_different(golden_of(off), auto, THRESHOLD)
     assert all(set(one.drafted) == {0} and set(one.matches) == {UNDRAFTED} for one in off)
-    looked_up = [
-        step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0] > 0
-    ]
-    by_head = [drafted for one in auto for match, drafted in zip(one.matches, one.drafted, strict=True) if not match]
-    assert looked_up
-    assert max(drafted for _, drafted, _ in looked_up) == LOOKED_UP
-    assert sum(accepted for *_, accepted in looked_up) > 0
-    assert by_head
-    assert max(by_head) == 2
-
-
-async def test_a_request_that_is_drafted_by_the_head_alone_looks_nothing_up(planned: VllmEngine) -> None:
-    for one in await answer(planned, "head", "alone"):
-        assert set(one.matches) == {0}
-        assert max(one.drafted) == 2
-        assert one.drafting == "head"
+    steps = [step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
+    looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match > 0]
+    assert max(drafted for drafted, _ in looked_up) == LOOKED_UP
+    assert sum(accepted for _, accepted in looked_up) > 0
+    assert max(drafted for match, drafted, _ in steps if not match) == 2
 
 
 async def test_requests_of_every_way_share_a_batch(planned: VllmEngine) -> None:
@@ -106,7 +82,7 @@ async def test_requests_of_every_way_share_a_batch(planned: VllmEngine) -> None:
     answers = await asyncio.gather(*(planned.generate(*one, f"mixed-{number}") for number, one in asked))
     auto, head, off = (answers[place::3] for place in range(3))
     assert any(max(one.matches) > 0 for one in auto)
-    assert all(max(one.drafted) == 2 and not any(one.matches) for one in head)
+    assert all(max(one.drafted) == 2 and not any(one.matches) and one.drafting == "head" for one in head)
     assert all(set(one.drafted) == {0} for one in off)
 
 
@@ -123,42 +99,6 @@ async def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_ca
     assert UNDRAFTED not in one.matches and set(beyond.matches) == {UNDRAFTED}
     assert leaves.matches[0] == 0 and set(leaves.matches[-20:]) == {UNDRAFTED}
     assert set(leaves.trace("").drafted) == {2} and leaves.drafted.count(0) == leaves.matches.count(UNDRAFTED)
-
-
-@pytest.mark.parametrize(
-    ("kind", "merged", "way"),
-    [
-        (RequestOutputKind.FINAL_ONLY, 1, "head"),
-        (RequestOutputKind.CUMULATIVE, 1, "auto"),
-        (RequestOutputKind.DELTA, 1, "auto"),
-        (RequestOutputKind.DELTA, 3, "head"),
-    ],
-)
-async def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_up_to_there(
-    planned: VllmEngine, kind: RequestOutputKind, merged: int, way: Way
-) -> None:
-    prompt, told = prompts(1, seed=5)[0], f"{kind}-{merged}"
-
-    async def ask(tag: str, **further: Any) -> tuple[str, Completion]:
-        wanted = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, output_kind=kind, **further)
-        wanted.stream_interval, text = merged, ""
-        async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, DraftOptions(way)):
-            assert output.kv_transfer_params is None  # it would go out to the client
-            text = (text if kind == RequestOutputKind.DELTA else "") + output.outputs[0].text
-            last: Any = output
-        return text, last.completion
-
-    text, whole = await ask(f"whole-{told}")
-    for end in range(8, 20, 2):
-        _, stopped = await ask(f"stop-{told}-{end}", stop=[text[:end]])
-        num = len(stopped.token_ids)
-        assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[:num])
-        position, steps = 1, []
-        for ids, accepted in zip(whole.drafted_ids, whole.accepted, strict=True):
-            if position < num:
-                steps.append((ids, min(accepted, num - position)))
-            position += accepted + 1
-        assert [*zip(stopped.drafted_ids, stopped.accepted, strict=True)] == steps
 
 
 async def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ from models.serving import Structured
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
+RAW = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+CHAT = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TAG = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
 # Compiles for a fifth of a second, though it is small: each of many keys may be left out.
@@ -34,55 +36,70 @@ def grammars(engine: Any) -> Iterator[Grammars]:
     grammars.close()
 
 
-def refusal(grammars: Grammars, loop: Loop, form: Form) -> str:
+async def refusal(grammars: Grammars, form: Form) -> str:
     with pytest.raises(VLLMValidationError) as refused:
-        loop.run_until_complete(grammars.require(form))
+        await grammars.require(form)
     return str(refused.value)
 
 
-def test_a_form_that_compiles_is_taken_and_the_second_time_without_compiling_it(grammars: Grammars, loop: Loop) -> None:
+async def test_a_form_that_compiles_is_taken_and_the_second_time_without_compiling_it(grammars: Grammars) -> None:
     form = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    loop.run_until_complete(grammars.require(Form(json=form)))
+    await grammars.require(Form(json=form))
     for other in (Form(regex="[a-z]+"), Form(choice=["yes", "no"]), Form(grammar='root ::= "a" root | "b"')):
-        loop.run_until_complete(grammars.require(other))
+        await grammars.require(other)
     grammars.close()
-    loop.run_until_complete(grammars.require(Form(json=form)))
+    await grammars.require(Form(json=form))
     assert grammars._child is None
-    loop.run_until_complete(grammars.require(Form(regex="[a-y]+")))
+    await grammars.require(Form(regex="[a-y]+"))
     assert grammars._child is not None
 
 
 @pytest.mark.parametrize(
     "form",
-    [Form(regex="(FORGED"), Form(grammar="FORGED"), Form(json={"type": "FORGED"}), Form(json={"properties": "FORGED"}),
-     Form(json={"$ref": "#/FORGED"}), Form(grammar="root ::= root"),
-     Form(structural_tag='{"structures": "FORGED", "triggers": [5]}')],
-    ids=["regex", "grammar", "type", "properties", "reference", "itself", "tag"],
-)  # fmt: skip
-def test_a_form_that_makes_no_sense_is_refused_without_its_text(grammars: Grammars, loop: Loop, form: Form) -> None:
-    assert "FORGED" not in refusal(grammars, loop, form)
+    [
+        Form(regex="(FORGED"),
+        Form(grammar="FORGED"),
+        Form(json={"type": "FORGED"}),
+        Form(json={"properties": "FORGED"}),
+        Form(json={"$ref": "#/FORGED"}),
+        Form(grammar="root ::= root"),
+        Form(structural_tag='{"structures": "FORGED", "triggers": [5]}'),
+    ],
+)
+async def test_a_form_that_makes_no_sense_is_refused_without_its_text(grammars: Grammars, form: Form) -> None:
+    assert "FORGED" not in await refusal(grammars, form)
 
 
-def test_what_is_too_large_too_deep_or_too_long_a_pattern_is_refused_before_it_is_compiled(
-    engine: Any, loop: Loop
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(20):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (Form(choice=["x" * 20_000]), "16384 bytes"),
+        (Form(json=DEEP), "deep"),
+        (Form(json=json.dumps(DEEP)), "deep"),
+        (Form(json="[" * 5000 + "]" * 5000), "deep|not valid"),
+        (Form(regex="a" * 513), "512 characters"),
+        (Form(json={"type": "string", "pattern": "a" * 513}), "512 characters"),
+        (Form(json={"patternProperties": {"a" * 513: {}}}), "512 characters"),
+    ],
+    ids=["size", "depth", "depth of a text", "brackets", "regex", "pattern", "key"],
+)
+async def test_what_is_too_large_too_deep_or_too_long_a_pattern_is_refused_before_it_is_compiled(
+    engine: Any, form: Form, told: str
 ) -> None:
     grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True))
-    deep: dict[str, Any] = {"type": "integer"}
-    for _ in range(20):
-        deep = {"type": "array", "items": deep}
-    assert "16384 bytes" in refusal(grammars, loop, Form(choice=["x" * 20_000]))
-    for form in (Form(json=deep), Form(json=json.dumps(deep)), Form(json="[" * 5000 + "]" * 5000)):
-        assert "deep" in refusal(grammars, loop, form) or "not valid" in refusal(grammars, loop, form)
-    for form in (Form(regex="a" * 513), Form(json={"type": "string", "pattern": "a" * 513}),
-                 Form(json={"patternProperties": {"a" * 513: {}}})):  # fmt: skip
-        assert "512 characters" in refusal(grammars, loop, form)
+    assert re.search(told, await refusal(grammars, form))
     assert grammars._child is None
 
 
-def test_what_takes_too_long_ends_alone_and_the_next_is_taken(engine: Any, loop: Loop) -> None:
+async def test_what_takes_too_long_ends_alone_and_the_next_is_taken(engine: Any) -> None:
     grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True, timeout_s=0.001))
     try:
-        assert TOO_LONG in refusal(grammars, loop, Form(json=SLOW))
+        assert TOO_LONG in await refusal(grammars, Form(json=SLOW))
         process = psutil.Process(grammars._child.pid)
         assert process.is_running()
         assert process.children() == []
@@ -112,25 +129,24 @@ LENGTHS = {
 }
 
 
-def test_strings_whose_length_a_schema_bounds_are_json_of_that_length(engine: Any, loop: Loop) -> None:
+async def test_strings_whose_length_a_schema_bounds_are_json_of_that_length(engine: Any) -> None:
     """The target's weights are random, so that it writes control characters wherever it may."""
-    handlers = loop.run_until_complete(Handlers.build(engine, "", Structured()))
-    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+    handlers = await Handlers.build(engine, "", Structured())
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**LENGTHS, "additionalProperties": False}}}
-    body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
-    body |= {"skip_special_tokens": False}  # a string may have them
+    # A string may have special tokens.
+    asked = CHAT | {"max_tokens": 100, "skip_special_tokens": False, "response_format": form, "temperature": 1}
     try:
-        for seed in range(20):
-            asked = body | {"response_format": form, "temperature": 1, "seed": seed}
-            answer = loop.run_until_complete(handlers.chat(asked, raw))
-            assert isinstance(answer, dict)
-            if answer["choices"][0]["finish_reason"] == "stop":  # white space before the end may be without one
-                text = json.loads(answer["choices"][0]["message"]["content"])["a"]
-                assert len(text) >= 4
-                assert len(text.replace("\ufffd", "")) <= 12  # bytes that are no character are shown as one each
+        answers = await asyncio.gather(*(handlers.chat(asked | {"seed": seed}, RAW) for seed in range(20)))
     finally:
         engine.llm.grammars.close()
         engine.llm.grammars = None
+    choices = [answer["choices"][0] for answer in answers]
+    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]  # white space may go on without end
+    assert ended
+    for choice in ended:
+        text = json.loads(choice["message"]["content"])["a"]
+        assert len(text) >= 4
+        assert len(text.replace("\ufffd", "")) <= 12  # bytes that are no character are shown as one each
 
 
 def test_so_are_those_of_a_tools_arguments_and_other_forms_stay_as_they_are() -> None:
@@ -147,32 +163,28 @@ def test_so_are_those_of_a_tools_arguments_and_other_forms_stay_as_they_are() ->
         assert as_json(form) is form
 
 
-def test_no_route_to_a_form_is_open_where_the_recipe_closes_it(engine: Any, loop: Loop) -> None:
-    handlers = loop.run_until_complete(Handlers.build(engine, "hermes", Structured(enabled=False)))
-    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
-    schema = {"name": "x", "schema": {"type": "object"}}
+async def test_no_route_to_a_form_is_open_where_the_recipe_closes_it(engine: Any) -> None:
+    handlers = await Handlers.build(engine, "hermes", Structured(enabled=False))
+    schema, text = {"name": "x", "schema": {"type": "object"}}, {"model": "target", "prompt": "hi", "max_tokens": 4}
+    closed = [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]},
+        {"tools": [TOOL], "parallel_tool_calls": False},
+    ]
     try:
-        for asked in (
-            {"response_format": {"type": "json_object"}},
-            {"response_format": {"type": "json_schema", "json_schema": schema}},
-            {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}},
-            {"structured_outputs": {"regex": "a+"}},
-            {"tools": [TOOL], "tool_choice": "required"},
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
-            {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]},
-            {"tools": [TOOL], "parallel_tool_calls": False},
-        ):
-            body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | asked
+        for asked in closed:
             with pytest.raises(Refused, match=r"\[serve.structured\]") as refused:
-                loop.run_until_complete(handlers.chat(body, raw))
+                await handlers.chat(CHAT | asked, RAW)
             assert refused.value.body["error"]["code"] == 400
         for asked in ({"response_format": {"type": "text"}}, {"tools": [TOOL]}):
-            body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | asked
-            answer = loop.run_until_complete(handlers.chat(body, raw))
-            assert isinstance(answer, dict)
-        for asked in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a+"}}):
-            body = {"model": "target", "prompt": "hi", "max_tokens": 4} | asked
+            assert isinstance(await handlers.chat(CHAT | asked, RAW), dict)
+        for asked in (closed[0], closed[3]):
             with pytest.raises(Refused, match=r"\[serve.structured\]"):
-                loop.run_until_complete(handlers.complete(body, raw))
+                await handlers.complete(text | asked, RAW)
     finally:
         engine.llm.grammars = None

@@ -5,33 +5,29 @@ begins with a table of costs that says so, and learns its own.
 """
 
 import asyncio
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import vllm
 from vllm import SamplingParams
 
 from models.core.drafting.draft_families import family_named, family_of
-from models.core.throughput.cost import Cost, Time, save_cost
+from models.core.throughput.cost import Time
 from models.engines import Completion, LookUp, Sampling
 from models.engines import torch as reference
-from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
-from models.engines.vllm.measuring import measured_for
 from models.lengths import goodput
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 from tests.models.engines.answers import golden_of, last_of, require_none_different, require_the_targets, written
 from tests.models.engines.sampled import NUM_DRAWS, NUM_TOKENS, P_VALUE, p_value
+from tests.models.engines.started import Loop, keep_costs, running
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
 FAMILIES = ("eagle3", "lm", "parallel_eagle", "dflash")
 K, LOOKED_UP = 3, 6
 NUM_LAYERS, HIDDEN = 16, 128
@@ -52,27 +48,20 @@ class Running(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def started(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     target, draft, costs = (tmp_path_factory.mktemp(name) for name in ("target", "draft", "costs"))
     random.build(random.Params(num_layers=NUM_LAYERS), target)
     save_tiny(family_named(request.param), target, draft, scale=0.01, served=True)
-    facts = measured_for(target, draft, "float32", True, vllm.__version__)
-    save_cost(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
-    params = Params(
-        dtype="float32",  # in bfloat16 near ties of a random model would make drafts differ
-        enforce_eager=True,
-        num_draft_tokens=K,
-        max_model_len=256,
-        max_num_seqs=16,
-        lengths=goodput.Params(explore=0.0, rest_after=0.5),
-        lookup=LookUp(num_tokens=LOOKED_UP, shortest=12, remembered=0),
-        extra={"block_size": 32},
-    )
-    engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs, captures=True))
-    assert engine.setup is not None
-    assert engine.setup.known_cost() is not None
-    yield Running(engine, target, draft)
-    loop.run_until_complete(engine.close())
+    keys = {
+        "dtype": "float32",  # in bfloat16 near ties of a random model would make drafts differ
+        "enforce_eager": True,
+        "num_draft_tokens": K,
+        "lengths": goodput.Params(explore=0.0, rest_after=0.5),
+        "lookup": LookUp(num_tokens=LOOKED_UP, shortest=12, remembered=0),
+    }
+    keep_costs(costs, target, draft, "float32", TIMES)
+    with running(loop, target, draft, costs, captures=True, **keys) as engine:
+        yield Running(engine, target, draft)
 
 
 def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
@@ -99,10 +88,10 @@ async def ask(
 
 
 async def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_the_reference_engine(
-    running: Running,
+    started: Running,
 ) -> None:
     """After steps at 0, in which the draft rests, it drafts as if it had not: what lacks keys is read anew."""
-    engine, target, draft = running
+    engine, target, draft = started
     asked, compared = prompts(6, width=40), []
     golden = golden_of(await ask(engine, DraftOptions("off", "plain"), asked, FEW, concurrency=1))
     for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 2.2, 1, K), ("all", 3.95, K, K)):
@@ -129,9 +118,9 @@ async def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_tho
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_proposes_what_it_does_by_itself(
-    running: Running, temperature: float
+    started: Running, temperature: float
 ) -> None:
-    engine, asked = running.engine, prompts(8, width=40)
+    engine, asked = started.engine, prompts(8, width=40)
 
     async def answer(number: int, name: str, drafting: str) -> Completion:
         wanted = SamplingParams(max_tokens=24, temperature=temperature, seed=number, ignore_eos=True)
@@ -153,8 +142,8 @@ async def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_an
         assert judged.drafted_ids == alone.drafted_ids
 
 
-async def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(running: Running) -> None:
-    engine, (first, hot) = running.engine, prompts(2, width=80)
+async def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(started: Running) -> None:
+    engine, (first, hot) = started.engine, prompts(2, width=80)
 
     async def answer(prompt: list[int], drafting: str, name: str) -> Any:
         wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -172,11 +161,11 @@ async def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_reste
 
 
 async def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_stays_the_targets(
-    running: Running,
+    started: Running,
 ) -> None:
     asked = prompts(16, width=16, times=3)
-    plain = await ask(running.engine, DraftOptions("off", "plain"), asked, 48, concurrency=8)
-    answers = await ask(running.engine, DraftOptions("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
+    plain = await ask(started.engine, DraftOptions("off", "plain"), asked, 48, concurrency=8)
+    answers = await ask(started.engine, DraftOptions("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
     require_none_different(golden_of(plain), answers, THRESHOLD)
     steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
     looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match > 0]
@@ -186,9 +175,9 @@ async def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_o
     assert max(by_head) == K
 
 
-async def test_sampled_tokens_follow_the_targets_distribution(running: Running) -> None:
+async def test_sampled_tokens_follow_the_targets_distribution(started: Running) -> None:
     """A right engine fails once in 10,000 runs."""
-    engine, target, _ = running
+    engine, target, _ = started
     prompt = prompts(1, width=16)[0]
     settings = Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
     seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
@@ -200,9 +189,9 @@ async def test_sampled_tokens_follow_the_targets_distribution(running: Running) 
 
 
 async def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_reads_the_text_alone(
-    running: Running, tmp_path: Path
+    started: Running, tmp_path: Path
 ) -> None:
-    engine, target, draft = running
+    engine, target, draft = started
     taps = family_of(draft).load(draft, target).taps
     layers = sorted({*taps, NUM_LAYERS})
     if not taps:
@@ -221,3 +210,5 @@ async def test_captured_states_are_the_targets_and_there_are_none_where_the_draf
     assert await written(engine, done, tmp_path, len(done)) == {"written": 4}
     assert all(sum(one.drafted) for one in done)
     require_the_targets(done, target, tmp_path, layers, HIDDEN)
+    assert await engine.check_draft(draft) < 0.05  # which gets its own layers alone
+    assert await engine.swap_draft(draft, "again") > 0
