@@ -86,8 +86,7 @@ def test_of_two_replicas_the_second_never_loads_a_draft_that_does_worse_on_the_c
     log = QueryLog(world.querylog)
 
     def rows() -> tuple[Replica, ...]:
-        [fleet] = fleets_of(world.querylog).values()
-        return fleet.rows
+        return tuple(row for fleet in fleets_of(world.querylog).values() for row in fleet.rows)
 
     def served() -> dict[str, set[int | None]]:
         """Ask until both replicas answered, and return which drafts each answered with since the start."""
