@@ -32,7 +32,7 @@ def test_work_stands_still_while_the_service_of_this_home_answers_on_its_cores_o
         service.tell(False)
 
     def work() -> float:
-        threading.Timer(0.2, answered).start()
+        threading.Timer(0.5, answered).start()
         total = float(torch.ones(4).sum())
         order.append("the work went on")
         return total
