@@ -17,7 +17,7 @@ from tests.tasks.made import target_files
 def home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with an empty registry, which settings find."""
     made = tmp_path / "home"
-    made.mkdir()
+    made.mkdir(mode=0o700)
     shutil.copy(store, made)
     monkeypatch.setenv("REDRAFT_HOME", str(made))
     return made
