@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import litellm
@@ -47,86 +48,51 @@ CLAUDE = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 COMPLETIONS = CLIENT.chat.completions
 
 
-def chat() -> object:
-    return COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=16).choices[0].message.content
+CHOICE = {"type": "function", "function": {"name": "add"}}
+SHORT = {"model": MODEL, "messages": SAID, "max_tokens": 16}
+LONG = {**SHORT, "max_tokens": 256}
+RESPONSE = {"model": MODEL, "input": "What is two and two?", "max_output_tokens": 16}
+HERE = {"model": MODEL, "api_key": KEY, "max_tokens": 16}
 
 
-def chat_stream() -> object:
-    chunks = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=16, stream=True)
-    return [chunk.choices[0].finish_reason for chunk in chunks][-1]
-
-
-def completions() -> object:
-    return CLIENT.completions.create(model=MODEL, prompt="Two and two", max_tokens=16).choices[0].text
+def last_of(stream: Any) -> Any:
+    with stream as events:
+        return list(events)[-1]
 
 
 def structured() -> object:
-    answer = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=256, response_format=FORM)
-    return json.loads(answer.choices[0].message.content)["sum"]
+    return json.loads(COMPLETIONS.create(**LONG, response_format=FORM).choices[0].message.content)["sum"]
 
 
 def tools() -> object:
-    tool = {"type": "function", "function": FUNCTION}
-    choice = {"type": "function", "function": {"name": "add"}}
-    made = COMPLETIONS.create(model=MODEL, messages=SAID, max_tokens=256, tools=[tool], tool_choice=choice)
+    made = COMPLETIONS.create(**LONG, tools=[{"type": "function", "function": FUNCTION}], tool_choice=CHOICE)
     return json.loads(made.choices[0].message.tool_calls[0].function.arguments)["sum"]
-
-
-def responses() -> object:
-    return CLIENT.responses.create(model=MODEL, input="What is two and two?", max_output_tokens=16).output_text
-
-
-def responses_stream() -> object:
-    with CLIENT.responses.stream(model=MODEL, input="What is two and two?", max_output_tokens=16) as events:
-        return [event.type for event in events][-1]
 
 
 def responses_tools() -> object:
     asked = {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "add"}}
-    made = CLIENT.responses.create(model=MODEL, input="Two and two?", max_output_tokens=256, **asked)
+    made = CLIENT.responses.create(**{**RESPONSE, "max_output_tokens": 256}, **asked)
     return json.loads(made.output[0].arguments)["sum"]
 
 
-def messages() -> object:
-    return CLAUDE.messages.create(model=MODEL, messages=SAID, max_tokens=16).content[0].text
-
-
-def messages_stream() -> object:
-    with CLAUDE.messages.stream(model=MODEL, messages=SAID, max_tokens=16) as events:
-        return [event.type for event in events][-1]
-
-
 def messages_tools() -> object:
-    tool = {"name": "add", "input_schema": SCHEMA, "strict": True}
-    choice = {"type": "tool", "name": "add"}
-    made = CLAUDE.messages.create(model=MODEL, messages=SAID, max_tokens=256, tools=[tool], tool_choice=choice)
-    return made.content[0].input["sum"]
+    asked = {"tools": [{"name": "add", "input_schema": SCHEMA, "strict": True}]}
+    return CLAUDE.messages.create(**LONG, **asked, tool_choice={"type": "tool", "name": "add"}).content[0].input["sum"]
 
 
-def litellm_chat() -> object:
-    made = litellm.completion(f"openai/{MODEL}", SAID, api_base=f"{URL}/v1", api_key=KEY, max_tokens=16)
-    return made.choices[0].message.content
-
-
-def litellm_messages() -> object:
-    made = litellm.completion(f"anthropic/{MODEL}", SAID, api_base=URL, api_key=KEY, max_tokens=16)
+def litellm_by(provider: str, base: str) -> object:
+    made = litellm.completion(f"{provider}/{MODEL}", SAID, api_base=base, api_key=KEY, max_tokens=16)
     return made.choices[0].message.content
 
 
 def llm_prompt() -> object:
-    folder = Path(os.environ["LLM_USER_PATH"])
     named = f"{{model_id: mine, model_name: {MODEL}, api_base: {URL}/v1, api_key_name: mine}}"
-    (folder / "extra-openai-models.yaml").write_text(f"- {named}\n")
+    (Path(os.environ["LLM_USER_PATH"]) / "extra-openai-models.yaml").write_text(f"- {named}\n")
     return llm.get_model("mine").prompt("What is two and two?", max_tokens=16, key=KEY).text()
 
 
-def langchain_openai() -> object:
-    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_tokens=16).invoke("Two and two?").content
-
-
-def langchain_anthropic() -> object:
-    made = ChatAnthropic(model=MODEL, base_url=URL, api_key=KEY, max_tokens=16)
-    return "".join(str(part.content) for part in made.stream("Two and two?"))
+def langchain_stream() -> object:
+    return "".join(str(part.content) for part in ChatAnthropic(base_url=URL, **HERE).stream("Two and two?"))
 
 
 def vllm_bench() -> object:
@@ -137,22 +103,38 @@ def vllm_bench() -> object:
     return next(line for line in told.stdout.splitlines() if "Successful requests" in line)
 
 
-ASKED: list[tuple[str, list[Callable[[], object]]]] = [
-    ("openai", [chat, chat_stream, completions, structured, tools, responses, responses_stream, responses_tools]),
-    ("anthropic", [messages, messages_stream, messages_tools]),
-    ("litellm", [litellm_chat, litellm_messages]),
-    ("llm", [llm_prompt]),
-    ("langchain-openai", [langchain_openai]),
-    ("langchain-anthropic", [langchain_anthropic]),
-    ("vllm", [vllm_bench] if len(sys.argv) > 4 else []),
-]
+ASKED: dict[str, dict[str, Callable[[], object]]] = {
+    "openai": {
+        "chat": lambda: COMPLETIONS.create(**SHORT).choices[0].message.content,
+        "chat_stream": lambda: last_of(COMPLETIONS.create(**SHORT, stream=True)).choices[0].finish_reason,
+        "completions": lambda: CLIENT.completions.create(model=MODEL, prompt="2 and 2", max_tokens=16).choices[0].text,
+        "structured": structured,
+        "tools": tools,
+        "responses": lambda: CLIENT.responses.create(**RESPONSE).output_text,
+        "responses_stream": lambda: last_of(CLIENT.responses.stream(**RESPONSE)).type,
+        "responses_tools": responses_tools,
+    },
+    "anthropic": {
+        "messages": lambda: CLAUDE.messages.create(**SHORT).content[0].text,
+        "messages_stream": lambda: last_of(CLAUDE.messages.stream(**SHORT)).type,
+        "messages_tools": messages_tools,
+    },
+    "litellm": {
+        "chat": lambda: litellm_by("openai", f"{URL}/v1"),
+        "messages": lambda: litellm_by("anthropic", URL),
+    },
+    "llm": {"prompt": llm_prompt},
+    "langchain-openai": {"chat": lambda: ChatOpenAI(base_url=f"{URL}/v1", **HERE).invoke("Two and two?").content},
+    "langchain-anthropic": {"stream": langchain_stream},
+    "vllm": {"bench": vllm_bench} if len(sys.argv) > 4 else {},
+}
 
 
 def main() -> int:
     """Print a row for each thing asked, and return how many failed."""
     num_failed = 0
-    for package, asked in ASKED:
-        for ask in asked:
+    for package, asked in ASKED.items():
+        for name, ask in asked.items():
             began_s = time.monotonic()
             try:
                 told = f"ok: {ask()!s:.60}"
@@ -161,9 +143,7 @@ def main() -> int:
                 told = f"{'refused' if is_told else 'failed'}: {type(error).__name__}: {error!s:.300}"
                 num_failed += not is_told
             number = version(package) if package != "vllm" else "bench serve"
-            print(
-                f"| {package} {number} | {ask.__name__} | {told!r} | {time.monotonic() - began_s:.1f} s |", flush=True
-            )
+            print(f"| {package} {number} | {name} | {told!r} | {time.monotonic() - began_s:.1f} s |", flush=True)
     return num_failed
 
 

@@ -110,14 +110,10 @@ class _BySharing(LoadScopeScheduling):
 
 @pytest.fixture(scope="session", autouse=True)
 def _engine_environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _ENGINE_ENVIRONMENT}
-    os.environ.update(_ENGINE_ENVIRONMENT)
-    yield
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _ENGINE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,15 +36,14 @@ def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(bu
 
 
 def test_the_prompts_of_answers_have_the_ids_that_the_chat_template_gives_them(built, target_dir):
-    artifacts = built[0].home / "artifacts"
-    kept = [
-        [json.loads(line) for file in artifacts.glob(f"{kind}/*/train.jsonl") for line in file.read_text().splitlines()]
-        for kind in ("prompts", "samples")
-    ]
-    asked = {prompt.id: prompt for prompt in map(Prompt.model_validate, kept[0])}
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    assert kept[1]
-    for sample in kept[1]:
+    def kept(kind: str) -> list[dict[str, Any]]:
+        files = (built[0].home / "artifacts").glob(f"{kind}/*/train.jsonl")
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    asked = {prompt.id: prompt for prompt in map(Prompt.model_validate, kept("prompts"))}
+    tokenizer, samples = AutoTokenizer.from_pretrained(target_dir), kept("samples")
+    assert samples
+    for sample in samples:
         chat = [message.model_dump() for message in asked[sample["id"]].messages]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert sample["prompt_ids"] == ids == byte_ids(chat)
@@ -60,14 +60,10 @@ def test_a_plan_tells_what_a_build_would_find_and_what_it_would_make(built, cli_
     assert [step for step, told in again.items() if told == "would run"] == ["draft", "scores", "golden_tau"]
 
 
-def test_a_build_writes_nothing_outside_of_its_home_but_temporary_files(built):
+def test_a_build_writes_nothing_outside_of_its_home_and_leaves_no_work_behind(built):
     cli, _ = built
     assert [*cli.home.parent.iterdir()] == [cli.home]  # where it was called
     assert [file for file in Path(cli.env["HOME"]).rglob("*") if file.is_file()] == []
-
-
-def test_a_finished_build_leaves_no_work_behind(built):
-    cli, _ = built
     assert list((cli.home / "artifacts" / "work").iterdir()) == []
     assert list((cli.home / "artifacts").rglob(".staging-*")) == []
 
@@ -84,15 +80,13 @@ def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in,
 
 
 def test_a_terminated_build_leaves_nothing_running(tmp_path):
+    def session(pid: int) -> int | None:
+        with suppress(ProcessLookupError):
+            return os.getsid(pid)
+
     with Cli(tmp_path / "home").start("build", "--recipe", "tiny") as process:
         assert any("Beginning flow run" in line for line in process.stdout)
         process.terminate()
         process.communicate(timeout=60)  # whoever still runs holds the pipe open
     assert process.returncode == 130
-    assert [pid for pid in psutil.pids() if _session(pid) == process.pid] == []
-
-
-def _session(pid: int) -> int | None:
-    with suppress(ProcessLookupError):
-        return os.getsid(pid)
-    return None
+    assert [pid for pid in psutil.pids() if session(pid) == process.pid] == []

@@ -36,6 +36,7 @@ from tasks.register import first_samples
 from tasks.stages.task import task
 from tests.conftest import shake
 from tests.flows.conftest import answered, registry_of
+from tests.tasks.made import changed
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,7 @@ def recipe() -> Recipe:
     """The tiny recipe; its gate calls a domain small below 20 conversations."""
     tiny = load_recipe("tiny")
     engine = reference.Params(num_draft_tokens=tiny.num_draft_tokens)
-    gate = tiny.gate.model_copy(update={"floor_conversations": 20})
-    return tiny.model_copy(update={"engine": engine, "gate": gate})
+    return changed(tiny.model_copy(update={"engine": engine}), gate={"floor_conversations": 20})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,11 +99,8 @@ def registry(home: Path) -> Registry:
 
 def run_refresh(recipe: Recipe, num_epochs: int = 2, **gate: Any) -> tuple[str, Version]:
     """Run a refresh of so many epochs; fewer are faster and learn less."""
-    changed = {
-        "refresh": recipe.refresh.model_copy(update={"distill": {"num_epochs": num_epochs}}),
-        "gate": recipe.gate.model_copy(update=gate),
-    }
-    outcome, version = import_module("flows.refresh").refresh.fn(recipe.model_copy(update=changed))
+    few = changed(recipe, refresh={"distill": {"num_epochs": num_epochs}}, gate=gate)
+    outcome, version = import_module("flows.refresh").refresh.fn(few)
     return outcome, version
 
 
@@ -131,11 +128,9 @@ def test_a_recipe_of_another_target_than_the_champions_claims_no_window(
     requests: Requests, log: QueryLog, recipe: Recipe, home: Path
 ) -> None:
     log.append(requests("chat", 60))
-    other = recipe.model_copy(update={"target": recipe.target.model_copy(update={"seed": 5})})
     with pytest.raises(ValueError, match='"seed": 5.* but target 1, the champion, was made by'):
-        run_refresh(other)
-    assert log.windows.last() is None
-    assert log.stats().attempt is None
+        run_refresh(changed(recipe, target={"seed": 5}))
+    assert (log.windows.last(), log.stats().attempt) == (None, None)
 
 
 def test_f31_an_idle_domain_refuses_nothing_and_a_rollback_while_a_refresh_trains_is_not_overwritten(
@@ -220,10 +215,10 @@ class Returning:
 
     def found(self, pool: int = 3) -> int | None:
         """Return the draft that would be tried again."""
-        pair, refresh = open_champions.fn(), self.recipe.refresh.model_copy(update={"pool": pool})
-        window = claim_window.fn(refresh)
-        parts = hold_out.fn(self.recipe, pair, window, first_samples(pair.draft))
-        past = find_past.fn(self.recipe.model_copy(update={"refresh": refresh}), pair, window, parts)
+        pair, recipe = open_champions.fn(), changed(self.recipe, refresh={"pool": pool})
+        window = claim_window.fn(recipe.refresh)
+        parts = hold_out.fn(recipe, pair, window, first_samples(pair.draft))
+        past = find_past.fn(recipe, pair, window, parts)
         leave_window.fn(window)
         return None if past is None else past.version.number
 
@@ -301,8 +296,7 @@ def test_a_draft_that_returns_waits_for_a_person_where_one_decides_and_learning_
 
 
 def test_a_past_draft_is_tried_only_where_a_domain_fell_and_never_one_found_bad(back: Returning) -> None:
-    assert back.found() == 1
-    assert back.found(pool=0) is None
+    assert [back.found(), back.found(pool=0)] == [1, None]
     back.trigger.tell({"chat": Recovered()})
     assert back.found() is None
     back.trigger.tell({"math": Fell(draft=2, promised=1.9, served=1.1, now_ms=1)})

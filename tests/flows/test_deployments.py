@@ -2,8 +2,7 @@
 
 import asyncio
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,7 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled
 
 from flows.deployments import deployments
-from infra.artifacts import Artifact, staged
+from infra.artifacts import Artifact
 from infra.events import APPROVAL_WANTED
 from infra.processes import free_port, hold_port, wait_until
 from infra.registry import open_registry
@@ -27,7 +26,8 @@ from infra.versions import Pair
 from models.recipe import load_recipe
 from tasks.promote import promote_candidate
 from tasks.trigger.ask import prefect_server
-from tests.tags import draft_tags
+from tests.tags import register
+from tests.tasks.made import changed
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 
@@ -40,10 +40,9 @@ def api(orchestrator: str) -> Iterator[str]:
 
 def runs_of(deployment: UUID) -> list[FlowRun]:
     async def read() -> list[FlowRun]:
+        only = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
         async with get_client() as client:
-            return await client.read_flow_runs(
-                deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
-            )
+            return await client.read_flow_runs(deployment_filter=only)
 
     return asyncio.run(read())
 
@@ -56,29 +55,25 @@ def cancel(run: UUID) -> None:
     asyncio.run(end())
 
 
-def wait_for_runs(deployment: UUID, wanted: Callable[[list[FlowRun]], bool]) -> list[FlowRun]:
-    deadline_s = time.monotonic() + 120
-    while not wanted(found := runs_of(deployment)):
-        assert time.monotonic() < deadline_s, found
-        time.sleep(1)
-    return found
-
-
-def test_retention_runs_every_night_where_the_recipe_says_for_how_long_rows_are_kept() -> None:
-    recipe = load_recipe("tiny")
-    assert [one.flow_name for one in deployments(recipe)] == ["build", "refresh", "clean"]
-    schedule = recipe.schedule.model_copy(update={"retain_days": 30.0})
-    [retained] = [
-        one for one in deployments(recipe.model_copy(update={"schedule": schedule})) if one.flow_name == "retain"
-    ]
-    assert (retained.flow_name, retained.schedules[0].schedule.cron) == ("retain", "17 3 * * *")
-    assert retained.parameters["recipe"]["schedule"]["retain_days"] == 30
+def test_each_schedule_of_a_recipe_has_a_deployment_of_which_one_run_at_a_time_is_kept() -> None:
+    tiny = load_recipe("tiny")
+    assert [one.flow_name for one in deployments(tiny)] == ["build", "refresh", "clean"]
+    often = changed(tiny, schedule={"retain_days": 30.0, "build_cron": "0 3 * * *"})
+    found = {one.flow_name: one for one in deployments(often, work_pool="gpus")}
+    crons = {name: found[name].schedules[0].schedule.cron for name in ("build", "retain")}
+    assert crons == {"build": "0 3 * * *", "retain": "17 3 * * *"}
+    assert found["retain"].parameters["recipe"]["schedule"]["retain_days"] == 30
+    assert found["refresh"].work_pool_name == "gpus"
+    for deployment in found.values():
+        assert deployment.concurrency_limit == 1
+        assert deployment.concurrency_options.collision_strategy.name == "CANCEL_NEW"
 
 
 def test_the_clock_creates_a_scheduled_run_and_each_wish_for_a_refresh_one(api: str) -> None:
     recipe = load_recipe("tiny")
     build, refresh, clean = (deployment.apply() for deployment in deployments(recipe))
-    scheduled = wait_for_runs(clean, bool)
+    wait_until(lambda: bool(runs_of(clean)), 120, None, "a scheduled run")
+    scheduled = runs_of(clean)
     assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
     assert all(run.auto_scheduled for run in scheduled)
     assert runs_of(build) == runs_of(refresh) == []  # the recipe has no cron, and refreshes are asked for
@@ -101,28 +96,14 @@ def test_an_orchestrator_that_is_down_or_knows_no_such_deployment_can_not_be_ask
             prefect_server("refresh/online")(RunRequest(log="a log"))
 
 
-def test_a_cron_schedules_builds_and_one_refresh_at_a_time_is_kept(tmp_path: Path) -> None:
-    recipe = load_recipe("tiny")
-    daily = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"build_cron": "0 3 * * *"})})
-    build, refresh, clean = deployments(daily, work_pool="gpus")
-    assert build.schedules
-    assert build.schedules[0].schedule.cron == "0 3 * * *"
-    assert refresh.work_pool_name == "gpus"
-    for deployment in (build, refresh, clean):
-        assert deployment.concurrency_limit == 1
-        assert deployment.concurrency_options.collision_strategy.name == "CANCEL_NEW"
-
-
 def test_a_draft_that_waits_for_a_persons_approval_is_told_by_event(
     api: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     shutil.copy(store, tmp_path / "mlflow.db")
     registry, files = open_registry(), Artifact(uri="file:///nowhere", sha256="0" * 64, kind="draft")
-    with staged(tmp_path / "files") as directory:
-        (directory / "weights").touch()
     target, champion, candidate = (
-        registry.register(kind, tmp_path / "files", draft_tags(**tags))
+        register(registry, kind, tmp_path / "files", **tags)
         for kind, tags in (("target", {}), ("draft", {}), ("draft", {"parent": "1", "gate": "passed"}))
     )
     registry.promote("draft", champion.number)

@@ -1,7 +1,5 @@
 """Refreshes on top of a tiny build, by the command. Drills kill them (tests/drills/test_pipeline.py)."""
 
-import json
-import shutil
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
@@ -10,13 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
-from models.recipe import load_recipe
 from tests.flows.conftest import registry_of
-from tests.tags import draft_tags
-from tests.tasks.made import row_of
 
 pytestmark = pytest.mark.engine
 
@@ -82,46 +76,6 @@ def test_after_an_erasure_nothing_of_a_persons_rows_is_left_and_the_next_refresh
     log.append([row.model_copy(update={"id": f"new {row.id}"[:128].replace(" ", "-")}) for row in rows[1::2]])
     assert "draft 3" in cli.run("refresh", "--recipe", "tiny")
     assert registry_of(home).get("draft", 3).lineage.window.first_seq == len(rows) + 1
-
-
-def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp_path, cli_in):
-    """The candidate is there as a run that died before the promotion leaves it, so nothing needs to be trained.
-
-    It starts no engine, but needs the orchestrator, which the others start.
-    """
-    home = tmp_path / "home"
-    home.mkdir()
-    shutil.copy(store, home / "mlflow.db")
-    log, registry = QueryLog(home / "queries.db"), registry_of(home)
-    log.append([_row(number) for number in range(60)])
-    window = log.windows.claim("the run before", max_rows=400)
-    log.windows.release(window)
-
-    def register(kind: str, **tags: str) -> int:
-        directory = tmp_path / kind / str(len(registry.versions(kind)))
-        with staged(directory) as staging:
-            (staging / "weights").write_text(str(tags))
-        return registry.register(kind, directory, draft_tags() | tags).number
-
-    made_by = json.dumps([load_recipe("tiny").target_tables])
-    registry.promote("target", register("target", made_by=made_by))
-    for parent in ("", "1"):
-        registry.promote("draft", register("draft", parent=parent))
-    of_window = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": window.sha256}
-    register("draft", parent="2", gate="passed", **of_window)
-    registry.quarantine("draft", 2, "another output")
-
-    assert "outdated: draft 3" in cli_in(home).run("refresh", "--recipe", "tiny")
-    assert (registry.champion("draft").number, log.windows.cursor()) == (2, 0)
-    assert registry.revert("draft", 2, "another output").number == 1
-    log.append([_row(60)])
-    again = log.windows.claim("the next run", max_rows=400)
-    assert (again.first_seq, again.last_seq, again.sha256) == (1, 60, window.sha256)
-
-
-def _row(number: int) -> QueryRow:
-    said = {"prompt_ids": [1, number], "completion_ids": [3, 4, 5], "finish_reason": "length"}
-    return row_of(str(number), draft_version=2, sampling={"temperature": 0.0}, **said)
 
 
 def _forget_commit(home: Path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import stat
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -49,17 +50,14 @@ def running(home: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, s
         yield program.name, program.url, pages_login(home)
 
 
-def test_it_binds_loopback_whatever_the_service_binds(running: tuple[str, str, str]) -> None:
-    assert running[1].startswith("http://127.0.0.1:")
-
-
-def test_without_the_secret_nothing_is_answered(running: tuple[str, str, str]) -> None:
+def test_it_binds_loopback_whatever_the_service_binds_and_answers_nothing_without_the_secret(
+    running: tuple[str, str, str],
+) -> None:
     name, url, _ = running
-    for path in TRIED[name]:
-        for method in ("GET", "POST"):
-            for auth in (None, ("redraft", "guessed")):
-                answer = httpx.request(method, url + path, json={}, auth=auth, trust_env=False, timeout=60)
-                assert answer.status_code == 401, (path, answer.text)
+    assert url.startswith("http://127.0.0.1:")
+    for path, method, auth in product(TRIED[name], ("GET", "POST"), (None, ("redraft", "guessed"))):
+        answer = httpx.request(method, url + path, json={}, auth=auth, trust_env=False, timeout=60)
+        assert answer.status_code == 401, (path, answer.text)
 
 
 def test_with_the_secret_it_answers_and_foreign_pages_are_refused_even_so(running: tuple[str, str, str]) -> None:
@@ -67,10 +65,10 @@ def test_with_the_secret_it_answers_and_foreign_pages_are_refused_even_so(runnin
     method, path, body = ALLOWED[name]
     user, _, password = login.partition(":")
 
+    asked = {"json": body, "auth": (user, password), "trust_env": False, "timeout": 60}
+
     def ask(**headers: str) -> httpx.Response:
-        return httpx.request(
-            method, url + path, json=body, headers=headers, auth=(user, password), trust_env=False, timeout=60
-        )
+        return httpx.request(method, url + path, headers=headers, **asked)
 
     assert ask().status_code == 200
     assert ask(Origin=url).status_code == 200

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact
+from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
+from infra.secret import NAME, NUM_BYTES
+from infra.settings import load_settings
 from tests.tasks.made import target_files
 
 
@@ -14,10 +17,18 @@ from tests.tasks.made import target_files
 def home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with an empty registry, which settings find."""
     made = tmp_path / "home"
-    made.mkdir()
+    made.mkdir(mode=0o700)
     shutil.copy(store, made)
     monkeypatch.setenv("REDRAFT_HOME", str(made))
     return made
+
+
+@pytest.fixture
+def log(home: Path) -> QueryLog:
+    """The query log of the home, whose secret, and so every split, is the same each time."""
+    (home / NAME).touch(0o600)
+    (home / NAME).write_bytes(bytes(NUM_BYTES))
+    return QueryLog(load_settings().querylog)
 
 
 @pytest.fixture

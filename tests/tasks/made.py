@@ -23,6 +23,12 @@ def recipe_of(shipped: Mapping[str, Any] = TABLES, **tables: Any) -> Recipe:
     return parse_recipe({"name": "r", **{key: table for key, table in given.items() if table is not None}}, "r")
 
 
+def changed(recipe: Recipe, **tables: Mapping[str, Any]) -> Recipe:
+    """Return a recipe of which some keys of some tables are others."""
+    new = {name: getattr(recipe, name).model_copy(update=dict(keys)) for name, keys in tables.items()}
+    return recipe.model_copy(update=new)
+
+
 def row_of(id: str, **given: Any) -> QueryRow:
     """A row of the log that the first target answered with the first draft, of which the rest is given."""
     versions = {"scrubber_revision": 1, "target_version": 1, "draft_version": 1}

@@ -1,6 +1,5 @@
 """Stages that make another target: a plain directory comes out, made once, and a killed one is gone on with."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -91,20 +90,15 @@ def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(home
     for second in ({}, {"second": {"domain": "chat", "weight": 0.0}}, {"second": {"domain": "chat"}}):
         table = {"method": {"name": "lora"}, "domain": "code", "max_length": 64, **second}
         recipe = recipe_of(text={"code": size, "chat": size}, finetune=table)
-        made.append(
-            load_model(change_model.fn("finetune", recipe.finetune, recipe.seed, *start(recipe)).path).state_dict()
-        )
-    plain, without, heard = made
+        made.append(change_model.fn("finetune", recipe.finetune, recipe.seed, *start(recipe)))
+    plain, without, heard = (load_model(one.path).state_dict() for one in made)
     assert all(torch.equal(tensor, without[name]) for name, tensor in plain.items())
     assert any(not torch.equal(tensor, heard[name]) for name, tensor in plain.items())
 
 
 def test_too_short_a_calibration_is_told_with_what_would_do(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe("full-chain-tiny")
-    target, text = start(recipe)
-    with caplog.at_level(logging.WARNING, "redraft"):
-        change_model.fn("prune", recipe.prune, recipe.seed, target, text)
-        assert "1024 are 4 times the widest layer's inputs" in caplog.text
+    for prune, told in ((recipe.prune, True), (recipe.prune.model_copy(update={"num_documents": 60}), False)):
         caplog.clear()
-        change_model.fn("prune", recipe.prune.model_copy(update={"num_documents": 60}), recipe.seed, target, text)
-        assert "widest layer" not in caplog.text
+        change_model.fn("prune", prune, recipe.seed, *start(recipe))
+        assert ("1024 are 4 times the widest layer's inputs" in caplog.text) == told

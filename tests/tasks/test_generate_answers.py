@@ -56,11 +56,12 @@ class Watched(TorchEngine):
             self.note("ended", request_id)
 
 
-def join(target: Path, prompts: dict[str, list[int]], most: int) -> tuple[dict[str, Completion], list[tuple[str, str]]]:
-    async def run() -> tuple[dict[str, Completion], list[tuple[str, str]]]:
+def join(target: Path, prompts: dict[str, list[int]], most: int) -> tuple[dict[str, list[int]], list[tuple[str, str]]]:
+    async def run() -> tuple[dict[str, list[int]], list[tuple[str, str]]]:
         engine = await Watched.start(target, None, Params(max_model_len=64))
         try:
-            return await _joining(engine, prompts, most, 12, "golden"), engine.__dict__["notes"]
+            answers = await _joining(engine, prompts, most, 12, "golden")
+            return {name: list(one.token_ids) for name, one in answers.items()}, engine.__dict__["notes"]
         finally:
             await engine.close()
 
@@ -70,7 +71,7 @@ def join(target: Path, prompts: dict[str, list[int]], most: int) -> tuple[dict[s
 PROMPTS = {name: [5 + number, 6, 7] for number, name in enumerate("abcde")}
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("most", [2, 5])
 def test_a_prompt_is_asked_when_the_one_before_has_its_first_token_and_at_most_so_many_at_once(
     tiny_target: Path, most: int
 ) -> None:
@@ -80,10 +81,7 @@ def test_a_prompt_is_asked_when_the_one_before_has_its_first_token_and_at_most_s
         assert notes.index(("first", before)) < notes.index(("asked", after))
     running = [sum({"asked": 1, "ended": -1}.get(what, 0) for what, _ in notes[:end]) for end in range(len(notes))]
     assert max(running) == most
-    alone, _ = join(tiny_target, PROMPTS, 1)
-    assert {name: one.token_ids for name, one in answers.items()} == {
-        name: one.token_ids for name, one in alone.items()
-    }
+    assert join(tiny_target, PROMPTS, 1)[0] == answers
 
 
 def test_a_prompt_that_fails_holds_no_other_up_and_its_error_is_raised(tiny_target: Path) -> None:
@@ -94,26 +92,20 @@ def test_a_prompt_that_fails_holds_no_other_up_and_its_error_is_raised(tiny_targ
 def test_a_prompt_that_the_target_cannot_read_is_left_out_and_the_others_are_answered(
     home: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
-    refused = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    refused = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
     with staged(tmp_path / "target") as directory:
         shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-        (directory / "chat_template.jinja").write_text(
-            f"{{% for m in messages %}}{refused}{{{{ m.content }}}}{{% endfor %}}"
-        )
+        (directory / "chat_template.jinja").write_text(f"{{% for m in messages %}}{refused}{{% endfor %}}")
     tiny = load_recipe("tiny")
     domain = tiny.first_domains[0]
-    tool = prompt("t", domain).model_copy(update={"messages": (Message(role="tool", content="t"),)})
-    asked = {
-        "train": [prompt("one", domain), tool, prompt("x" * 64, domain)],
-        "held_out": [tool, prompt("two", domain)],
-    }
+    one, two, long = (prompt(text, domain) for text in ("one", "two", "x" * 64))
+    tool = one.model_copy(update={"messages": (Message(role="tool", content="t"),)})
     with staged(tmp_path / "prompts") as directory:
-        for part, prompts in asked.items():
-            (directory / f"{part}.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in prompts))
+        for part, prompts in {"train": [one, tool, long], "held_out": [tool, two]}.items():
+            (directory / f"{part}.jsonl").write_text("".join(asked.model_dump_json() + "\n" for asked in prompts))
     few = tiny.generate.model_copy(update={"max_tokens": 4, "num_golden": 1})
     recipe = tiny.model_copy(update={"engine": Params(max_model_len=64), "generate": few})
-    artifact = generate_answers.fn(
-        recipe, publish(tmp_path / "target", "target"), publish(tmp_path / "prompts", "prompts")
-    )
-    assert [sample.id for sample in read_samples(artifact, "train")] == [asked["train"][0].id]
-    assert [sample.id for sample in read_samples(artifact, "held_out")] == [asked["held_out"][1].id]
+    files = (publish(tmp_path / kind, kind) for kind in ("target", "prompts"))
+    artifact = generate_answers.fn(recipe, *files)
+    assert [sample.id for sample in read_samples(artifact, "train")] == [one.id]
+    assert [sample.id for sample in read_samples(artifact, "held_out")] == [two.id]

@@ -102,23 +102,20 @@ def test_importing_twice_adds_nothing_whatever_the_domain_and_the_file(log: Quer
 
 
 @pytest.mark.parametrize("field", ["subject", "user", "safety_identifier"])
-def test_whoever_a_row_names_can_be_erased_by_that_name(field: str, log: QueryLog, write: Write) -> None:
-    import_logs.fn([write({"messages": CHAT, field: "ann"}, {"prompt": "one?", "completion": "two"})], max_len=256)
+def test_whoever_a_row_names_can_be_erased_by_that_name_and_nobody_else(
+    field: str, log: QueryLog, write: Write
+) -> None:
+    asked = [{"messages": CHAT, field: name} for name in ("ann", "bob", "ann")]  # the same, so by name a row each
+    report = import_logs.fn([write(*asked, {"prompt": "one?", "completion": "two"})], max_len=256)
+    assert (report.num_added, report.num_repeated) == (3, 1)
     assert erase_subject(load_settings(), "ann").rows == 1
-    assert [row.subject for row in log.rows(1, 9)] == [None]
-
-
-def test_of_two_people_who_asked_the_same_each_has_a_row_of_their_own_to_erase(log: QueryLog, write: Write) -> None:
-    rows = [{"messages": CHAT, "subject": name} for name in ("ann", "bob", "ann")]
-    report = import_logs.fn([write(*rows)], max_len=256)
-    assert (report.num_added, report.num_repeated) == (2, 1)
-    assert erase_subject(load_settings(), "bob").rows == 1
-    assert [row.subject for row in log.rows(1, 9)] == [subject_of(None, "ann")]
+    assert [row.subject for row in log.rows(1, 9)] == [subject_of(None, "bob"), None]
 
 
 def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Write) -> None:
-    rows = [{"prompt": f"question {name}", "completion": "answer", "group": name} for name in ("g", "h", "")]
-    import_logs.fn([write(*rows, {"prompt": "another", "completion": "answer", "group": "g"})], max_len=256)
+    groups = ("g", "h", "", "g")
+    asked = ({"prompt": f"question {n}", "completion": "answer", "group": group} for n, group in enumerate(groups))
+    import_logs.fn([write(*asked)], max_len=256)
     first, second, without, fourth = [row.group for row in log.rows(1, 9)]
     assert first == fourth != second
     assert without is None
@@ -127,34 +124,29 @@ def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Wri
 
 
 def test_an_exported_row_comes_back_as_it_was(log: QueryLog, write: Write) -> None:
-    import_logs.fn(
-        [write({"messages": CHAT, "subject": "ann", "user": "a session", "group": "g"} | {"temperature": 0.5})],
-        max_len=256,
-    )
+    said = {"subject": "ann", "user": "a session", "group": "g", "temperature": 0.5}
+    import_logs.fn([write({"messages": CHAT, **said})], max_len=256)
     (row,) = log.rows(1, 9)
     assert row.aliases == [subject_of(None, "a session")]
-    exported = {**row.model_dump(), "temperature": row.sampling["temperature"]}
-    report = import_logs.fn([write(exported, name="exported.jsonl")], max_len=256)
+    exported = write({**row.model_dump(), "temperature": row.sampling["temperature"]}, name="exported.jsonl")
+    report = import_logs.fn([exported], max_len=256)
     assert (report.num_added, report.num_repeated) == (0, 1)
     erase(log, str(row.subject))
-    import_logs.fn([log.database.file.with_name("exported.jsonl")], max_len=256)
+    import_logs.fn([exported], max_len=256)
     (again,) = log.rows(1, 9)
     changing = {"seq", "time_ms"}
     assert again.model_dump(exclude=changing) == row.model_dump(exclude=changing)
 
 
 def test_texts_are_scrubbed_and_markers_in_them_stay_text(log: QueryLog, write: Write) -> None:
-    import_logs.fn(
-        [write({"prompt": "<|im_end|> ann@example.org", "completion": "call +44 20 7946 0958"})], max_len=256
-    )
+    said = {"prompt": "<|im_end|> ann@example.org", "completion": "call +44 20 7946 0958"}
+    import_logs.fn([write(said)], max_len=256)
     (row,) = log.rows(1, 9)
     assert row.prompt == "<|im_start|>user\n<|im_end|> [EMAIL]<|im_end|>\n<|im_start|>assistant\n"
     assert row.completion == "call [PHONE]<|im_end|>"
     assert row.prompt_ids == byte_ids([{"role": "user", "content": "<|im_end|> [EMAIL]"}])
-    assert (
-        b"example.org"
-        not in log.database.file.read_bytes() + log.database.file.with_name("queries.db-wal").read_bytes()
-    )
+    files = [log.database.file.with_name(name) for name in ("queries.db", "queries.db-wal")]
+    assert not any(b"example.org" in file.read_bytes() for file in files)
 
 
 SERVED = {"choices": [{"message": CHAT[1], "finish_reason": "stop", "stop_reason": None}]}
@@ -184,11 +176,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (served(usage=usage(21, 4)), "with an answer of other tokens", "counted 4 tokens, the answer has 12"),
     (served(usage=usage(20, 12)), "rendered otherwise than served", "the prompt has 21 tokens here"),
     (served(prompt_token_ids=[1, 2]), "rendered otherwise than served", "the prompt has 21 tokens here"),
-    (
-        served(choices=[{"message": CHAT[1], "stop_reason": 300}]),
-        "with unknown tokens",
-        r"stop_reason\[0\] is 300, .* 0 to 258",
-    ),
+    (served(choices=[{"message": CHAT[1], "stop_reason": 300}]), "with unknown tokens", r"stop_reason\[0\] is 300"),
     ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "with an unknown role", "\"role\" is 'bot'"),
     ({"prompt": "a\ud800", "completion": "b"}, "with wrong fields", "valid Unicode"),
     ({"prompt": "a", "completion": " "}, "without an answer", "wanted a question, and last the assistant's answer"),
@@ -362,12 +350,3 @@ def test_a_line_that_is_no_json_is_skipped_and_counted(log: QueryLog, write: Wri
 def test_a_domain_for_all_rows_is_checked_first(log: QueryLog, write: Write) -> None:
     with pytest.raises(ValueError, match="domain is 'No Domain'"):
         import_logs.fn([write({"messages": CHAT})], max_len=256, domain="No Domain")
-
-
-@pytest.mark.slow
-def test_without_a_target_nothing_can_be_imported(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "empty"))
-    with pytest.raises(ValueError, match="no champion target yet.*redraft build"):
-        import_logs.fn([write({"messages": CHAT})], max_len=256)

@@ -47,20 +47,15 @@ def move(store: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.Monkey
 def build(disk: Path, tiny_target: Path) -> None:
     target = target_files(tiny_target, disk / "target")
     version = register_target.fn(RECIPE, target)
-    measured = judge({"chat": 0.0}).measured
-    draft = register_draft.fn(
-        RECIPE, version, target, made(target.path, disk / "first", seed=1), samples_of(disk), measured
-    )
-    promote_build.fn(version, draft)
+    draft, measured = made(target.path, disk / "first", seed=1), judge({"chat": 0.0}).measured
+    promote_build.fn(version, register_draft.fn(RECIPE, version, target, draft, samples_of(disk), measured))
 
 
 def train(disk: Path, pair: Pair) -> Trained:
-    with staged(load_settings().local_artifacts / STATE / "end") as directory:
+    end = load_settings().local_artifacts / STATE / "end"
+    with staged(end) as directory:
         (directory / "state").write_text("momentum")
-    return Trained(
-        draft=made(pair.target_files.path, disk / "candidate", seed=2),
-        state=publish(load_settings().local_artifacts / STATE / "end", STATE),
-    )
+    return Trained(draft=made(pair.target_files.path, disk / "candidate", seed=2), state=publish(end, STATE))
 
 
 def champions() -> Pair:
@@ -91,18 +86,14 @@ def test_a_refresh_runs_where_no_disk_is_shared_with_the_build_nor_with_the_serv
     assert served.is_relative_to(disk)
 
 
-def test_states_that_no_run_goes_on_from_leave_the_object_store_and_cost_a_fresh_optimizer(
-    move: Move, bucket: Bucket, tiny_target: Path
-) -> None:
+def test_states_that_no_run_goes_on_from_leave_the_object_store(move: Move, bucket: Bucket, tiny_target: Path) -> None:
     build(move("builder"), tiny_target)
     disk, pair = move("worker"), champions()
     start, kept = find_challenger.fn(RECIPE, pair, WINDOW), set[str]()
     for _ in range(2):
-        trained = train(disk, pair)
-        candidate = register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(disk), judge({"chat": 0.0}))
+        gates, trained = judge({"chat": 0.0}), train(disk, pair)
+        candidate = register_candidate.fn(RECIPE, pair, start, trained, WINDOW, samples_of(disk), gates)
         kept.add(candidate.lineage.state_uri)
         shutil.rmtree(disk / "candidate")
-    assert {f"{bucket.address}/{name.rpartition('/')[0]}" for name in bucket.names() if name.startswith(STATE)} == {
-        candidate.lineage.state_uri
-    }
-    assert kept == {candidate.lineage.state_uri}
+    states = {name.rpartition("/")[0] for name in bucket.names() if name.startswith(STATE)}
+    assert {f"{bucket.address}/{name}" for name in states} == kept == {candidate.lineage.state_uri}

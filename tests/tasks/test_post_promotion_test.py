@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from infra.artifacts import Artifact, staged
 from infra.consent import Consent
@@ -27,8 +26,9 @@ from infra.rollout_store import RolloutStore
 from infra.rollouts import Joined, Named, Seen
 from infra.settings import load_settings
 from infra.versions import label
-from models.core.checkpoints.loading import load_floats
+from models.core.checkpoints.loading import load_floats, load_model
 from models.core.drafting.draft_format import made_for
+from models.core.learning.answering import NO_STOPS, Ask, go_on
 from models.drafts import lm
 from models.recipe import Recipe, load_recipe
 from models.targets import describe
@@ -75,17 +75,9 @@ class Scene(NamedTuple):
 def answers(tiny_target: Path) -> list[Answer]:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 67) for _ in range(6)] for _ in range(NUM_PROMPTS)]
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        told = model.generate(
-            torch.tensor(prompts),
-            attention_mask=torch.ones(NUM_PROMPTS, 6, dtype=torch.int64),
-            max_new_tokens=16,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-    return [Answer(prompt, one[6:].tolist()) for prompt, one in zip(prompts, told, strict=True)]
+    model = load_model(tiny_target, torch.float32, "cpu")
+    said = go_on(model, [Ask(prompt, 16) for prompt in prompts], NO_STOPS, torch.Generator())
+    return [Answer(*one) for one in zip(prompts, said, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +103,18 @@ def scene(registry: Registry, target: Artifact, drafts: Path, answers: list[Answ
 
 def recipe(**changed: object) -> Recipe:
     tiny = load_recipe("tiny")
-    return tiny.model_copy(
-        update={"post_promotion_test": tiny.post_promotion_test.model_copy(update={"max_wait_s": 0.0, **changed})}
-    )
+    asked = tiny.post_promotion_test.model_copy(update={"max_wait_s": 0.0, **changed})
+    return tiny.model_copy(update={"post_promotion_test": asked})
 
 
-def looked(**changed: object) -> PostPromotionTest:
-    test = check_promoted_draft.fn(recipe(**changed))
+def looked(imported: bool = False, **changed: object) -> PostPromotionTest:
+    test = check_promoted_draft.fn(recipe(**changed), imported)
     assert test is not None
     return test
+
+
+def seqs(test: PostPromotionTest) -> list[int]:
+    return sorted(one.seq for one in test.compared)
 
 
 @pytest.mark.slow
@@ -179,15 +174,17 @@ def test_a_request_counts_once_and_only_with_the_draft_that_served_it(scene: Sce
     scene.promote(drafts, "same")
     scene.serve(20, 40)
     first = looked(per_look=30)
-    assert sorted(compared.seq for compared in first.compared) == list(range(21, 41))
+    assert seqs(first) == list(range(21, 41))
     assert looked(per_look=30) == first
     scene.serve(40, 44)
     scene.serve(44, 48, structured=True)  # a grammar took away what the drafts are compared by
-    assert sorted(compared.seq for compared in looked(per_look=30).compared) == list(range(21, 45))
+    assert seqs(looked(per_look=30)) == list(range(21, 45))
 
 
 @pytest.mark.slow
-def test_of_requests_that_are_alike_one_counts_however_often_they_are_asked(scene: Scene, drafts: Path) -> None:
+def test_of_requests_that_are_alike_or_that_a_client_says_belong_together_one_counts(
+    scene: Scene, drafts: Path
+) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 10)
     assert len(looked().compared) == 10
@@ -199,25 +196,18 @@ def test_of_requests_that_are_alike_one_counts_however_often_they_are_asked(scen
     alike = [{"seq": None, "id": f"alike-{token}", "prompt_ids": [*text, token]} for token in range(70, 74)]
     scene.log.append([asked[0].model_copy(update=one) for one in alike])
     assert len(looked().compared) == 11
-
-
-def test_of_requests_that_a_client_says_belong_together_one_counts(scene: Scene, drafts: Path) -> None:
-    scene.promote(drafts, "same")
-    scene.serve(0, 6, group="a" * 64)
-    scene.serve(6, 12, group="b" * 64)
-    scene.serve(12, 24)
-    assert len(looked().compared) == 14
+    scene.serve(10, 16, group="a" * 64)
+    scene.serve(16, 22, group="b" * 64)
+    scene.serve(22, 30)
+    assert len(looked().compared) == 21
 
 
 @pytest.mark.slow
 def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
-    scene.serve(0, 10)
-    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 8
-    scene.serve(10, 14)
-    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 8
-    scene.serve(14, 16)
-    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 16
+    for first, last, num_compared in ((0, 10, 8), (10, 14, 8), (14, 16, 16)):
+        scene.serve(first, last)
+        assert len(looked(per_look=8, max_wait_s=3600.0).compared) == num_compared
 
 
 @pytest.mark.slow
@@ -241,12 +231,11 @@ def test_where_no_row_can_name_a_draft_those_count_that_were_imported_since(scen
     scene.promote(drafts, "same")
     since_ms = scene.registry.get("draft", 2).created_ms + 1
     for first, time_ms in ((1, 1), (11, since_ms)):
-        served = scene.log.rows(first, first + 9)
         said = {"seq": None, "draft_version": None, "time_ms": time_ms}
+        served = scene.log.rows(first, first + 9)
         scene.log.append([row.model_copy(update=said | {"id": f"import-{row.seq}"}) for row in served])
     assert looked().blind
-    found = check_promoted_draft.fn(recipe(), imported=True)
-    assert found is not None and sorted(one.seq for one in found.compared) == list(range(31, 41))
+    assert seqs(looked(imported=True)) == list(range(31, 41))
 
 
 @pytest.mark.slow
@@ -258,28 +247,18 @@ def test_one_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path)
     left.mkdir()
     (left / "states.bin").write_text("text")
     assert looked().outcome == ROLLED_BACK
-    assert (scene.champion(), left.exists()) == (1, False)
-    assert scene.tests.unfinished() == []
+    assert (scene.champion(), left.exists(), scene.tests.unfinished()) == (1, False, [])
 
 
 @pytest.mark.slow
-def test_what_a_person_did_meanwhile_stays(scene: Scene, drafts: Path) -> None:
+def test_what_a_person_did_meanwhile_stays_and_a_new_champion_is_tested_anew(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 20)
     lost = looked(per_look=8).model_copy(update={"outcome": FAILED})
     chosen = scene.promote(drafts, "same")
     scene.tests.save(lost)
     assert looked().outcome == SUPERSEDED
-    assert scene.champion() == chosen
-    assert scene.registry.get("draft", 2).quarantined == ""
-
-
-@pytest.mark.slow
-def test_a_new_champion_is_tested_anew(scene: Scene, drafts: Path) -> None:
-    scene.promote(drafts, "same")
-    scene.serve(0, 20)
-    assert (looked().previous, len(looked(per_look=20).compared) > 0) == (1, True)
-    scene.promote(drafts, "worse")
+    assert (scene.champion(), scene.registry.get("draft", 2).quarantined) == (chosen, "")
     test = looked()
     assert (test.draft, test.previous, test.compared) == (3, 2, ())
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,44 +91,44 @@ class Scene:
         return said
 
 
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no token end an answer."""
+    monkeypatch.setattr(module, "stop_ids", lambda directory: frozenset())
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("endless")
 def test_answers_that_were_cut_are_gone_on_with_in_their_place_and_nothing_else_changes(
-    settings: Settings, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tiny_target: Path
 ) -> None:
     rows = [row(0), row(1, "stop"), row(2, given=10), row(3), row(4)]
     scene = Scene(settings, tiny_target, rows)
-    monkeypatch.setattr(module, "stop_ids", lambda directory: frozenset())
     learnt = scene.run()
-    found = {one.id: one for one in read_samples(learnt, "train")}
-    assert list(found) == ["row-0", "row-1", "row-2", "row-3", "older"]  # row-4 is held out
+    wanted = [*map(sample, rows[:-1]), scene.older]  # row-4 is held out
     for number in (0, 3):
-        before = sample(rows[number])
-        assert found[before.id] == before._replace(
-            completion_ids=before.completion_ids + scene.said(before.token_ids, 6)
-        )
-    assert [found[name] for name in ("row-1", "row-2", "older")] == [sample(rows[1]), sample(rows[2]), scene.older]
+        before = wanted[number]
+        longer = before.completion_ids + scene.said(before.token_ids, 6)
+        wanted[number] = before._replace(completion_ids=longer)
+    assert read_samples(learnt, "train") == wanted
     assert not (learnt.path / "held_out.jsonl").exists()
     assert read_samples(scene.samples, "held_out") == [sample(rows[4])]  # what the gate reads
     written = list((settings.artifacts / "answered").rglob("*"))
     assert written and all(path.stat().st_mode & 0o077 == 0 for path in written)
-    [run] = [
-        one
-        for one in open_registry().store.client.search_runs([open_registry().store.experiment_id])
-        if one.info.run_name == "answer again"
-    ]
-    assert (run.data.metrics["answers"], run.data.metrics["tokens"]) == (2, 12)
+    [metrics] = open_registry().store.recorded("answer again")
+    assert (metrics["answers"], metrics["tokens"]) == (2, 12)
     assert scene.run() == learnt
 
 
 @pytest.mark.slow
 def test_prompts_are_answered_anew_beside_what_was_served(settings: Settings, tiny_target: Path) -> None:
     rows = [row(0, "stop"), row(1), row(2)]
-    scene = Scene(settings, tiny_target, rows, temperature=1.0)
-    found = {one.id: one for one in read_samples(scene.run(), "train")}
-    assert {"row-0", "row-1", "older"} < set(found) <= {"row-0", "row-1", "older", f"row-0{AGAIN}", f"row-1{AGAIN}"}
-    for name in set(found) - {"row-0", "row-1", "older"}:
-        again, served = found[name], found[name.removesuffix(AGAIN)]
-        assert (again.prompt_ids, again.cluster, again.domain) == (served.prompt_ids, served.cluster, served.domain)
+    found = {one.id: one for one in read_samples(Scene(settings, tiny_target, rows, temperature=1.0).run(), "train")}
+    served = {"row-0", "row-1", "older"}
+    assert served < set(found) <= served | {f"row-0{AGAIN}", f"row-1{AGAIN}"}
+    for name in set(found) - served:
+        again, before = found[name], found[name.removesuffix(AGAIN)]
+        assert (again.prompt_ids, again.cluster, again.domain) == (before.prompt_ids, before.cluster, before.domain)
         assert again.temperature == 1.0 and 3 <= len(again.completion_ids) <= 10
 
 
@@ -161,9 +162,7 @@ def test_an_answer_that_a_log_would_not_hold_is_not_learnt(
     address = AutoTokenizer.from_pretrained(tiny_target).encode(" bob@example.com ", add_special_tokens=False)
     monkeypatch.setattr(answering, "go_on", lambda model, asks, *_: [list(address) for _ in asks])
     scene = Scene(settings, tiny_target, [row(0), row(1), row(2)], max_tokens=40)
-    assert [one.completion_ids for one in read_samples(scene.run(), "train")][:2] == [
-        sample(row(number)).completion_ids for number in (0, 1)
-    ]
+    assert read_samples(scene.run(), "train") == read_samples(scene.samples, "train")
 
 
 @pytest.mark.slow
@@ -172,56 +171,52 @@ def test_when_the_minutes_are_over_the_rest_is_learnt_as_it_was_served(settings:
     assert read_samples(scene.run(), "train") == read_samples(scene.samples, "train")
 
 
+def killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_leaves_nothing_half_made_and_the_next_asks_only_for_the_rest(
     settings: Settings, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(settings, tiny_target, [row(number) for number in range(5)])
     monkeypatch.setattr(module, "BATCH", 2)
-    go_on, asked = answering.go_on, []
+    go_on, asked, limit = answering.go_on, [], [1]
 
-    def killed(model: object, asks: list[Ask], *more: object) -> list[list[int]]:
-        if asked:
+    def noted(model: object, asks: list[Ask], *more: object) -> list[list[int]]:
+        if len(asked) == limit[0]:
             raise KeyboardInterrupt
-        asked.append(asks)
+        asked.append(len(asks))
         return go_on(model, asks, *more)
 
-    with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
-        machine.setattr(answering, "go_on", killed)
+    monkeypatch.setattr(answering, "go_on", noted)
+    with pytest.raises(KeyboardInterrupt):
         scene.run()
     folder = settings.artifacts / "answered"
     assert [path for path in folder.glob("*") if (path / "train.jsonl").exists()] == []
     [file] = (settings.artifacts / "work").rglob(module.FILE)
     assert len(file.read_text().splitlines()) == 2
     assert file.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(answering, "go_on", lambda model, asks, *more: asked.append(asks) or go_on(model, asks, *more))
+    limit[0] = 9
     found = read_samples(scene.run(), "train")
-    assert [len(asks) for asks in asked] == [2, 2]
+    assert asked == [2, 2]
     assert all(len(one.completion_ids) > 4 for one in found if one.id != "older")
     assert not file.exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [None, 1.0])
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize(("temperature", "is_killed"), [(None, True), (1.0, False)])
 def test_an_erasure_reaches_what_was_answered_again_and_what_a_kill_left_of_it(
     settings: Settings, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, temperature: float | None, is_killed: bool
 ) -> None:
     scene = Scene(settings, tiny_target, [row(number) for number in range(4)], temperature=temperature)
-    monkeypatch.setattr(module, "stop_ids", lambda directory: frozenset())
-    if is_killed:
-
-        def killed(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
-            machine.setattr(module, "write_samples", killed)
-            scene.run()
-    else:
-        learnt = scene.run()
-        assert any(one.id.startswith("row-0") for one in read_samples(learnt, "train"))
+    with monkeypatch.context() as machine, suppress(KeyboardInterrupt):
+        machine.setattr(module, "write_samples", killed if is_killed else module.write_samples)
+        scene.run()
     held = [path for path in settings.artifacts.rglob("*.jsonl") if "row-0" in path.read_text()]
-    assert len(held) == 2  # the window, and what was answered
+    assert len(held) == 2
+    assert {path.parent.parent.name for path in held} == {"window", "work" if is_killed else "answered"}
     job = Job(settings, scene.log, 0, scene.log.erasures.begin(subjects=(MINE,)))
     rewrite_snapshots(job)
     remove_work(job)

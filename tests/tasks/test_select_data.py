@@ -12,7 +12,7 @@ from models.sources.synthetic import Params
 from models.stages import Text
 from tasks.measure.specbench import as_questions
 from tasks.prepare_text import choose_documents
-from tasks.select_data import as_chats, choose_more, choose_prompts, read_prompts, select_data
+from tasks.select_data import as_chats, choose_more, choose_prompts
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
 
@@ -93,11 +93,3 @@ def test_a_chat_is_sent_with_its_tools_and_calls_and_template_arguments():
     assert chat.fields == {"tools": [tool], "chat_template_kwargs": arguments}
     with pytest.raises(ValueError, match="a prompt of d has tools, chat_template_kwargs, which no question has"):
         as_questions([prompt])
-
-
-def test_the_task_writes_every_part(tmp_path, monkeypatch):
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
-    artifact = select_data.fn({"chat": TRAFFIC}, 0)
-    assert {part: read_prompts(artifact.path, part) for part in ("train", "held_out", "requests")} == choose_prompts(
-        "chat", TRAFFIC, seed=0
-    )

@@ -52,8 +52,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
+        self._open += [] if tag in VOID else [tag]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -122,20 +121,14 @@ def row(number: int) -> QueryRow:
     )
 
 
-def demonstrate(folder: Path) -> None:
+def demonstrate(folder: Path, is_finished: bool = True) -> None:
     """Leave what the demonstration leaves of 20 prompts."""
     folder.mkdir(parents=True)
     phases = {}
     for phase, version, accepted in (("before", "1", (1, 0)), ("after", "2", (2, 1))):
+        said = {"draft_version": version, "drafted_per_step": [3, 3], "accepted_per_step": accepted}
         phases[phase] = [
-            {
-                "prompt_id": str(number),
-                "domain": "code" if number % 2 else "chat",
-                "draft_version": version,
-                "token_ids": [number],
-                "drafted_per_step": [3, 3],
-                "accepted_per_step": accepted,
-            }
+            {"prompt_id": str(number), "domain": "code" if number % 2 else "chat", "token_ids": [number], **said}
             for number in range(20)
         ]
         (folder / f"{phase}.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in phases[phase]))
@@ -144,13 +137,14 @@ def demonstrate(folder: Path) -> None:
         "num_draft_tokens": 3,
         "commit": "abcdef012345",
         "device": "cpu, x86_64",
+        "swaps": 1,
         "domains": compare_acceptance(phases["before"], phases["after"]),
         "outputs": {"num_compared": 20, "verdicts": {"equal": 20}, "threshold": 0.1},
         "tokens_per_s": {"on": {"chat": 120.0, "code": 130.0}, "off": {"chat": 90.0, "code": 91.0}},
         "requests": {"ok": 40},
-        "swaps": 1,
     }
-    (folder / "result.json").write_text(json.dumps(result))
+    if is_finished:
+        (folder / "result.json").write_text(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +161,9 @@ def section(html: str, name: str) -> str:
 def test_the_page_is_sound_and_loads_nothing(html: str) -> None:
     page = Page(html)
     assert "script" not in [tag for tag, _ in page.tags]
-    assert "http://" not in html
-    assert "https://" not in html
+    assert not [word for word in ("http://", "https://", "url(", "@import") if word in html]
     loading = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
     assert loading == ["data:,"]
-    assert "url(" not in html
-    assert "@import" not in html
 
 
 def test_headings_and_tables_can_be_read_aloud(html: str) -> None:
@@ -189,13 +180,34 @@ def test_headings_and_tables_can_be_read_aloud(html: str) -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_acceptance_is_told_by_domain_and_draft_with_the_swap(html: str) -> None:
-    said = section(html, "acceptance")
-    assert "72 of the log's last 80 rows have acceptance figures" in said
-    assert "Draft 2 took over at 2023-11-15 14:54 UTC." in said
-    assert "2023-11-15 14:04 to 2023-11-15 15:23 UTC" in said
-    assert all(tick in said for tick in ("14:20", "14:40", "15:00", "15:20"))
-    assert len(re.findall(r"(chat|code) [12] \d+ \d\.\d\d \(", said)) == 4
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("acceptance", "72 of the log's last 80 rows have acceptance figures"),
+        ("acceptance", r"Draft 2 took over at 2023-11-15 14:54 UTC\."),
+        ("acceptance", "2023-11-15 14:04 to 2023-11-15 15:23 UTC"),
+        ("speed", r"chat 10 1\.50 \(1\.50 to 1\.50\) 2\.50"),
+        ("speed", "chat 120.0 90.0 1.33×"),
+        ("drafts", r"4 quarantined \S+ \S+ 2 – passed"),
+        ("drafts", r"3 never promoted \S+ \S+ 2 – refused"),
+        ("drafts", r"2 champion \S+ \S+ 1 1–60 passed chat 1\.55, code 2\.00"),
+        ("drafts", "1 was champion"),
+        ("drafts", "seed 7"),
+        ("drafts", "code revision abcdef012345"),
+        ("log", "rows dropped 3"),
+        ("serving", "SmolLM2-135M-Instruct, version 1"),
+        ("serving", "champion draft version 2"),
+        ("serving", "not running; start it with redraft serve or redraft up"),
+        ("serving", "last gate draft 3. Gate undecided: &lt;script&gt;"),
+    ],
+)
+def test_a_section_tells_what_a_reader_decides_by(html: str, name: str, told: str) -> None:
+    assert re.search(told, section(html, name))
+
+
+def test_acceptance_is_told_by_domain_and_draft_and_refreshes_are_not_missed_where_there_were_some(html: str) -> None:
+    assert len(re.findall(r"(chat|code) [12] \d+ \d\.\d\d \(", section(html, "acceptance"))) == 4
+    assert "No refresh yet" not in section(html, "drafts")
 
 
 def test_sums_are_of_steps_and_times_are_medians() -> None:
@@ -205,46 +217,14 @@ def test_sums_are_of_steps_and_times_are_medians() -> None:
     assert found.rate.value == pytest.approx(1 / 3)
 
 
-def test_speed_is_that_of_the_demonstration(html: str) -> None:
-    said = section(html, "speed")
-    assert "Recipe tiny, K = 3" in said
-    assert "tokens a second, one stream" in said
-    assert re.search(r"chat 10 1\.50 \(1\.50 to 1\.50\) 2\.50", said)
-    assert "chat 120.0 90.0 1.33×" in said
-
-
-def test_drafts_are_listed_with_lineage_and_standing(html: str) -> None:
-    said = section(html, "drafts")
-    assert re.search(r"4 quarantined \S+ \S+ 2 – passed", said)
-    assert re.search(r"3 never promoted \S+ \S+ 2 – refused", said)
-    assert re.search(r"2 champion \S+ \S+ 1 1–60 passed chat 1\.55, code 2\.00", said)
-    assert re.search(r"1 was champion", said)
-    assert "seed 7" in said
-    assert "code revision abcdef012345" in said
-    assert "No refresh yet" not in said
-
-
 def test_evidence_is_told_for_each_draft_and_its_absence_too(html: str) -> None:
-    said = section(html, "gates")
-    fourth, third, second, first = re.findall(r"Draft \d: .*?(?=Draft \d: |$)", said)
-    assert "Quarantined: another output" in fourth
-    assert "were not kept" in fourth
-    assert "Too small" not in third
+    fourth, third, second, first = re.findall(r"Draft \d: .*?(?=Draft \d: |$)", section(html, "gates"))
+    assert "Quarantined: another output" in fourth and "were not kept" in fourth
     assert "Without a conversation to score: sql" in third
     assert "the challenger may lose more than 5.0% of the best τ in chat" in third
     assert re.search(r"chat 120 1\.499 1\.549 1\.499 – \+3\.3% \+\d\.\d% -5\.0% keeps its floor", second)
     assert "So it may serve." in second
     assert "There was no champion to compare it with" in first
-
-
-def test_log_and_what_serves_are_told(html: str) -> None:
-    assert "rows dropped 3" in section(html, "log")
-    assert "last row trained on" in section(html, "log")
-    serving = section(html, "serving")
-    assert "SmolLM2-135M-Instruct, version 1" in serving
-    assert "champion draft version 2" in serving
-    assert "not running; start it with redraft serve or redraft up" in serving
-    assert "last gate draft 3. Gate undecided: &lt;script&gt;" in serving
 
 
 def test_attached_servers_are_what_serves_and_no_service_of_ours_is_missed(settings: Settings, tmp_path: Path) -> None:
@@ -268,25 +248,24 @@ def test_text_from_the_registry_stays_text(html: str) -> None:
 
 
 def test_an_empty_home_says_what_is_missing(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path / "home")
-    settings.home.mkdir()
-    html = write_report.fn(settings, tmp_path / "page.html").read_text()
+    html = write_report.fn(Settings(home=tmp_path)).read_text()
     Page(html)
-    assert "none yet; run: redraft build" in section(html, "serving")
-    assert "The query log has no request" in section(html, "acceptance")
-    assert "not measured here yet" in section(html, "speed")
-    assert "No draft is registered yet" in section(html, "drafts")
-    assert "none was gated" in section(html, "gates")
+    for name, told in (
+        ("serving", "none yet; run: redraft build"),
+        ("acceptance", "The query log has no request"),
+        ("speed", "not measured here yet"),
+        ("drafts", "No draft is registered yet"),
+        ("gates", "none was gated"),
+    ):
+        assert told in section(html, name)
     assert "<svg" not in html
 
 
 def test_an_unfinished_demonstration_and_a_first_draft_alone_are_told_as_such(store: Path, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     shutil.copy(store, tmp_path)
-    demonstrate(settings.home / "demo" / "tiny")
-    (settings.home / "demo" / "tiny" / "result.json").unlink()
-    registry = open_registry(settings)
-    register(registry, settings, "draft", None)
+    demonstrate(settings.home / "demo" / "tiny", is_finished=False)
+    register(open_registry(settings), settings, "draft", None)
     html = write_report.fn(settings).read_text()
     assert "is not finished" in section(html, "speed")
     assert "No refresh yet" in section(html, "drafts")
@@ -301,21 +280,10 @@ def test_a_folder_that_is_not_there_is_refused_and_nothing_is_left(settings: Set
 
 def opened(browser: str, page: Path, picture: Path) -> tuple[str, str]:
     """Open a page in a browser, take a picture, and return the DOM and the log."""
-    argv = [
-        browser,
-        "--headless=new",
-        "--no-sandbox",  # it refuses to run as root with one
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-        "--force-device-scale-factor=1",
-        f"--window-size={SIZE[0]},{SIZE[1]}",
-        f"--user-data-dir={picture.with_suffix('.profile')}",
-        "--enable-logging=stderr",
-        f"--screenshot={picture}",
-        "--dump-dom",
-        page.as_uri(),
-    ]
+    told = ["--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"]
+    told += [f"--window-size={SIZE[0]},{SIZE[1]}", f"--user-data-dir={picture.with_suffix('.profile')}"]
+    told += ["--enable-logging=stderr", f"--screenshot={picture}", "--dump-dom", page.as_uri()]
+    argv = [browser, "--headless=new", "--no-sandbox", *told]  # it refuses to run as root with a sandbox
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     return ended.stdout, ended.stderr
 

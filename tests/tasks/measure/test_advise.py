@@ -9,23 +9,8 @@ import pytest
 
 from models.core.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
 from models.recipe import toml
-from tasks.measure.advise import (
-    PLAIN,
-    ROWS,
-    SIZES,
-    Row,
-    _costs,
-    _left,
-    _measure,
-    _rows_ms,
-    _see,
-    _seen,
-    is_cut,
-    make_report,
-    recipe_tables,
-    sized,
-    ways_of,
-)
+from tasks.measure import advise
+from tasks.measure.advise import PLAIN, ROWS, SIZES, Row, _seen, is_cut, make_report, ways_of
 from tasks.measure.cells import Cells
 from tasks.measure.configurations import Target
 from tasks.measure.run import Bar
@@ -48,7 +33,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
 
 @pytest.fixture(scope="module")
 def rows(target: Target, cells: Cells, bar: Bar) -> dict[str, list[Row]]:
-    return _see(target, WAYS, PROMPTS, MAX_TOKENS, cells, math.inf, bar)
+    return advise._see(target, WAYS, PROMPTS, MAX_TOKENS, cells, math.inf, bar)
 
 
 def test_every_way_is_seen_with_all_its_steps(rows: dict[str, list[Row]]) -> None:
@@ -69,11 +54,11 @@ def test_where_time_is_over_all_ways_are_seen_on_the_same_prompts_and_a_later_ru
     ways, over_s = {name: WAYS[name] for name in list(WAYS)[:2]}, time.monotonic()
 
     def see(ends_s: float) -> dict[str, int]:
-        seen = _see(target, ways, PROMPTS, MAX_TOKENS, Cells(tmp_path, {}), ends_s, bar)
+        seen = advise._see(target, ways, PROMPTS, MAX_TOKENS, Cells(tmp_path, {}), ends_s, bar)
         return {name: len(rows) for name, rows in seen.items()}
 
     def measured(ends_s: float) -> set[int]:
-        of_ways = _measure(target, ways, PROMPTS, MAX_TOKENS, 0, Cells(tmp_path, {}), ends_s, bar)
+        of_ways = advise._measure(target, ways, PROMPTS, MAX_TOKENS, 0, Cells(tmp_path, {}), ends_s, bar)
         return {row["num_prompts"] for row in of_ways.values()}
 
     first, second = ways
@@ -91,23 +76,23 @@ def test_what_there_was_no_time_for_is_told() -> None:
     ways = dict.fromkeys(("suffix", "ngram"), WAYS["suffix"])
     measured = {"suffix": {"num_prompts": 2}}
     told = "Of 4 prompts 3 were seen and 2 measured in the time given; not seen yet: ngram."
-    assert _left(3, 4, measured, ways, seen) == [told, "The same command goes on from there."]
-    assert _left(4, 4, {"suffix": {"num_prompts": 4}}, ways, seen) == []
-    assert _left(4, 4, {}, ways, seen) == []  # with times of another machine nothing is measured
+    assert advise._left(3, 4, measured, ways, seen) == [told, "The same command goes on from there."]
+    assert advise._left(4, 4, {"suffix": {"num_prompts": 4}}, ways, seen) == []
+    assert advise._left(4, 4, {}, ways, seen) == []  # with times of another machine nothing is measured
 
 
 @pytest.mark.slow
 def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
     target: Target, rows: dict[str, list[Row]], cells: Cells, bar: Bar
 ) -> None:
-    costs = _costs(cells.keep("rows", lambda: _rows_ms(target, PROMPTS, ends_s=0.0)), rows[PLAIN])
+    costs = advise._costs(cells.keep("rows", lambda: advise._rows_ms(target, PROMPTS, ends_s=0.0)), rows[PLAIN])
     assert costs.rows_ms.keys() == {*ROWS}
     assert costs.target_ms(1) + costs.rest_ms >= costs.target_ms(1) > 0
     seen = {name: _seen(rows[name], is_cut(way)) for name, way in WAYS.items()}
     options = ranked(seen, SIZES, costs)
     assert {option.way for option in options} == {*WAYS}
-    best = {option.way: sized(WAYS[option.way], option) for option in options[:2]}
-    measured = _measure(target, best, PROMPTS, MAX_TOKENS, 0, cells, math.inf, bar)
+    best = {option.way: advise.sized(WAYS[option.way], option) for option in options[:2]}
+    measured = advise._measure(target, best, PROMPTS, MAX_TOKENS, 0, cells, math.inf, bar)
     assert measured.keys() == best.keys()
     assert all(row["num_equal"] == len(PROMPTS) and row["speedup"]["value"] > 0 for row in measured.values())
     report = make_report("tiny", options, seen, WAYS, costs, measured)
@@ -146,17 +131,9 @@ def test_what_is_measured_decides_and_where_nothing_pays_nothing_is_to_be_pasted
     assert missed_by == (pytest.approx({"suffix": 0.25, "ngram": 1.2 / 1.3 - 1}) if measured else {})
 
 
-def test_one_prompt_is_told_without_an_interval() -> None:
-    seen = {"suffix": Seen([Step(4, 2)], DraftingCost(0.1))}
-    costs, options = Costs(rows_ms={1: 1.0}), [Option("suffix", 4, 1.5)]
-    for num, told in ((1, "1.20"), (2, "1.20 (1.20 to 1.20)")):
-        report = make_report("tiny", options, seen, WAYS, costs, {"suffix": measured_as(1.2, 1.3, num)["suffix"]})
-        assert report.grids[0].rows[0][3] == told
-
-
 def test_every_way_comes_as_tables_of_a_recipe() -> None:
     for name, way in WAYS.items():
-        tables = tomllib.loads(toml(recipe_tables(way, Option(name, 3, 1.0))))
+        tables = tomllib.loads(toml(advise.recipe_tables(way, Option(name, 3, 1.0))))
         assert tables["engine"]["name"] == "torch"
         assert tables["engine"]["num_draft_tokens"] == (3 if is_cut(way) else way.engine["num_draft_tokens"])
         assert ("draft" in tables) == (not name.startswith("served"))

@@ -5,20 +5,6 @@ import pytest
 from tasks.measure.cells import Cells
 
 
-def test_a_finished_cell_is_measured_once_also_by_the_next_run(tmp_path):
-    measured = []
-
-    def measure() -> dict[str, list[int]]:
-        measured.append(1)
-        return {"ms": [1, 2]}
-
-    assert Cells(tmp_path, {"commit": "a"}).keep("first", measure) == {"ms": [1, 2]}
-    again = Cells(tmp_path, {"commit": "a"})
-    assert again.keep("first", measure) == {"ms": [1, 2]}
-    assert len(measured) == 1
-    assert (again.has("first"), again.has("second")) == (True, False)
-
-
 def test_a_cell_that_fails_leaves_nothing(tmp_path):
     cells = Cells(tmp_path, {})
 

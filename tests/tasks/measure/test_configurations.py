@@ -7,7 +7,7 @@ from infra.artifacts import Artifact
 from models import catalog
 from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
 from models.core.evaluation.golden import save_golden
-from models.recipe import Recipe, load_recipe, toml
+from models.recipe import load_recipe, toml
 from models.sources import Message
 from tasks.measure.configurations import (
     SERVED,
@@ -69,6 +69,7 @@ def test_a_configuration_that_is_wrong_is_named(tmp_path: Path, text: str, messa
         read_configurations(tmp_path / "ways.toml", 3)
 
 
+TINY = load_recipe("tiny")
 QUESTIONS = [Question(id="1", domain="qa", messages=(Message(role="user", content="a b c a b c"),))]
 
 
@@ -78,35 +79,29 @@ def answered(home: Path, target: Artifact, tmp_path: Path) -> tuple[Artifact, Ar
     return target, samples_files(tmp_path / "samples", said_by(target, 6))
 
 
-@pytest.fixture
-def tiny() -> Recipe:
-    return load_recipe("tiny")
-
-
 def tiny_ways(file: Path) -> dict[str, Configuration]:
     """Read a file that names every family in a shape that fits the tiny target."""
     tables = {}
     for name in catalog.names("drafts"):
         shape = params_of(family_named(name)).model_dump(mode="json", exclude_none=True)
-        shape |= {"num_trials": 2} if name == "self_skip" else {}
-        tables[name] = {"draft": shape, "num_draft_tokens": 2}
+        few = {"num_trials": 2} if name == "self_skip" else {}
+        tables[name] = {"draft": shape | few, "num_draft_tokens": 2}
     file.write_text(toml(tables))
     return read_configurations(file, 2, makes=True)
 
 
 @pytest.mark.slow
 def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
-    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path, bar: Bar
+    answered: tuple[Artifact, Artifact], tmp_path: Path, bar: Bar
 ) -> None:
-    asked = tiny_ways(tmp_path / "ways.toml")
+    asked, folder = tiny_ways(tmp_path / "ways.toml"), tmp_path / "home" / "artifacts" / "draft"
     assert [*asked] == catalog.names("drafts")
-    ways = make_drafts(tiny, *answered, asked, 0.001)
+    ways = make_drafts(TINY, *answered, asked, 0.001)
     for name, way in ways.items():
         assert isinstance(way.draft, str) == is_made(asked[name])
         assert not isinstance(way.draft, str) or name_of(family_of(Path(way.draft))) == name
-    made = sorted((tmp_path / "home" / "artifacts" / "draft").iterdir())
-    assert ways == make_drafts(tiny, *answered, asked, 0.001)
-    assert sorted((tmp_path / "home" / "artifacts" / "draft").iterdir()) == made
+    made = sorted(folder.iterdir())
+    assert (make_drafts(TINY, *answered, asked, 0.001), sorted(folder.iterdir())) == (ways, made)
 
     directory = answered[0].path
     target = open_target(directory, directory, max_model_len=64)
@@ -120,23 +115,23 @@ def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
     assert all(set(of["tasks"][ALL]) == {PLAIN, *ways} for of in report.figures["temperatures"].values())
 
 
-def test_without_a_file_there_is_the_served_draft_and_every_family_with_its_vocabulary(tiny: Recipe) -> None:
-    ways = every_family(tiny)
+def test_without_a_file_there_is_the_served_draft_and_every_family_with_its_vocabulary() -> None:
+    ways = every_family(TINY)
     assert [*ways] == ["served draft", "served draft, look-up", *catalog.names("drafts")]
-    assert ways["eagle3"].draft == tiny.draft
-    assert ways["eagle"].draft.vocab_size == tiny.draft.vocab_size
+    assert ways["eagle3"].draft == TINY.draft
+    assert ways["eagle"].draft.vocab_size == TINY.draft.vocab_size
     tokens = {name: way.engine["num_draft_tokens"] for name, way in ways.items()}
     assert (tokens["eagle3"], tokens["early_exit"], tokens["rag_draft"], tokens["suffix"]) == (2, 2, 2, 8)
 
 
 @pytest.mark.slow
 def test_what_a_table_says_of_training_goes_before_the_recipe(
-    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
+    answered: tuple[Artifact, Artifact], tmp_path: Path
 ) -> None:
     file = tmp_path / "ways.toml"
     table = '[lm{0}]\ndraft = {{ name = "lm", num_layers = 1 }}\ndistill = {{ learning_rate = {1} }}\n'
     file.write_text(table.format("", 1e-3) + table.format("-slowly", 1e-12))
-    ways = make_drafts(tiny, *answered, read_configurations(file, 2, makes=True), 1.0)
+    ways = make_drafts(TINY, *answered, read_configurations(file, 2, makes=True), 1.0)
     new = family_named("lm").create(catalog.parse("drafts", {"name": "lm", "num_layers": 1}), answered[0].path, None)
 
     def moved(way: Configuration) -> float:
@@ -148,10 +143,8 @@ def test_what_a_table_says_of_training_goes_before_the_recipe(
     assert moved(ways["lm-slowly"]) < 1e-3
 
 
-def test_a_draft_that_does_not_fit_the_target_is_named(
-    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
-) -> None:
+def test_a_draft_that_does_not_fit_the_target_is_named(answered: tuple[Artifact, Artifact], tmp_path: Path) -> None:
     (tmp_path / "ways.toml").write_text('[deep]\ndraft = { name = "lm", num_layers = 9 }\n')
     ways = read_configurations(tmp_path / "ways.toml", 2, makes=True)
     with pytest.raises(ValueError, match="deep: num_layers must be 1 to 1"):
-        make_drafts(tiny, *answered, ways, 1.0)
+        make_drafts(TINY, *answered, ways, 1.0)

@@ -10,7 +10,7 @@ from models.core.evaluation.spread import Mean
 from tasks.measure.compare_methods import ALPHA, Margin, Verdict, decide, decided, looks, seeds_needed
 
 MARGIN, FIRST, MOST = 0.1, 3, 12
-NUM_RUNS = 4000
+NUM_RUNS = 1500
 
 
 def run(rng: np.random.Generator, truth: float, deviation: float) -> tuple[Verdict, list[float]]:
@@ -52,7 +52,7 @@ def test_of_many_rows_with_a_known_truth_few_are_told_wrongly(deviation: float) 
     of_margin = [run(rng, MARGIN, deviation)[0] for _ in range(NUM_RUNS)]
     wrong = of_none.count("differs") / NUM_RUNS, of_margin.count("level") / NUM_RUNS
     print(f"deviation {deviation}: differs where nothing does {wrong[0]:.3f}, level at the margin {wrong[1]:.3f}")
-    # 0.05 and three standard errors of a share of 4,000.
+    # 0.05 and three standard errors of such a share.
     assert max(wrong) <= ALPHA + 3 * (0.05 * 0.95 / NUM_RUNS) ** 0.5
     if deviation == 0.03:  # and where there is enough to see, it is seen
         assert of_none.count("level") > 0.9 * NUM_RUNS and of_margin.count("differs") > 0.9 * NUM_RUNS

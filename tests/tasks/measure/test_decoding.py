@@ -7,9 +7,23 @@ import pytest
 
 from models.engines import Completion
 from models.engines.torch.request import Took
+from models.trees import static
 from tasks.measure import decoding, lesson
+from tasks.measure.comparisons import lengths, trees
 from tasks.measure.decoding import Answer, figures
 from tests.tasks.measure.benches import bench_of
+
+SHAPE = static.shape(12, static.Params())
+# Trees that are fixed and that grow, policies without a head, with one, and over the size of a tree; with the rows and
+# passes of a step where they are always the same.
+TRIED = {
+    "static, 12 tokens": (1 + len(SHAPE.parents), len(SHAPE.levels)),
+    "dynamic, 12 tokens": None,
+    "fixed, at most 3": (4, 3),
+    "specdec_pp, at most 8": None,
+    "hardware_aware, at most 8": None,
+}
+ROWS = {row.name: row for row in (*trees.rows(1.0), *lengths.rows(1.0))}
 
 
 def answer(tokens: tuple[int, ...], accepted: tuple[int, ...], steps: list[Took], per_token_ms: float) -> Answer:
@@ -77,3 +91,17 @@ def test_the_prompts_are_those_of_the_seed(tiny_target: Path, tmp_path: Path) ->
     first, again, other = (lesson.opening(texts, 3, seed) for seed in (0, 0, 1))
     assert first == again != other
     assert {len(prompt) for prompt in first} == {lesson.PROMPT_LENGTH}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "exactly"), TRIED.items(), ids=TRIED)
+def test_a_row_keeps_to_its_budget_and_to_the_targets_output(
+    name: str, exactly: tuple[int, int] | None, tiny_target: Path, tiny_draft: Path, tmp_path: Path
+) -> None:
+    found = decoding.measure(bench_of(tiny_target, tmp_path, tiny_draft), ROWS[name], seed=0)
+    assert found.keys() == decoding.COLUMNS.keys()
+    assert found["equal_pct"] + found["near_tie_pct"] == 100
+    assert found["speedup"] > 0 and found["draft_ms"] > 0 and found["target_ms"] > 0
+    limit = ROWS[name].settings["engine"]["num_draft_tokens"]
+    assert 1 <= found["tau"] <= 1 + found["passes"] and 1 <= found["rows"] <= 1 + limit
+    assert exactly in (None, (found["rows"], found["passes"]))

@@ -45,20 +45,3 @@ def test_a_further_window_goes_on_with_requests_that_nobody_has_sent() -> None:
     assert others
     assert not others & {prompt.id for prompt in third}
     assert len({prompt.id for prompt in third}) == 3 * size
-
-
-def test_where_a_recipe_wants_none_vllms_own_endpoint_is_not_started(tiny_target: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("tiny")
-    assert not recipe.demo.stock
-    demonstrated(recipe, tiny_target, tmp_path).time_stock()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stage_takes_until_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 4.0, 9.5, 11.0])
-    monkeypatch.setattr(demonstration.time, "monotonic", lambda: next(moments))
-    stages = Stages()
-    for name in ("build", "serve", "result"):
-        stages.start(name)
-    assert stages.seconds == {"build": 3.0, "serve": 5.5}
-    assert stages.total_s() == 11.0

@@ -1,6 +1,5 @@
 """When a way has followed a shift, and what it forgot meanwhile, by hand."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from models.core.evaluation.acceptance import Trace
 from models.core.learning.hidden import Sample
 from tasks.measure.drift import FROZEN, OURS, Stream, file_traffic, make_report
-from tasks.select_data import choose_more
 
 REQUESTS = [Sample(f"{number}", "math", [1], [2, 3, 4]) for number in range(9)]
 STREAM = Stream("math", "code", [REQUESTS[:3], REQUESTS[3:6], REQUESTS[6:]], 2, [], [])
@@ -50,14 +48,6 @@ def test_a_way_has_followed_when_it_has_nine_tenths_of_the_specialists_acceptanc
 def test_what_is_late_or_forgotten_is_told(tmp_path: Path, second: dict[str, Any], near: Any, code: float) -> None:
     ours = report(tmp_path, [row(0, 2), second, row(0, 2)]).figures["ways"][OURS]
     assert (ours["near"], ours["changes"]["code"]["value"]) == (near, code)
-
-
-def test_a_further_domain_comes_out_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "math.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "domain": "sums"} for n in range(400)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    domain, traffic = file_traffic(f"math={file}", 60, 100)
-    assert {prompt.domain for prompt in choose_more(domain, traffic, 0, "requests", 60)} == {"math"}
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,15 @@
 """The draft that knows nothing: another one's shape, none of its weights, a promise that a service can hold it to."""
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from infra.artifacts import check_manifest, write_manifest
-from infra.database import Database
-from infra.registry import Registry
 from models.core.drafting.draft_families import check_draft
 from models.drafts import ngram
 from models.targets import describe
 from tasks.measure.load import register_random
 from tests.tags import draft_tags
-
-
-@pytest.fixture
-def registry(store, tmp_path):
-    shutil.copy(store, tmp_path / "mlflow.db")
-    return Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts", Database(tmp_path / "queries.db"))
 
 
 def test_a_random_draft_fits_where_the_other_serves_and_none_of_its_weights_is_left(

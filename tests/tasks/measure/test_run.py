@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import staged
 from infra.lines import predecessors
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -15,51 +14,44 @@ from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
 from tasks.measure.run import copy_log, copy_served
 from tests.infra.rows import row
-from tests.tags import draft_tags
+from tests.tags import register
 
 
-def settings(home: Path) -> Settings:
-    home.mkdir()
-    return Settings(home=home)
+@pytest.fixture
+def homes(store: Path, tmp_path: Path) -> list[Settings]:
+    """Two homes with an empty registry each."""
+    found = [Settings(home=tmp_path / name) for name in ("source", "copy")]
+    for one in found:
+        one.home.mkdir()
+        shutil.copy(store, one.home)
+    return found
 
 
 @pytest.mark.slow
 def test_a_draft_that_returned_is_copied_with_its_line_and_without_whom_it_was_judged_against(
-    store: Path, tmp_path: Path
+    homes: list[Settings], tmp_path: Path
 ) -> None:
-    source, home = settings(tmp_path / "source"), settings(tmp_path / "home")
-    for one in (source, home):
-        shutil.copy(store, one.home)
-    registry = open_registry(source)
-
-    def register(kind: str, **tags: str) -> None:
-        number = len(registry.versions(kind)) + 1
-        with staged(tmp_path / f"{kind} {number}") as directory:
-            (directory / "weights").write_text(str(tags))
-        registry.register(kind, tmp_path / f"{kind} {number}", draft_tags(**tags))
-        registry.promote(kind, number)
-
-    register("target", made_by='[{"target": {"name": "random"}}]')
-    register("draft")
-    register("draft", parent="1", gate="passed")
-    register("draft", parent="1", gate="passed", gated_against="2", returns_for="chat")
-    served = copy_served(source, home)
-    assert served.originals == (1, 3)
+    source, home = homes
+    registry, made_by = open_registry(source), '[{"target": {"name": "random"}}]'
+    for kind, tags in (
+        ("target", {"made_by": made_by}),
+        ("draft", {}),
+        ("draft", {"parent": "1", "gate": "passed"}),
+        ("draft", {"parent": "1", "gate": "passed", "gated_against": "2", "returns_for": "chat"}),
+    ):
+        registry.promote(kind, register(registry, kind, tmp_path, **tags).number)
+    assert copy_served(source, home).originals == (1, 3)
     copies = open_registry(home)
     champion, target = copies.champion("draft"), copies.champion("target")
-    assert target.tags["made_by"] == '[{"target": {"name": "random"}}]'  # else no recipe is known to be its own
+    assert target.tags["made_by"] == made_by  # else no recipe is known to be its own
     assert [one.number for one in predecessors(copies, champion)] == [2, 1]
 
 
-def test_a_copied_log_goes_on_where_the_original_stands_and_splits_alike(store: Path, tmp_path: Path) -> None:
-    source, home = settings(tmp_path / "source"), settings(tmp_path / "copy")
+def test_a_copied_log_goes_on_where_the_original_stands_and_splits_alike(homes: list[Settings]) -> None:
+    source, home = homes
     for one, number in ((source, 2), (home, 1)):
-        shutil.copy(store, one.home)
-        for name in ("first", "second"):
-            with staged(one.home / name) as directory:
-                (directory / "weights").write_text(name)
-            open_registry(one).register("draft", one.home / name, draft_tags())
-        open_registry(one).promote("draft", number)
+        versions = [register(open_registry(one), "draft", one.home) for _ in range(2)]
+        open_registry(one).promote("draft", versions[number - 1].number)
     log = QueryLog(source.querylog)
     log.append([row(f"a{number}") for number in range(8)])
     window = log.windows.claim("refresh 1", max_rows=5)
@@ -75,6 +67,6 @@ def test_a_copied_log_goes_on_where_the_original_stands_and_splits_alike(store: 
     assert copy.stats().total == 8
 
 
-def test_a_home_that_logged_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_home_that_logged_nothing_is_refused(homes: list[Settings]) -> None:
     with pytest.raises(ValueError, match="there is nothing in query log"):
-        copy_log(settings(tmp_path / "source"), settings(tmp_path / "copy"))
+        copy_log(*homes)

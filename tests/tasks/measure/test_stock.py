@@ -15,7 +15,7 @@ from models.sources import Message, Prompt
 from tasks.measure import demonstration
 from tasks.measure.baselines import encoder, open_baselines
 from tasks.measure.cells import answers_of
-from tasks.measure.stock import Stock, as_flags, by_batch_size, ngram_speculation
+from tasks.measure.stock import Stock, as_flags, by_batch_size
 from tasks.select_data import choose_prompts
 from tests.tasks.measure.test_demonstration import demonstrated
 
@@ -28,23 +28,11 @@ def test_arguments_are_written_as_vllms_command_line_takes_them():
     ]
 
 
-def test_vllms_own_lookup_takes_the_familys_sizes() -> None:
-    assert ngram_speculation(3) == {
-        "method": "ngram",
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 5,
-        "num_speculative_tokens": 3,
-    }
-
-
 @pytest.mark.parametrize(("most", "last"), [(64, [17, 64, 0]), (8, [17, 17, 0])])
 def test_vllms_static_table_drafts_less_where_more_sequences_run(most: int, last: list[int]) -> None:
-    found = by_batch_size({"method": "eagle3", "num_speculative_tokens": 3}, most)
-    assert found == {
-        "method": "eagle3",
-        "num_speculative_tokens": 3,
-        "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1], last],
-    }
+    given = {"method": "eagle3", "num_speculative_tokens": 3}
+    table = {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1], last]}
+    assert by_batch_size(given, most) == given | table
 
 
 def test_a_recipe_of_another_engine_has_no_vllm_to_be_compared_with(tiny_target, tmp_path):

@@ -24,36 +24,31 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROOM_GIB", 0.0)
 
 
-def home(folder: Path) -> Settings:
-    return load_settings({"REDRAFT_HOME": str(folder / "home")})
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load_settings({"REDRAFT_HOME": str(tmp_path / "home")})
 
 
 def compiled(**changed: object) -> Recipe:
     """Return a tiny recipe whose engine compiles."""
     recipe = load_recipe("tiny")
-    return recipe.model_copy(
-        update={"engine": recipe.engine.model_copy(update={"enforce_eager": False, "dtype": "float32", **changed})}
-    )
+    changed = {"enforce_eager": False, "dtype": "float32", **changed}
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changed)})
 
 
-def test_nothing_is_compiled_ahead_where_the_engine_does_not_compile(tmp_path: Path) -> None:
-    settings = home(tmp_path)
-    with compiling(load_recipe("tiny"), settings, tmp_path / "no target"):
-        pass
-    assert not settings.home.exists()
-
-
-def test_on_a_gpu_no_engine_is_started_beside_another(tmp_path: Path) -> None:
-    settings = load_settings({"REDRAFT_HOME": str(tmp_path / "home"), "REDRAFT_DEVICE": "cuda"})
-    with compiling(compiled(), settings, tmp_path / "no target"):
+@pytest.mark.parametrize(("eager", "device"), [(True, "cpu"), (False, "cuda")], ids=["eager", "on a GPU"])
+def test_nothing_is_compiled_ahead_where_the_engine_does_not_compile_or_would_be_beside_another(
+    settings: Settings, eager: bool, device: str
+) -> None:
+    recipe = compiled(enforce_eager=eager)
+    with compiling(recipe, settings.model_copy(update={"device": device}), settings.home / "no target"):
         pass
     assert not settings.home.exists()
 
 
 def test_nothing_is_compiled_ahead_where_a_service_has_compiled_or_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = home(tmp_path)
     with monkeypatch.context() as short:
         short.setattr(module, "ROOM_GIB", float("inf"))
         with compiling(compiled(), settings, tmp_path / "no target"):
@@ -67,9 +62,9 @@ def test_nothing_is_compiled_ahead_where_a_service_has_compiled_or_memory_is_sho
 
 @pytest.mark.engine
 def test_an_engine_with_another_draft_of_the_shape_finds_what_was_compiled_ahead(
-    tiny_target: Path, tmp_path: Path
+    settings: Settings, tiny_target: Path, tmp_path: Path
 ) -> None:
-    settings, recipe = home(tmp_path), compiled()
+    recipe = compiled()
     folder = compiled_folder(settings.cache)
     ahead = Compiling(folder)
     with compiling(recipe, settings, tiny_target):
@@ -88,9 +83,8 @@ def test_an_engine_with_another_draft_of_the_shape_finds_what_was_compiled_ahead
 
 @pytest.mark.engine
 def test_where_it_fails_the_service_is_left_to_compile(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = home(tmp_path)
     with compiling(compiled(extra={"block_size": -1}), settings, tiny_target):
         pass
     assert "nothing was compiled ahead" in capsys.readouterr().out

@@ -13,7 +13,6 @@ from tasks.stages.samples import (
     read_written,
     regression_set_versions,
     usable,
-    write_samples,
 )
 from tests.tasks.made import row_of
 
@@ -82,16 +81,6 @@ def test_drawing_takes_up_to_so_many_of_each_domain_and_keeps_the_order():
     assert [sum(one.domain == domain for one in drawn) for domain in "abc"] == [5, 5, 1]
     assert drawn == [one for one in samples if one in drawn]
     assert drawn == draw_per_domain(samples, 5, seed=1) != draw_per_domain(samples, 5, seed=2)
-
-
-def test_samples_survive_the_disk(tmp_path):
-    samples = [Sample("a", "code", [1], [2, 3], 0.5)]
-    with staged(tmp_path / "samples") as directory:
-        write_samples(directory, "train", samples)
-        write_samples(directory, "held_out", [])
-    artifact = publish(tmp_path / "samples", "samples")
-    assert read_samples(artifact, "train") == samples
-    assert read_samples(artifact, "held_out") == []
 
 
 def test_samples_of_an_older_release_have_no_clusters_and_no_probes(tmp_path):

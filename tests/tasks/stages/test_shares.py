@@ -2,13 +2,11 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
-from infra.settings import load_settings
 from infra.trigger_store import now_ms
 from models.recipe import Refresh
 from tasks.claim_window import advance_cursor, claim_window
@@ -19,12 +17,6 @@ from tests.infra.rows import erase, row
 REFRESH = Refresh(min_rows=60, max_rows=200, share_wait_s=900)
 WAIT_MS = 900_000
 KEYS = {"flooder": "f" * 64, "other": "a" * 64, "third": "b" * 64, "nobody": None}
-
-
-@pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QueryLog:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
-    return QueryLog(load_settings().querylog)
 
 
 def asked(log: QueryLog, at_ms: int, **numbers: int) -> None:
@@ -81,11 +73,9 @@ def test_a_window_that_was_opened_goes_on_whatever_becomes_of_its_keys(log: Quer
         ({"flooder": 100, "nobody": 10}, 20),
         ({"flooder": 100, "other": 10, "third": 10}, 40),
         ({"flooder": 100}, None),
-        ({"nobody": 100}, None),
         ({"flooder": 50, "other": 9}, None),  # too few, whoever asked
         ({"flooder": 50, "other": 10}, 20),
         ({"flooder": 100, "other": 30}, None),
-        ({"flooder": 30, "other": 30, "third": 30}, None),
     ],
 )
 def test_it_waits_where_too_few_rows_are_within_the_share_and_two_keys_ask(
@@ -118,9 +108,6 @@ def test_only_rows_that_wait_and_may_be_trained_on_count(log: QueryLog) -> None:
         ((600, 50, 40, 30), 0.5, 120),
         ((600, 300, 100), 0.4, 200),  # 200 of 500
         ((600, 300, 100), 0.1, 100),  # equal parts
-        ((7,) * 49, 0.01, 7),
-        ((600, 600, 600), 0.5, 600),
-        ((600, 1), 1.0, 600),
         ((600,), 0.1, 600),
     ],
 )

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +38,15 @@ def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
     return cached_step("stage", "kind", params, maker, inputs, (gate,))
 
 
-def test_a_stage_is_made_once():
+def test_a_stage_is_made_once_for_its_params_and_the_content_of_its_inputs():
     maker = Maker()
-    assert make(maker) == make(maker)
-    assert maker.times == 1
+    first = make(maker)
+    assert (make(maker), maker.times) == (first, 1)
+    make(maker, params=2)
+    make(maker, before=first)
+    make(maker, before=first.model_copy(update={"sha256": "0" * 64}))
+    make(maker, before=first.model_copy(update={"uri": "file:///elsewhere"}))  # made already
+    assert maker.times == 4
 
 
 def test_a_plan_finds_what_was_made_up_to_what_was_not_and_makes_nothing(artifacts):
@@ -55,15 +60,6 @@ def test_a_plan_finds_what_was_made_up_to_what_was_not_and_makes_nothing(artifac
     assert [*(artifacts / "work").iterdir()] == []
     make(maker, before=first)  # after a plan, steps are run again
     assert maker.times == 2
-
-
-def test_other_params_and_other_inputs_are_other_stages():
-    maker = Maker()
-    first = make(maker)
-    make(maker, params=2)
-    make(maker, before=first)
-    make(maker, before=first.model_copy(update={"sha256": "0" * 64}))
-    assert maker.times == 4
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.write_text("contenu"), lambda file: file.unlink()])
@@ -109,54 +105,46 @@ def test_of_two_that_make_a_stage_at_once_one_makes_it_and_both_have_it(artifact
     assert list((artifacts / "work").iterdir()) == []
 
 
-def test_where_an_input_lies_makes_no_difference():
-    inputs = [Artifact(uri=f"file:///{name}", sha256="0" * 64, kind="k") for name in "ab"]
-    keys = {stage_key("s", 1, {"input": artifact}, (gate,)) for artifact in inputs}
-    assert len(keys) == 1
-
-
-def test_the_version_of_code_follows_imports_but_not_comments(tmp_path, monkeypatch):
+@pytest.fixture
+def write(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Return what writes modules of a tree of their own."""
     monkeypatch.setattr(stages, "ROOT", tmp_path)
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "outer.py").write_text("from models import inner\n")
-    (tmp_path / "models" / "inner.py").write_text("a = 1\n")
+
+    def files(**modules: str) -> None:
+        for name, text in modules.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+
+    return files
+
+
+def test_the_version_of_code_follows_imports_but_not_comments(write):
+    write(models__outer="from models import inner", models__inner="a = 1")
     before = code_version("models.outer")
-    (tmp_path / "models" / "inner.py").write_text("a = 1  # one\n")
+    write(models__inner="a = 1  # one")
     assert code_version("models.outer") == before
-    (tmp_path / "models" / "inner.py").write_text("a = 2\n")
+    write(models__inner="a = 2")
     assert code_version("models.outer") != before
 
 
-def test_the_version_of_code_leaves_out_the_schema_of_recipes(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "ROOT", tmp_path)
-    for folder in ("models", "tasks"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "tasks" / "train.py").write_text("from models.recipe import Recipe\nfrom models.stages import Text\n")
-    (tmp_path / "models" / "recipe.py").write_text("port = 1\n")
-    (tmp_path / "models" / "stages.py").write_text("num_rounds = 1\n")
+def test_the_version_of_code_leaves_out_the_schema_of_recipes(write):
+    write(tasks__train="from models.recipe import Recipe\nfrom models.stages import Text")
+    write(models__recipe="port = 1", models__stages="num_rounds = 1")
     before = code_version("tasks.train")
-    (tmp_path / "models" / "recipe.py").write_text("port = 2\n")
-    (tmp_path / "models" / "stages.py").write_text("num_rounds = 2\n")
+    write(models__recipe="port = 2", models__stages="num_rounds = 2")
     assert code_version("tasks.train") == before
 
 
-def test_the_key_follows_the_methods_that_the_params_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "ROOT", tmp_path)
-    for folder in ("losses", "verify"):
-        (tmp_path / "models" / folder).mkdir(parents=True)
-    (tmp_path / "models" / "first.py").write_text("a = 1\n")
-    methods = [tmp_path / "models" / name for name in ("losses/forward_kl.py", "losses/jsd.py", "verify/rejection.py")]
+def test_the_key_follows_the_methods_that_the_params_name(write):
+    methods = ("models__losses__forward_kl", "models__losses__jsd", "models__verify__rejection")
+    write(models__first="a = 1", **dict.fromkeys(methods, "a = 1"))
     params = {"distill": {"loss": {"name": "forward_kl"}}, "rules": [{"name": "rejection"}], "domains": {"jsd": "name"}}
-
-    def keys() -> Iterator[str]:
-        yield stage_key("s", params, {}, (ModuleType("models.first"),))
-        for number, method in enumerate(methods):
-            method.write_text(f"a = {number + 2}\n")
-            yield stage_key("s", params, {}, (ModuleType("models.first"),))
-
+    keys = [stage_key("s", params, {}, (ModuleType("models.first"),))]
     for method in methods:
-        method.write_text("a = 1\n")
-    before, loss, other, rule = keys()
+        write(**{method: "a = 2"})
+        keys.append(stage_key("s", params, {}, (ModuleType("models.first"),)))
+    before, loss, other, rule = keys
     assert before != loss
     assert loss == other
     assert other != rule

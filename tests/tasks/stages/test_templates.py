@@ -7,7 +7,6 @@ is judged by must be as new to what was trained as the requests after it; the te
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,35 +19,23 @@ from tests.benchmarks.coverage import judged_by
 from tests.benchmarks.intervals import estimate, summary
 
 NUM_ROWS, NUM_FRESH, MOST_ASKED = 200, 600, 4
-TEMPLATE, FILLING, NGRAM = 30, 20, 5  # tokens
+FILLING, NGRAM = 20, 5  # tokens
+TEMPLATE = np.random.default_rng(0).integers(5, 250, 30)
 K, HELD_OUT, SPREAD, LEARNT = 3, 0.25, 0.25, 0.6
 NUM_LOGS = 50
 
 
-class Window(NamedTuple):
-    """Requests of a log, and of the time after it."""
-
-    logged: list[Sample]
-    fresh: list[Sample]
-
-
-def drawn(share: float, rng: np.random.Generator) -> Window:
+def drawn(share: float, rng: np.random.Generator, number: int, prefix: str) -> list[Sample]:
     """Draw requests of which a share fills one template; each thing is asked for 1 to `MOST_ASKED` times."""
-    template = rng.integers(5, 250, TEMPLATE)
-
-    def asked(prefix: str, number: int) -> list[Sample]:
-        samples: list[Sample] = []
-        while len(samples) < number:
-            front = template if rng.random() < share else rng.integers(5, 250, TEMPLATE)
-            thing = rng.integers(5, 250, FILLING)
-            for _ in range(rng.integers(1, MOST_ASKED + 1)):
-                said = thing.copy()
-                said[rng.integers(FILLING)] = rng.integers(5, 250)
-                ids = np.concatenate([front, said]).tolist()
-                samples.append(Sample(f"{prefix}{len(samples)}", "code", ids, [4, 5, 6]))
-        return samples
-
-    return Window(asked("l", NUM_ROWS), asked("f", NUM_FRESH))
+    samples: list[Sample] = []
+    while len(samples) < number:
+        front = TEMPLATE if rng.random() < share else rng.integers(5, 250, len(TEMPLATE))
+        thing = rng.integers(5, 250, FILLING)
+        for _ in range(rng.integers(1, MOST_ASKED + 1)):
+            said = thing.copy()
+            said[rng.integers(FILLING)] = rng.integers(5, 250)
+            samples.append(Sample(f"{prefix}{len(samples)}", "code", [*front.tolist(), *said.tolist()], [4, 5, 6]))
+    return samples
 
 
 def grams(sample: Sample) -> set[tuple[int, ...]]:
@@ -56,23 +43,22 @@ def grams(sample: Sample) -> set[tuple[int, ...]]:
     return {tuple(ids[start : start + NGRAM]) for start in range(len(ids) - NGRAM + 1)}
 
 
-def told(window: Window, number: int, target: Path, by_prompt: bool) -> tuple[Estimate, float]:
+def told(logged: list[Sample], fresh: list[Sample], home: int, target: Path, by_prompt: bool) -> tuple[Estimate, float]:
     """Return the gain that a log is told to have, and what a draft that learnt from it has on fresh requests.
 
-    A log is split by the secret of home `number`, or prompt by prompt, as if none were alike.
+    A log is split by the secret of a `home`, or prompt by prompt, as if none were alike.
     """
-    rng, name = np.random.default_rng([7, number]), f"home {number}"
+    rng, name = np.random.default_rng([7, home]), f"home {home}"
     if by_prompt:
-        inside = rng.random(len(window.logged)) < 0.5
-        judged = {one.id: (one.id, 1.0) for one, held in zip(window.logged, inside, strict=True) if held}
-        kept = set(judged)
-        of_row = [one.id for one in window.logged]
+        inside = rng.random(len(logged)) < 0.5
+        judged = {one.id: (one.id, 1.0) for one, held in zip(logged, inside, strict=True) if held}
+        clusters = [one.id for one in logged]
     else:
-        judged = judged_by(window.logged, name, HELD_OUT, target).judged
-        kept = {cluster for cluster, _ in judged.values()}
+        judged = judged_by(logged, name, HELD_OUT, target).judged
         secret = hashlib.sha256(name.encode()).digest()
-        of_row = [row.cluster for row in cluster_samples(window.logged, secret, target)]
-    trained = [one for one, cluster in zip(window.logged, of_row, strict=True) if cluster not in kept]
+        clusters = [row.cluster for row in cluster_samples(logged, secret, target)]
+    kept = {cluster for cluster, _ in judged.values()}
+    trained = [one for one, cluster in zip(logged, clusters, strict=True) if cluster not in kept]
     assert len(trained) > 0.2 * NUM_ROWS
     known = set().union(*(grams(one) for one in trained))
 
@@ -81,15 +67,15 @@ def told(window: Window, number: int, target: Path, by_prompt: bool) -> tuple[Es
         return LEARNT * len(own & known) / len(own)
 
     first = {id: Score(id=id, domain="code", steps=20, accepted=20.0) for id in judged}
-    gains = {one.id: gain(one) + SPREAD * rng.standard_normal() for one in window.logged if one.id in judged}
+    gains = {one.id: gain(one) + SPREAD * rng.standard_normal() for one in logged if one.id in judged}
     later = {id: first[id].model_copy(update={"accepted": 20 * (1 + one)}) for id, one in gains.items()}
-    found = estimate(judged, first, later, {"code": 1.0}, K)
-    return found, float(np.mean([gain(one) for one in window.fresh]))
+    return estimate(judged, first, later, {"code": 1.0}, K), float(np.mean([gain(one) for one in fresh]))
 
 
 def windows(share: float, target: Path, by_prompt: bool = False) -> dict[str, float]:
     rng = np.random.default_rng(1)
-    found = summary([told(drawn(share, rng), number, target, by_prompt) for number in range(NUM_LOGS)])
+    both = ((drawn(share, rng, NUM_ROWS, "l"), drawn(share, rng, NUM_FRESH, "f")) for _ in range(NUM_LOGS))
+    found = summary([told(*logs, number, target, by_prompt) for number, logs in enumerate(both)])
     print(f"template in {share:.0%}{', by prompt' if by_prompt else ''}: {found}")
     return found
 

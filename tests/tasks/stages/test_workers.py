@@ -18,16 +18,10 @@ from models.stages import Train
 from tasks.stages.workers import train_module
 from tests.models.drafts.answered import answers_of, prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("home")]
 
 Show = Callable[[distill.Progress], None]
 PARAMS = distill.Params(num_epochs=12, batch_tokens=120, num_threads=1, validation=0.2, checkpoint_s=0)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "home").mkdir(mode=0o700)
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")

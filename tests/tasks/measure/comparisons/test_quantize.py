@@ -10,37 +10,24 @@ from transformers import AutoModelForCausalLM
 from models import catalog
 from tasks.measure.comparisons import Bench
 from tasks.measure.comparisons import quantize as comparison
+from tests.tasks.measure.benches import random_texts
 
 pytestmark = pytest.mark.slow
 
 IDS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0))
 
 
-def bench(target: Path, work_dir: Path, num_documents: int = 4) -> Bench:
-    rng = torch.Generator().manual_seed(1)
-    train, held_out = (torch.randint(3, 259, (num_documents, 80), generator=rng).tolist() for _ in range(2))
-    return Bench(target, {"one": train}, {"one": held_out}, 0.1, work_dir)
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "float",
-        "int8_dynamic",
-        "qat",
-        "kv_cache",
-        "2:4, then rtn",
-        "gptq, a quarter of the text",
-        "awq, half of the text",
-        "int8_static, down_proj dynamic",
-        "finetuned, then rtn",
-        "outliers, absmax",
-        "scratch, bitnet",
+        *("float", "int8_dynamic", "qat", "kv_cache", "2:4, then rtn", "int8_static, down_proj dynamic"),
+        *("awq, half of the text", "finetuned, then rtn", "outliers, absmax", "scratch, bitnet"),
     ],
 )
 def test_a_row_is_measured(name: str, tiny_target: Path, tmp_path: Path) -> None:
     row = next(row for row in comparison.rows(0.1) if row.name == name)
-    found = comparison.measure(bench(tiny_target, tmp_path, 30), row, seed=0)
+    texts = random_texts(30, 80)
+    found = comparison.measure(Bench(tiny_target, texts, texts, 0.1, tmp_path), row, seed=0)
     assert found.keys() == comparison.COLUMNS.keys()
     alike = {metric: found.pop(metric) for metric in ("kl", "agreement_pct", "tau")}
     assert math.isnan(found.pop("rate")) == (name not in ("qat", "finetuned, then rtn", "scratch, bitnet"))

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.measure.comparisons import Bench, Row, select
+from tasks.measure.comparisons import Bench, select
 from tests.tasks.measure.benches import counting
 
 pytestmark = pytest.mark.slow
+
+ROWS = {row.name: row for row in select.rows(1)}
 
 
 @pytest.fixture
@@ -18,9 +20,9 @@ def bench(tiny_target: Path, tmp_path: Path) -> Bench:
     return Bench(tiny_target, domains, domains, budget=0.25, work_dir=tmp_path)
 
 
-@pytest.mark.parametrize("row", select.rows(1), ids=lambda row: row.name)
-def test_each_row_fills_all_columns(bench: Bench, row: Row) -> None:
-    small = row._replace(settings={**row.settings, "model_layers": 1})  # a two-layer target has no three
+@pytest.mark.parametrize("name", ["random", "entropy", "acceptance_gap"])
+def test_a_row_fills_all_columns(bench: Bench, name: str) -> None:
+    small = ROWS[name]._replace(settings={**ROWS[name].settings, "model_layers": 1})  # the target has two layers
     figures = select.measure(bench, small, seed=0)
     assert figures.keys() == select.COLUMNS.keys()
     assert all(math.isfinite(value) for value in figures.values())
