@@ -214,7 +214,7 @@ def _register_again(own: Registry, into: Registry, version: Version, address: st
         _create(own, into, version, address)
     except ForeignVersion:  # its tags were not all written before the move was stopped
         pass
-    written = {name: value for name, value in (version.tags | tags).items() if name not in ("model_id", ADDRESS)}
+    written = {name: value for name, value in {**version.tags, **tags}.items() if name not in ("model_id", ADDRESS)}
     with translated(f"tagging {kind} {number}"):
         for name in sorted(written, key="sha256".__eq__):  # which comes last: without it nobody takes it for a version
             into.store.client.set_model_version_tag(into.model(kind), str(number), name, written[name])
