@@ -50,11 +50,13 @@ models/verify/relaxed_nearest.py: verify.relaxed_nearest = neighbours delta
 services/bodies.py: serving.Limits = max_body_bytes max_held_bytes body_timeout_s
 services/capture.py: serving.Capture = share max_disk_mib max_memory_mib keep_days
 services/reverse_proxy.py: serving.Serve = front port
+infra/rollouts.py: types.RolloutParams = waves pause_s test_s
 services/reasoning.py: serving.Reasoning = model engine methods
 services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = num_prompts
     tolerance timeout_s put_back_s; evaluation.canary = timeout_s
 services/swap.py: serving.Serve = min_swap_interval_s; evaluation.canary = period_s max_in_flight
-services/service.py: serving.Serve = drain_s merge_streams tool_parser limits structured seeded drift_detector capture
+services/replica.py: serving.Serve = num_replicas
+services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector capture
     reasoning; evaluation.drift_detector = period_s
 services/fair_queue.py: serving.Limits = max_share_per_key max_queued_requests max_queued_tokens_per_key
 tasks/regenerate.py: recipe.Refresh = regenerate; recipe.Regeneration = max_tokens temperature per_domain max_minutes
