@@ -56,8 +56,8 @@ services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation can
     tolerance timeout_s put_back_s; evaluation.canary = timeout_s
 services/swap.py: serving.Serve = min_swap_interval_s; evaluation.canary = period_s max_in_flight
 services/replica.py: serving.Serve = num_replicas
-services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector capture
-    reasoning; evaluation.drift_detector = period_s
+services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector
+    capture reasoning; evaluation.drift_detector = period_s
 services/fair_queue.py: serving.Limits = max_share_per_key max_queued_requests max_queued_tokens_per_key
 tasks/regenerate.py: recipe.Refresh = regenerate; recipe.Regeneration = max_tokens temperature per_domain max_minutes
 tasks/claim_window.py: recipe.Recipe = refresh; recipe.Refresh = min_rows max_rows held_out_fraction replay_per_domain
