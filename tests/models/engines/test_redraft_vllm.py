@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
+from infra.rollout_store import note_tested
 from infra.settings import Settings
 from models.core.drafting.draft_families import family_of
 from models.core.evaluation.golden import Golden, save_golden
@@ -36,6 +37,7 @@ from models.engines.vllm.redraft_vllm import EXTENSION, OLDEST, announce
 from models.engines.vllm.redraft_vllm.routes import unsupported
 from models.engines.vllm.redraft_vllm.served import TOKEN
 from models.engines.vllm.redraft_vllm.swapper import Broken, Order, Refused, Swapper
+from models.types import RolloutParams
 from services.record import RecordConfig
 from tests.conftest import make_draft
 from tests.imports import ROOT
@@ -229,7 +231,7 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
         goldens.append(Golden(prompt_ids=tuple(ids), token_ids=said, gaps=(1.0,) * len(said)))
     save_golden(target, goldens, threshold=1e-2)
     (home := tmp_path / "home").mkdir()
-    world = World(home, target)
+    world = World(home, target, serve={"rollout": {"waves": [1.0], "pause_s": 0.0}})
     first, second = world.versions
     argv = [sys.executable, "-m", "services.attach", "--config", str(home / "attach.json")]
     environment = {"PYTHONPATH": str(ROOT), TOKEN: SECRET}
@@ -243,6 +245,9 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
     def wait_for(version: int) -> None:
         wait_until(lambda: have(version), 90, child, f"draft {version}")
 
+    def wait_for_canary(version: int) -> None:
+        wait_until(lambda: have(version) or seen[-1][0] == str(version), 90, child, f"draft {version} on one server")
+
     with serving(site, tiny_target, tiny_draft, tmp_path) as other:
         config = {**json.loads(world.config().read_text()), "servers": [server.url, other.url]}
         config["weights_url"] = f"http://127.0.0.1:{free_port()}"
@@ -250,8 +255,15 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
         with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
             wait_for(first)
             world.registry.promote("draft", second)
+            wait_for_canary(second)
+            note_tested(world.querylog, world.registry.get("draft", second), RolloutParams())
             wait_for(second)
             assert (str(first), str(second)) not in seen
+            world.registry.promote("draft", worse := world.register(3))
+            wait_for_canary(worse)
+            world.registry.revert("draft", worse, "worse on the same requests")  # as the post-promotion test does
+            wait_for(second)
+            assert str(worse) not in {later for _, later in seen}
             liar = world.register(2, golden_tau="3.9")
             world.registry.promote("draft", liar)
             wait_until(
@@ -260,9 +272,9 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
                 child,
                 "a quarantine",
             )
-            assert "promised 3.900" in world.registry.get("draft", liar).quarantined
+            quarantined = world.registry.get("draft", liar).quarantined
+            assert quarantined.startswith("2 of 2 replicas failed") and "promised 3.900" in quarantined
             wait_for(second)
-            assert str(liar) not in {later for _, later in seen}
             assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
             wait_for(second)
 
@@ -416,7 +428,7 @@ async def test_two_ranks_commit_together_or_not_at_all(
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         block_size=32,
-        worker_extension_cls="tests.models.engines.workers.FaultyRank",
+        worker_extension_cls="tests.models.engines.faulty_rank.Faulty",
         speculative_config={**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 3},
     )
     engine = AsyncLLM.from_engine_args(args)
