@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 from transformers import AutoTokenizer
 
 from infra.machine import describe_machine
@@ -23,33 +21,10 @@ from models.core.learning import distill
 from models.core.learning.hidden import Sample
 from models.core.learning.parallel import Workers
 from models.drafts import eagle3
-from tests.models.core.learning.test_parallel import of_one, of_two, off
+from tests.models.core.learning.test_parallel import Summed, Unweighted, of_one, of_two, off
 
 NUM_DRAFT_TOKENS = 3
 PROMPT, WHOLE = 24, (64, 128)  # tokens
-
-
-class Summed(Workers):
-    """The mistake of adding up gradients of which the mean is wanted."""
-
-    def joined(self, module: nn.Module) -> nn.Module:
-        joined = super().joined(module)
-        joined.register_comm_hook(None, _summed)
-        return joined
-
-
-class Unweighted(Workers):
-    """The mistake of taking each process's own mean for its part of the batch's."""
-
-    def share(self, batch):  # type: ignore[no-untyped-def]
-        own, weight = super().share(batch)
-        return own, weight * len(batch) / (self.size * len(own))
-
-
-def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def texts(target: Path) -> list[Sample]:

@@ -27,6 +27,29 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3
 
 
+class Summed(Workers):
+    """The mistake of adding up gradients of which the mean is wanted."""
+
+    def joined(self, module: torch.nn.Module) -> torch.nn.Module:
+        joined = super().joined(module)
+        joined.register_comm_hook(None, _summed)
+        return joined
+
+
+class Unweighted(Workers):
+    """The mistake of taking each process's own mean for its part of the batch's."""
+
+    def share(self, batch):  # type: ignore[no-untyped-def]
+        own, weight = super().share(batch)
+        return own, weight * len(batch) / (self.size * len(own))
+
+
+def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 class Run(NamedTuple):
     """What the first process computed: each step's loss, and the last checkpoint's tensors."""
 
@@ -109,6 +132,15 @@ def test_two_take_the_steps_of_one(tiny_target: Path, samples: list[Sample], tmp
     assert max(off(one, two)) <= TOLERANCE
     for name, tensor in one.tensors.items():
         assert two.tensors[name].shape == tensor.shape, name
+
+
+@pytest.mark.parametrize("made", [Summed, Unweighted])
+def test_the_comparison_sees_gradients_that_are_put_together_wrongly(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path, made: Callable[..., Workers]
+) -> None:
+    one = of_one(distilled, tiny_target, samples, tmp_path / "one")
+    two = of_two(distilled, made, tiny_target, samples, tmp_path / "two")
+    assert max(off(one, two)) > 10 * TOLERANCE
 
 
 def test_a_batch_of_fewer_items_than_processes_counts_once() -> None:
