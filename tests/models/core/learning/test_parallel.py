@@ -1,4 +1,3 @@
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -13,7 +12,6 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.processes import free_port
 from models.core.learning import distill, training
 from models.core.learning.hidden import Sample
 from models.core.learning.parallel import Workers
@@ -74,10 +72,9 @@ def pretrained(target: Path, samples: list[Sample], workers: Workers, work: Path
 Train = Callable[[Path, list[Sample], Workers, Path], list[tuple[int, float]]]
 
 
-def _process(rank: int, port: int, train: Train, made: Callable[..., Workers], out: Path, *rest: object) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _process(rank: int, train: Train, made: Callable[..., Workers], out: Path, *rest: object) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{out}-met", rank=rank, world_size=2)
     target, samples = rest
     losses = train(target, samples, made(rank, 2), out / f"{rank}")  # type: ignore[arg-type]
     if rank == 0:
@@ -91,7 +88,7 @@ def of_one(train: Train, target: Path, samples: list[Sample], out: Path) -> Run:
 
 
 def of_two(train: Train, made: Callable[..., Workers], target: Path, samples: list[Sample], out: Path) -> Run:
-    mp.spawn(_process, (free_port(), train, made, out, target, samples), nprocs=2)
+    mp.spawn(_process, (train, made, out, target, samples), nprocs=2)
     return _found(torch.load(out / "losses.pt"), out / "0")
 
 
