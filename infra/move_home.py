@@ -70,7 +70,7 @@ def move_home(settings: Settings, tell: Tell) -> Moved:
         raise ValueError(f"{served_by(own.home)}: stop it first")
     held, registry = QueryLog(own.querylog), open_registry(own)
     if has_registry and not registry.versions("draft"):  # it has these names already
-        registry = open_registry(own.model_copy(update={"model": settings.model}))
+        registry = open_registry(own.model_copy(update={"model_prefix": settings.model_prefix}))
     with held.unread(wait_s=0), registry.alone():
         if TriggerStore(own.querylog).state().running:
             raise TimeoutError("a refresh runs; wait for its end, or stop it")

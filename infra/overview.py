@@ -156,7 +156,7 @@ def links(settings: Settings, state: UpState | None, champion: Version | None) -
     if settings.mlflow_uri.startswith("http") and "@" not in settings.mlflow_uri:  # a password is nobody's to read
         mlflow = settings.mlflow_uri.rstrip("/")
     report = settings.home / REPORT
-    drafts = model_name(settings.model, "draft")
+    drafts = model_name(settings.model_prefix, "draft")
     found = {
         "MLflow": mlflow and f"{mlflow}/#/models/{drafts}{f'/versions/{champion.number}' if champion else ''}",
         "Prefect": prefect and f"{prefect}/runs",

@@ -60,12 +60,12 @@ class Registry:
         database: Database,
         object_store: str = "",
         cache_gib: float = math.inf,
-        model: str = "",
+        model_prefix: str = "",
     ) -> None:
-        """Take MLflow's store, the query log's database, where versions lie and how large their cache may be, and what
-        begins the names of its models."""
+        """Take MLflow's store, the query log's database, where versions lie and how large their cache may be, and the
+        prefix of its models' names."""
         self.store, self._cache_gib = Store(uri, artifact_root, object_store), cache_gib
-        self._champions, self._model = Champions(database), model
+        self._champions, self._prefix = Champions(database), model_prefix
         self._threads = threading.RLock()
         self._depth = 0
 
@@ -87,7 +87,7 @@ class Registry:
 
     def model(self, kind: Kind) -> str:
         """Return the name of the model in MLflow whose versions those of a kind are."""
-        return model_name(self._model, kind)
+        return model_name(self._prefix, kind)
 
     def register(
         self,
@@ -401,10 +401,8 @@ class Registry:
 
 def open_registry(settings: Settings | None = None) -> Registry:
     settings = settings or load_settings()
-    database = Database(settings.querylog)
-    return Registry(
-        settings.mlflow_uri, settings.mlflow_files, database, settings.object_store, settings.cache_gib, settings.model
-    )
+    places = settings.mlflow_uri, settings.mlflow_files, Database(settings.querylog), settings.object_store
+    return Registry(*places, settings.cache_gib, settings.model_prefix)
 
 
 def _require_usable(version: Version) -> None:

@@ -263,7 +263,7 @@ def _named(fleet: Fleet, champion: str, params: RolloutParams) -> Fleet:
 
 def _settled(fleet: Fleet, params: RolloutParams, now_ms: int) -> Fleet:
     """Return what follows from the rows: a draft refused, another canary, the next wave, or a good draft."""
-    fleet = _judged(fleet)
+    fleet = _with_refusals(fleet)
     if not fleet.candidate or not fleet.rows:
         return fleet
     has_any = any(row.has(fleet.candidate) for row in fleet.rows)
@@ -288,7 +288,7 @@ def _settled(fleet: Fleet, params: RolloutParams, now_ms: int) -> Fleet:
     return _ended_well(fleet)  # who is away gets it at once when it is back
 
 
-def _judged(fleet: Fleet) -> Fleet:
+def _with_refusals(fleet: Fleet) -> Fleet:
     """Refuse the drafts that failed in too many replicas for it to be the replicas' fault."""
     blamed = {draft: why for row in reversed(fleet.rows) for draft, why in row.failed.items()}
     if fleet.lost:

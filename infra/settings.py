@@ -132,7 +132,7 @@ class Settings(Frozen):
         home: everything that redraft writes lies below it, unless a field below says otherwise.
         device: what the engine and the training run on.
         mlflow_uri: address of MLflow's tracking and registry store.
-        model: begins the names of targets and drafts in MLflow, so that many targets can share one: `llama-8b-draft`.
+        model_prefix: of names in MLflow, so that many targets can share one: `llama-8b-draft`.
         querylog: the query log's SQLite file, or the address of a Postgres, where `?schema=` names what homes share.
         cache: where replicas keep the versions they downloaded.
         cache_gib: size in GiB from which versions in the cache go that no process uses, least recently used first.
@@ -147,7 +147,7 @@ class Settings(Frozen):
     home: AbsolutePath = Path(".redraft")
     device: Literal["cpu", "cuda"] = "cpu"
     mlflow_uri: str = Field(default_factory=lambda data: sqlite_address(data["home"] / "mlflow.db"), min_length=1)
-    model: str = Field(default="", pattern=r"^([A-Za-z0-9][\w.-]*)?$")
+    model_prefix: str = Field(default="", pattern=r"^([A-Za-z0-9][\w.-]*)?$")
     querylog: Annotated[Path | str, PlainValidator(_log_address)] = Field(
         default_factory=lambda data: data["home"] / "queries.db", repr=False
     )

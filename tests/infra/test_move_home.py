@@ -157,7 +157,7 @@ def test_versions_get_their_numbers_reports_and_champion_in_another_mlflow(
 ) -> None:
     wanted = told(open_registry(home))
     other = sqlite_address(tmp_path / "other" / "mlflow.db")
-    settings = Settings(home=home.home, artifacts=bucket.address, mlflow_uri=other, model="llama-8b")
+    settings = Settings(home=home.home, artifacts=bucket.address, mlflow_uri=other, model_prefix="llama-8b")
     assert move(settings).versions == {"target": 0, "draft": 2}
     shutil.rmtree(home.local_artifacts)
     registry = open_registry(settings)

@@ -241,7 +241,9 @@ def test_versions_in_an_object_store_are_fetched_by_machines_that_share_nothing_
 def test_targets_that_share_an_mlflow_have_versions_and_champions_of_their_own(store, tmp_path, checkpoint) -> None:
     (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
     large, small = (
-        Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "files", Database(tmp_path / f"{name}.db"), model=name)
+        Registry(
+            f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "files", Database(tmp_path / f"{name}.db"), model_prefix=name
+        )
         for name in ("llama-8b", "llama-1b")
     )
     for content in ("one", "two"):

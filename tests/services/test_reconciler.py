@@ -485,7 +485,7 @@ def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running:
 
 
 @pytest.mark.slow
-def test_a_boot_draft_that_can_not_be_judged_serves_on_and_holds_up_no_champion(world: World) -> None:
+def test_a_boot_draft_that_can_not_be_scored_serves_on_and_holds_up_no_champion(world: World) -> None:
     boot = world.push(fault="stumbles")
     world.boot()
     with pytest.raises(RuntimeError, match="stumbled"):

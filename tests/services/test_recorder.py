@@ -244,7 +244,7 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
         ({"drafting": "off"}, "on"),
         ({"speculating": False, "drafted": (), "accepted": (), "drafted_ids": ()}, "on"),
         ({"structured": True, "matches": (4, 0, 0)}, "on"),
-        ({}, "head"),  # else a client could choose what a draft is judged by
+        ({}, "head"),  # else a client could choose what a draft is scored on
     ],
     ids=["look-up", "not drafted", "off", "a grammar", "asked for"],
 )

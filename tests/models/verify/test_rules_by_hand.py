@@ -97,7 +97,7 @@ def test_spectr_keeps_as_much_as_the_paper_promises(num_children: int) -> None:
 DIFFERENT_P, DIFFERENT_Q = law(0.1, 0.5, 0.4), law(0.6, 0.3, 0.1)
 
 
-def test_without_replacement_the_second_child_is_judged_by_what_the_first_left_of_both_laws() -> None:
+def test_without_replacement_the_second_child_is_verified_by_what_the_first_left_of_both_laws() -> None:
     # Token 0 is kept with 0.1 / 0.6. It leaves (0, 0.2, 0.3) / 0.5 of p and (0, 0.75, 0.25) of q, so that token 1 is
     # then kept with 0.4 / 0.75, and what is left is all on token 2.
     q = torch.stack([DIFFERENT_Q, law(0, 0.75, 0.25)])

@@ -25,7 +25,9 @@ PARAMS = Params(fall=0.3, recover=0.1, min_requests=10)
 PROMISED = {"chat": 2.0, "code": 1.5}
 
 
-def judged(tau: float, requests: int, domain: str = "chat", promised: dict[str, float] = PROMISED) -> dict[str, bool]:
+def has_fallen_in(
+    tau: float, requests: int, domain: str = "chat", promised: dict[str, float] = PROMISED
+) -> dict[str, bool]:
     judge, accepted = DriftDetector(promised, PARAMS), round(20 * (tau - 1))
     judge.take(AcceptanceCount(number, domain, steps=20, drafted=60, accepted=accepted) for number in range(requests))
     return {name: standing.fallen for name, standing in judge.standings().items()}
@@ -47,11 +49,11 @@ def judged(tau: float, requests: int, domain: str = "chat", promised: dict[str, 
 def test_a_domain_is_held_against_what_was_promised(
     domain: str, tau: float, requests: int, fallen: bool | None
 ) -> None:
-    assert judged(tau, requests, domain) == ({} if fallen is None else {domain: fallen})
+    assert has_fallen_in(tau, requests, domain) == ({} if fallen is None else {domain: fallen})
 
 
 def test_a_draft_that_promised_nothing_can_not_fall_and_thresholds_may_not_exclude_each_other() -> None:
-    assert judged(1.0, 100, promised={}) == judged(1.0, 100, promised={"chat": 1.0}) == {}
+    assert has_fallen_in(1.0, 100, promised={}) == has_fallen_in(1.0, 100, promised={"chat": 1.0}) == {}
     with pytest.raises(ValueError, match="recover must be below fall"):
         Params(fall=0.1, recover=0.1)
 

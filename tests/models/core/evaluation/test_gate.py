@@ -22,18 +22,18 @@ def after(gains: list[float], evidence: Evidence | None = None) -> Evidence:
     return found
 
 
-def judged(gains: list[float], floors: dict[str, DomainEvidence] | None = None) -> GateReport:
+def gated(gains: list[float], floors: dict[str, DomainEvidence] | None = None) -> GateReport:
     return decide(after(gains), floors or {}, PARAMS)
 
 
 def test_a_large_gain_passes_with_its_first_window() -> None:
-    report = judged([0.35])
+    report = gated([0.35])
     assert (report.verdict, report.reasons) == ("passed", ())
     assert 0 < report.test.gain.low < report.test.gain.value == pytest.approx(0.35, abs=0.1)
 
 
 def test_a_small_gain_is_undecided_at_first_and_passes_as_windows_add_up() -> None:
-    outcomes = [judged([0.1] * windows).verdict for windows in range(1, 7)]
+    outcomes = [gated([0.1] * windows).verdict for windows in range(1, 7)]
     assert outcomes[0] == "undecided"
     assert outcomes[-1] == "passed"
     assert outcomes == sorted(outcomes, reverse=True)
@@ -52,13 +52,13 @@ def test_evidence_survives_between_runs() -> None:
 
 
 def test_a_challenger_shown_worse_is_refused_and_given_up() -> None:
-    report = judged([-0.2] * 3)
+    report = gated([-0.2] * 3)
     assert report.verdict == "refused"
     assert report.reasons[0].startswith("a loss is shown")
 
 
 def test_what_learned_a_lot_and_then_fell_back_does_not_pass() -> None:
-    report = judged([0.5, 0.5, -0.1])
+    report = gated([0.5, 0.5, -0.1])
     assert report.test.gain.low > 0
     assert report.verdict == "undecided"
     assert report.reasons[1].startswith("the last window shows a loss")
@@ -122,16 +122,16 @@ def test_the_figures_of_a_floor_are_those_worked_out_by_hand() -> None:
 def test_a_loss_in_one_domain_of_enough_conversations_stands_against_a_gain_in_all() -> None:
     best = conversations(100, domain="code")
     floor, of_few = (score_floor(some, changed(some, -0.2), PARAMS, seed=0) for some in (best, best[1:]))
-    report = judged([0.4], {"code": floor})
+    report = gated([0.4], {"code": floor})
     assert report.verdict == "undecided"  # it learns on
     assert report.reasons[1].startswith('domain "code" may lose: τ -11.76% of 1.700')
     refused = decide(after([0.4]), {"code": floor}, PARAMS, learns=False)
     assert (refused.verdict, refused.reasons) == ("refused", report.reasons[1:])
     # While no gain is shown either, there is nothing to refuse.
-    assert judged([0.0], {"code": floor}).verdict == "undecided"
+    assert gated([0.0], {"code": floor}).verdict == "undecided"
     # Of fewer than a hundred conversations it is told, and blocks nothing.
     assert not of_few.binding and of_few.change.high < -0.1
-    assert judged([0.4], {"code": of_few}).verdict == "passed"
+    assert gated([0.4], {"code": of_few}).verdict == "passed"
 
 
 def short_answers(rng: np.random.Generator, keeps: float) -> DomainEvidence:
@@ -147,9 +147,9 @@ def test_answers_of_a_word_or_two_do_not_lock_the_gate_unless_they_show_a_loss()
     rng = np.random.default_rng(0)
     alike = [short_answers(rng, keeps=1.0) for _ in range(200)]
     assert np.mean([floor.change.low < -PARAMS.floor for floor in alike]) > 0.5  # no draft would get through for long
-    assert np.mean([judged([0.4], {"yes-no": floor}).verdict == "passed" for floor in alike]) > 0.95
+    assert np.mean([gated([0.4], {"yes-no": floor}).verdict == "passed" for floor in alike]) > 0.95
     worse = [short_answers(rng, keeps=0.2) for _ in range(50)]
-    assert np.mean([judged([0.4], {"yes-no": floor}).verdict == "undecided" for floor in worse]) > 0.9
+    assert np.mean([gated([0.4], {"yes-no": floor}).verdict == "undecided" for floor in worse]) > 0.9
 
 
 @pytest.mark.slow
