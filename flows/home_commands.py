@@ -68,7 +68,8 @@ def move_home() -> None:
         if counted:
             told = ", ".join(f"{name} {number:,}" for name, number in counted.items() if number)
             out.print(f"{what}: {told}", soft_wrap=True, markup=False)
-    out.print(f"the home's own files of these: {moved.copies}", soft_wrap=True, markup=False)
+    if moved.copies is not None:
+        out.print(f"the home's own files of these: {moved.copies}", soft_wrap=True, markup=False)
 
 
 def restore(

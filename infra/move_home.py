@@ -5,10 +5,11 @@ was moved is never moved twice, so a move that was stopped goes on. A log that i
 opens it. Snapshots of rows, keys and Prefect's database stay in the home: they are its machine's.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +25,7 @@ from infra.registry import CHAMPION, Registry, open_registry
 from infra.serving import is_served, served_by
 from infra.settings import Settings, sqlite_file
 from infra.store import NotFound, translated
+from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore
 from infra.versions import ADDRESS, ForeignVersion, Kind, Version
 from models.types import Frozen
@@ -31,6 +33,7 @@ from models.types import Frozen
 # Tables that grow with traffic; of these what is there already is compared and not written again.
 GROWING = (tables.rows, tables.bodies, tables.aliases, tables.sketches, tables.reads)
 OTHERS = tuple(one for one in tables.METADATA.sorted_tables if one not in (*GROWING, tables.alembic_version))
+COUNTED = select(tables.counters).order_by(tables.counters.c.name)
 STREAMED = 500  # rows that are read at a time
 # Tag of a directory that other machines need too, to its kind.
 SHARED = {"samples_uri": "samples", "state_uri": "state"}
@@ -38,26 +41,28 @@ Tell = Callable[[str], None]
 
 
 class Moved(Frozen):
-    """What was moved: rows by table, versions by kind, and where the home's own files are now."""
+    """What was moved: rows by table, versions by kind, and where the files are that held them, None if all stay."""
 
     rows: dict[str, int]
     versions: dict[str, int]
-    copies: Path
+    copies: Path | None
 
 
 def move_home(settings: Settings, tell: Tell) -> Moved:
     """Move what lies in the home's own files to where `settings` say that it is to be.
 
     Raises:
-        ValueError: nothing is to be moved, the home is served, or a store has something else already.
+        ValueError: nothing is to be moved, somebody has the log open or wrote to it meanwhile, or a store has something
+            else already.
         TimeoutError: a refresh runs.
         StoreUnavailable, DatabaseUnavailable: a store can't be reached; run it again.
     """
     own = Settings(home=settings.home, cache=settings.cache)
     assert isinstance(own.querylog, Path)
     log = settings.querylog if isinstance(settings.querylog, str) and own.querylog.is_file() else None
-    database = sqlite_file(own.mlflow_uri)
-    has_registry = database is not None and database.is_file()
+    mlflow = sqlite_file(own.mlflow_uri)
+    assert mlflow is not None
+    has_registry = mlflow.is_file()
     moves_registry = has_registry and settings.mlflow_uri != own.mlflow_uri
     if not log and not moves_registry and not (has_registry and settings.object_store):
         wanted = "set REDRAFT_QUERYLOG, REDRAFT_ARTIFACTS or REDRAFT_MLFLOW_URI to where it is to be"
@@ -68,6 +73,9 @@ def move_home(settings: Settings, tell: Tell) -> Moved:
         )
     if is_served(own.home):
         raise ValueError(f"{served_by(own.home)}: stop it first")
+    if (up := read_state(own.home)) is not None:
+        raise ValueError(f"redraft is up (process {up.pid}); run: redraft down")
+    _require_closed(own.querylog)
     held, registry = QueryLog(own.querylog), open_registry(own)
     if has_registry and not registry.versions("draft"):  # it has these names already
         registry = open_registry(own.model_copy(update={"model_prefix": settings.model_prefix}))
@@ -78,12 +86,26 @@ def move_home(settings: Settings, tell: Tell) -> Moved:
         rows = {} if log is None else _move_log(own.querylog, log, tell)
         held.database.empty_wal()
     held.close()
-    copies = own.home / COPIES / f"moved-{int(time.time() * 1000)}"
+    left = [file for file, moves in ((own.querylog, log), (mlflow, moves_registry)) if moves]
+    return Moved(rows=rows, versions=versions, copies=_put_away(own.home, left) if left else None)
+
+
+def _require_closed(file: Path) -> None:
+    """Raise ValueError if another process has a file open: what it wrote later would be in no store."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it ended, or is another user's
+            if descriptor.readlink() == file.resolve() and (pid := int(descriptor.parts[2])) != os.getpid():
+                raise ValueError(f"process {pid} has {file} open: stop it first")
+
+
+def _put_away(home: Path, files: Iterable[Path]) -> Path:
+    """Move databases, each with its write-ahead log, into a new folder of copies."""
+    copies = home / COPIES / f"moved-{int(time.time() * 1000)}"
     copies.mkdir(mode=0o700, parents=True)
-    for file in (own.querylog if log else None, database if moves_registry else None):
-        for part in [] if file is None else sorted(file.parent.glob(f"{file.name}*")):
+    for file in files:
+        for part in sorted(file.parent.glob(f"{file.name}*")):
             part.rename(copies / part.name)
-    return Moved(rows=rows, versions=versions, copies=copies)
+    return copies
 
 
 def _move_log(file: Path, address: str, tell: Tell) -> dict[str, int]:
@@ -95,6 +117,10 @@ def _move_log(file: Path, address: str, tell: Tell) -> dict[str, int]:
         for table in (*GROWING, *OTHERS):
             tell(f"comparing {table.name}")
             moved[table.name] = _compare(read, into, table)
+        with source.writing() as later:  # what was read is of the moment at which the move began
+            if later.execute(COUNTED).all() != read.execute(COUNTED).all():
+                raise ValueError(f"{source}: rows came while it was moved; run it again")
+        _require_closed(file)
     source.close()
     return moved
 

@@ -19,7 +19,7 @@ from infra.settings import Settings, sqlite_address
 from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
 from tests.infra.conftest import new_schema
-from tests.infra.rows import erase, row
+from tests.infra.rows import erase, row, running_python
 from tests.object_store import Bucket
 from tests.tags import draft_tags
 
@@ -93,7 +93,7 @@ def test_rows_arrive_as_they_are_and_are_logged_on_from_there(home: Settings, ad
     moved = move(Settings(home=home.home, querylog=address))
     assert contents(address) == wanted
     assert moved.rows["rows"] == len(wanted["rows"]) == 7
-    assert (moved.copies / "queries.db").is_file()
+    assert moved.copies is not None and (moved.copies / "queries.db").is_file()
     assert not home.beside_log.exists()
     assert QueryLog(address).append([row("new")]) == 1
     assert QueryLog(address).latest(1)[0].seq == 9
@@ -152,6 +152,42 @@ def test_a_log_that_is_there_or_changed_on_the_way_is_not_taken_for_the_home_s(h
     assert home.beside_log.is_file()
 
 
+@pytest.mark.postgres
+def test_rows_that_come_while_a_log_is_moved_are_moved_too(home: Settings, address: str) -> None:
+    settings = Settings(home=home.home, querylog=address)
+
+    def write(said: str) -> None:
+        if said == "comparing rows":
+            log = QueryLog(home.querylog)
+            log.append([row("late")])
+            log.close()
+
+    with pytest.raises(ValueError, match="rows came while it was moved"):
+        move_home(settings, write)
+    with pytest.raises(OtherSchema):
+        QueryLog(address).stats()
+    move(settings)
+    assert QueryLog(address).latest(1)[0].id == "late"
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from infra.querylog import QueryLog
+log = QueryLog(Path(sys.argv[1]))
+log.stats()
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_log_that_another_process_has_open_is_not_moved(home: Settings) -> None:
+    with running_python(OPENS, home.querylog) as (process, said):
+        assert said == "open"
+        with pytest.raises(ValueError, match=f"process {process.pid} has .*queries.db open"):
+            move(Settings(home=home.home, artifacts="s3://bucket/prefix"))
+
+
 def test_versions_get_their_numbers_reports_and_champion_in_another_mlflow(
     home: Settings, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -173,8 +209,7 @@ def test_versions_get_their_numbers_reports_and_champion_in_another_mlflow(
 
 def test_the_same_mlflow_is_told_where_its_versions_lie_now(home: Settings, bucket: Bucket, tmp_path: Path) -> None:
     settings = Settings(home=home.home, artifacts=bucket.address)
-    for _ in range(2):
-        move(settings)
+    assert [move(settings).copies for _ in range(2)] == [None, None]  # the home's databases stay
     shutil.rmtree(home.local_artifacts)
     champion = open_registry(settings).champion("draft")
     assert champion is not None and champion.address.startswith(f"{bucket.address}/draft/")
