@@ -8,6 +8,7 @@ import pytest
 
 from infra.consent import OTHER_DOMAINS, QueryRow
 from infra.logwriter import BackgroundWriter
+from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.status import LogCounts, RecentAcceptance
 from infra.views.acceptance import from_log
@@ -224,16 +225,16 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
     querylog = QueryLog(tmp_path / "queries.db")
     querylog.stats()
     monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 600.0)
-    recorder = Recorder(BackgroundWriter(querylog), REWRITE, target_version=0, capacity=1)
+    recorder = Recorder(BackgroundWriter(querylog, capacity=1, batch=1), REWRITE, target_version=0, capacity=1)
     recorder.expect(origin())
     with closing(sqlite3.connect(querylog.database.file, isolation_level=None)) as locker:
         locker.execute("BEGIN IMMEDIATE")
         for _ in range(200):
             recorder.finished(completion(prompt="word " * 50), Settings())
+        wait_until(lambda: recorder.counts().dropped > 0, 60, None, "a row without room")
         assert (recorder.counts().written, recorder.counts().last_error) == (0, None)  # the writer waits for the lock
     recorder.close()
     counts = recorder.counts()
-    assert counts.dropped > 0
     assert counts.written + counts.dropped == 200
 
 
