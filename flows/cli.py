@@ -8,6 +8,7 @@ import atexit
 import gc
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # At its end the interpreter would look for garbage among all objects of PyTorch and others, for three seconds.
     atexit.register(gc.freeze)
+    warnings.simplefilter("ignore", FutureWarning)  # libraries' words to each other
     app()
 
 

@@ -254,6 +254,7 @@ class Settings(Frozen):
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            "TORCH_LOGS": "-torch._library.triton",  # else each process says that it has no triton
             **({} if self.hub else {"HF_HUB_OFFLINE": "1"}),
         }
 

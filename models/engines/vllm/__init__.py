@@ -130,7 +130,6 @@ def child_environment(params: Params | None = None) -> dict[str, str]:
         SPLIT_KV: "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_LOGS": os.environ.get("TORCH_LOGS", "-torch._library.triton"),  # else each process says it has no triton
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
 
