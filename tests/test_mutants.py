@@ -53,6 +53,7 @@ def test_a_mutant_survives_where_no_test_fails(tree: Path, change: str, outcome:
     assert (tree / "toy.py").read_text() == TOY
 
 
+@pytest.mark.slow
 def test_mutants_are_drawn_by_seed_one_of_each_module_first() -> None:
     drawn = draw(TESTS, len(TESTS), 0, ROOT)
     assert {mutant.module for mutant in drawn} == TESTS.keys()

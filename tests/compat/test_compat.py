@@ -60,6 +60,7 @@ def plant(partial: Path, tmp_path: Path) -> Plant:
     return planted
 
 
+@pytest.mark.slow
 def test_the_installed_release_has_all_that_is_used() -> None:
     assert faults(INSTALLED) == set()
 
@@ -111,6 +112,7 @@ def test_what_is_renamed_or_moved_is_told(plant: Plant, file: str, old: str, new
     assert faults(Tree.of(plant(file, old, new)), symbol) == {told}
 
 
+@pytest.mark.slow
 def test_what_only_costs_speed_is_off_and_what_is_needed_fails(
     plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

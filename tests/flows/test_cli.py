@@ -267,6 +267,7 @@ def test_options_of_attached_servers_are_refused_where_they_would_do_nothing(run
     assert missing in refused.output
 
 
+@pytest.mark.slow
 def test_publishing_goes_on_until_ctrl_c(tmp_path, store, own_environment):
     (tmp_path / "home").mkdir()
     shutil.copy(store, tmp_path / "home")

@@ -141,6 +141,7 @@ def run_sql(path: Path, statement: str) -> None:
         db.commit()
 
 
+@pytest.mark.slow
 def test_rows_wait_for_room_on_a_full_disk(file: Path) -> None:
     """A limit on the size of files, in a process of its own, makes every write of the database fail."""
     script = """

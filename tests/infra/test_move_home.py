@@ -188,6 +188,7 @@ def test_a_log_that_another_process_has_open_is_not_moved(home: Settings) -> Non
             move(Settings(home=home.home, artifacts="s3://bucket/prefix"))
 
 
+@pytest.mark.slow
 def test_versions_get_their_numbers_reports_and_champion_in_another_mlflow(
     home: Settings, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_the_same_mlflow_is_told_where_its_versions_lie_now(home: Settings, buck
     assert (open_registry(settings).download(champion, tmp_path / "cache") / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_another_draft_of_the_same_number_is_left_alone(home: Settings, bucket: Bucket, tmp_path: Path) -> None:
     settings = Settings(home=home.home, artifacts=bucket.address, mlflow_uri=f"sqlite:///{tmp_path}/other.db")
     with staged(tmp_path / "theirs") as directory:

@@ -54,6 +54,7 @@ def test_what_one_machine_stored_another_opens_and_keeps(machine: Machine, bucke
     assert open_artifact(shared) == there  # it is in the cache
 
 
+@pytest.mark.slow
 def test_a_directory_is_visible_only_when_its_manifest_is_there(machine: Machine, bucket: Bucket) -> None:
     shared = stored(publish(make(), "draft"))
     ObjectStore()._files.rm_file(f"{shared.uri}/manifest.json")  # as while it is written
@@ -90,6 +91,7 @@ def test_files_that_are_not_those_of_the_reference_are_refused_while_they_come(m
         open_artifact(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../escaped", "/etc/escaped", "a/../../escaped", "manifest.json", ""])
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(machine, bucket, tmp_path, name) -> None:
     address, entry = f"{bucket.address}/draft/hostile", {"sha256": "0" * 64, "bytes": 1}
@@ -100,6 +102,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(machine, bucket, tmp_
     assert not (tmp_path / "escaped").exists()
 
 
+@pytest.mark.slow
 def test_the_same_files_are_written_once_and_go_when_they_are_forgotten(machine: Machine, bucket: Bucket) -> None:
     one, same, other = (publish(make(*of), "state") for of in (("1", b"a"), ("2", b"a"), ("3", b"b")))
     assert stored(one).uri == stored(same).uri

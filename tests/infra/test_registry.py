@@ -206,6 +206,7 @@ def test_a_target_that_stays_in_place_is_not_copied_and_is_refused_when_it_chang
         fresh.download(version, tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_versions_in_an_object_store_are_fetched_by_machines_that_share_nothing_else(
     bucket, store, checkpoint, tmp_path, monkeypatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_what_a_replica_read_before_another_champion_came_begins_no_rollout(
     assert first.store.tell(Named(champion=label(late))).candidate == label(new)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_lost_at_once_and_whoever_is_left_goes_on(
     registry: Registry, place: Place, drafts: Iterator[Version]
 ) -> None:

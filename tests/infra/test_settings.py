@@ -153,6 +153,7 @@ ASKING: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "kind"), [("urllib", "http"), ("httpx", "http"), ("httpx", "socks5"), ("requests", "socks5")]
 )

@@ -100,6 +100,7 @@ def test_of_a_run_on_another_host_its_lease_says_whether_it_lives(trigger, datab
         assert (seen.running, type(seen.domains["code"])) == (lives, Running if lives else Fallen)
 
 
+@pytest.mark.slow
 def test_a_run_renews_its_lease(trigger: TriggerStore) -> None:
     with trigger.run(RETRY, lease_s=1.0):
         time.sleep(1.2)

@@ -366,6 +366,7 @@ async def test_a_name_that_the_server_does_not_know_is_refused_at_the_start(tmp_
             await asyncio.to_thread(record_program, made, Settings(home=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_recorder_is_supervised_as_one_of_the_programs_and_started_again(tmp_path: Path) -> None:
     told = config(tmp_path, f"http://127.0.0.1:{free_port()}").model_dump(mode="json", exclude={"host", "settings"})
     code = (

@@ -89,6 +89,7 @@ def test_a_prompt_that_fails_holds_no_other_up_and_its_error_is_raised(tiny_targ
         join(tiny_target, {**PROMPTS, "none": [], "last": [5]}, 1)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_target_cannot_read_is_left_out_and_the_others_are_answered(
     home: Path, tiny_target: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def champion(registry: Registry) -> int | None:
     return None if found is None else found.number
 
 
+@pytest.mark.slow
 def test_a_draft_that_passed_is_promoted_and_one_that_did_not_needs_a_reason(
     registry: Registry, register: Register
 ) -> None:

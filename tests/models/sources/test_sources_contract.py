@@ -49,6 +49,7 @@ def stream(name: str, default_stream: Callable[[str], list[Prompt]]) -> list[Pro
     return default_stream(name)
 
 
+@pytest.mark.slow
 def test_a_stream_has_one_domain_several_groups_no_copies_and_ends_on_users(stream: list[Prompt]) -> None:
     assert len({prompt.id for prompt in stream}) == len(stream) > 50
     assert len({prompt.domain for prompt in stream}) == 1
@@ -63,6 +64,7 @@ def test_a_stream_is_the_same_elsewhere(name: str, stream: list[Prompt], elsewhe
     assert elsewhere[name] == [[prompt.id, prompt.group] for prompt in stream]
 
 
+@pytest.mark.slow
 def test_documents_are_many_and_of_the_prompts_domain_and_groups(
     name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
 ) -> None:
@@ -75,6 +77,7 @@ def test_documents_are_many_and_of_the_prompts_domain_and_groups(
     assert groups & {prompt.group for prompt in stream}
 
 
+@pytest.mark.slow
 def test_documents_are_split_as_prompts(
     name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
 ) -> None:

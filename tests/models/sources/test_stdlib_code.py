@@ -77,6 +77,7 @@ def library(default_stream: Callable[[str], list[Prompt]]) -> list[Prompt]:
     return default_stream("stdlib_code")
 
 
+@pytest.mark.slow
 def test_the_library_gives_thousands_of_prompts_and_tests_and_installed_packages_none(library: list[Prompt]) -> None:
     assert len(library) > 4000
     groups = {prompt.group.removeprefix("stdlib:") for prompt in library}
@@ -84,6 +85,7 @@ def test_the_library_gives_thousands_of_prompts_and_tests_and_installed_packages
     assert not groups & {"test", "idlelib", "site-packages", "encodings", "pydantic", "torch"}
 
 
+@pytest.mark.slow
 def test_every_prompt_is_python_once_a_body_is_there(library: list[Prompt]) -> None:
     for prompt in library[::50]:
         text = prompt.messages[0].content

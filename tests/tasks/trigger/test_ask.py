@@ -371,6 +371,7 @@ def test_a_domain_that_no_refresh_helps_waits_twice_as_long_each_time(home: Home
     assert waits == pytest.approx([6, 10, 20, 40, 80], abs=3)
 
 
+@pytest.mark.slow
 def test_a_client_that_makes_up_names_starts_no_more_refreshes_than_with_one(home: Home) -> None:
     """For two days the rows of a refresh come under a new name every ten minutes; none helps."""
     home.take_few_rows()
