@@ -15,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from infra.serving import is_served
+from infra.home import is_served
 from infra.settings import load_settings
 
 # Shares of the memory that are used.

@@ -19,10 +19,9 @@ from sqlalchemy import Connection, Row, Table, Text, collate, delete, func, inse
 from infra import tables
 from infra.artifacts import path_of, put
 from infra.database import MOVING, Database, in_chunks, make_days
-from infra.home import COPIES
+from infra.home import COPIES, is_served, served_by
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION, Registry, open_registry
-from infra.serving import is_served, served_by
 from infra.settings import Settings, sqlite_file
 from infra.store import NotFound, translated
 from infra.supervisor import read_state

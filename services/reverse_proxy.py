@@ -17,9 +17,9 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+from infra.home import front_folder
 from infra.identity import PR_SET_PDEATHSIG
 from infra.installed import haproxy_binary
-from infra.serving import front_folder
 from services.access import INTERNAL_ERROR, RequestError
 from services.config import ServiceConfig
 from services.fair_queue import OVERLOADED

@@ -9,11 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-from infra.home import close_to_others
+from infra.home import SERVED_NAME, close_to_others, home_secret, ray_folder
 from infra.identity import PR_SET_PDEATHSIG, children_named, process_identity
 from infra.memory import SERVICE_ENDS_AT
-from infra.secret import home_secret
-from infra.serving import SERVED_NAME, ray_folder
 from services.config import ServiceConfig, read_as
 from services.request_middleware import CONFIG_VARIABLE
 from services.reverse_proxy import ReverseProxy

@@ -11,9 +11,9 @@ from pydantic import JsonValue
 
 from infra.artifacts import Artifact, forget_others, open_artifact, publish, staged
 from infra.consent import row_of
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.charts import draw_losses, draw_validation

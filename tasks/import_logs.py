@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import load_settings
 from models.chats import ChatEncoder
 from models.conversations import Answer, Conversation, given, paired, read_conversation, structure

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.consent import ELSEWHERE, Consent, QueryRow
+from infra.home import home_secret
 from infra.post_promotion import (
     FAILED,
     PASSED,
@@ -23,7 +24,6 @@ from infra.post_promotion import (
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.rollout_store import note_tested
-from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
 from models.core.drafting.draft_families import open_draft

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
+from infra.home import SERVED_NAME
 from infra.installed import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
-from infra.serving import SERVED_NAME
 from infra.settings import Settings, plain_path
 from models.core.drafting.draft_families import family_of
 from models.drafts import ngram

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
+from infra.home import is_served
 from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
-from infra.serving import is_served
 from infra.settings import load_settings
 from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
 from infra.triggers import Ok, Result, Retry

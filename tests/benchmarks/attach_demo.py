@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 from infra.artifacts import open_artifact, staged
 from infra.client import Answer, Chat, Client
 from infra.files import last_lines
+from infra.home import SERVED_NAME
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.serving import SERVED_NAME
 from infra.settings import ATTACH_TOKEN, load_settings
 from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore

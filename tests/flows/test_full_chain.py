@@ -9,8 +9,8 @@ import openai
 import pytest
 import torch
 
+from infra.home import config_path
 from infra.processes import answers, wait_until
-from infra.serving import config_path
 from infra.settings import load_settings
 from models.core.checkpoints.checkpoint import read_tensors
 from models.core.checkpoints.loading import load_model

@@ -8,8 +8,8 @@ import pytest
 
 from infra import memory
 from infra.files import write_atomic
+from infra.home import serving
 from infra.memory import GIB, KILLED, PERIOD_S, MemoryUsage, Watchdog, free_memory_gib, own_gib, read_memory
-from infra.serving import serving
 from services.runner import RAY_VARIABLES
 from tests.infra.rows import running_python
 
@@ -46,13 +46,13 @@ def test_this_machine_has_memory() -> None:
 TRAINER = """
 import subprocess, sys, time
 from pathlib import Path
-from infra import memory, serving
-home, reading = map(Path, sys.argv[1:])
+from infra import home, memory
+folder, reading = map(Path, sys.argv[1:])
 memory.go_first()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 dog = memory.Watchdog(
-    lambda: serving.is_served(home),
-    lambda why: (home / "why").write_text(why),
+    lambda: home.is_served(folder),
+    lambda why: (folder / "why").write_text(why),
     lambda: memory.MemoryUsage(100, int(reading.read_text())),
 )
 with dog.watching():

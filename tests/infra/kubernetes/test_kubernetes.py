@@ -15,8 +15,8 @@ import yaml
 from typer.main import get_command
 
 from flows import cli
+from infra.home import RECORDER_HEALTH
 from infra.service_process import END_TIMEOUT_S
-from infra.serving import RECORDER_HEALTH
 from infra.settings import load_settings
 from infra.supervisor import Program
 from models.engines.vllm import child_environment

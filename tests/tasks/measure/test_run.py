@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.home import home_secret
 from infra.lines import predecessors
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import Settings
 from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
