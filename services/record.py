@@ -34,8 +34,7 @@ from yarl import URL
 
 from infra.home import home_secret
 from infra.keys import keys_path
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
 from models.engines.vllm.redraft_vllm.served import proof
 from models.markers import Markers

@@ -12,13 +12,11 @@ from socket import gethostname
 from typing import Any
 
 from infra.cache import hold
-from infra.captured import CapturedFiles
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.home import SERVED_NAME, home_secret
 from infra.keys import is_loopback
-from infra.logwriter import BackgroundWriter
 from infra.priority import Busy, cores, gpus
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, CapturedFiles, QueryLog
 from infra.registry import open_registry
 from infra.rollout_store import Member, RolloutStore
 from infra.status import ServiceStatus, of_domains

@@ -10,13 +10,12 @@ from typing import NamedTuple
 from pydantic import Field
 
 from infra.artifacts import Artifact
-from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.database import DatabaseUnavailable
 from infra.erasures import Role
 from infra.home import home_secret
 from infra.identity import process_identity
-from infra.querylog import QueryLog
+from infra.querylog import CapturedFiles, QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.settings import load_settings
 from infra.trigger_store import now_ms, since

@@ -36,7 +36,7 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
-    "infra": "artifacts captured champions consent database events keys lines logwriter post_promotion querylog "
+    "infra": "artifacts champions consent database events keys lines post_promotion "
     "registry regression_sets status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples",
@@ -52,6 +52,7 @@ OTHERS = {
     "services/drafts services/swap": "services/test_swap services/test_reconciler",
     "infra/scrub/keys infra/scrub/numbers": "infra/test_scrub",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
+    "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
     "infra/leases": "infra/test_trigger_store",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from infra.artifacts import Artifact, open_artifact
-from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.querylog import CapturedFiles
 from infra.settings import load_settings
 from models.core.evaluation.acceptance import rejected_places
 from models.core.learning.captured import Captures

@@ -16,8 +16,7 @@ from infra import erase
 from infra.artifacts import check_manifest, staged
 from infra.backup import CONTENTS, back_up, restore
 from infra.home import home_secret, open_home
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
 from models.engines import Sampling
