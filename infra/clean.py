@@ -19,8 +19,8 @@ from infra.artifacts import Manifest, forget, path_of
 from infra.cache import remove_unheld
 from infra.files import LEFTOVER, discard, files_under, lock_folder
 from infra.home import COPIES, compiled_folder, ray_folder
-from infra.identity import process_identity
 from infra.lines import best_versions, past_champions, predecessors
+from infra.machine import process_identity
 from infra.post_promotion import PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry

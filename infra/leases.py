@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from infra.database import Database, DatabaseUnavailable
-from infra.identity import process_identity, process_place
+from infra.machine import process_identity, process_place
 
 LEASE_S, RENEWALS_PER_LEASE = 600.0, 10
 

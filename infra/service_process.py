@@ -25,8 +25,8 @@ from infra.home import (
     ray_folder,
     served_by,
 )
-from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
+from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
 from infra.settings import RECORD_CONFIG, Settings
 from infra.status import RunningService

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ray import serve
 
 from infra.home import compiled_folder, open_home
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from models.engines.vllm import child_environment
 from services.config import ServiceConfig, read_as
 from services.failures import VLLM_LOGGING

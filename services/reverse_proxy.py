@@ -18,8 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from infra.home import front_folder
-from infra.identity import PR_SET_PDEATHSIG
-from infra.installed import haproxy_binary
+from infra.machine import PR_SET_PDEATHSIG, haproxy_binary
 from services.access import INTERNAL_ERROR, RequestError
 from services.config import ServiceConfig
 from services.fair_queue import OVERLOADED

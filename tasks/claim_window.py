@@ -14,7 +14,7 @@ from infra.consent import QueryRow
 from infra.database import DatabaseUnavailable
 from infra.erasures import Role
 from infra.home import home_secret
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.querylog import CapturedFiles, QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
 from infra.settings import load_settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from infra.installed import SUFFIX_PACKAGE, suffix_version
+from infra.machine import SUFFIX_PACKAGE, suffix_version
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from infra.home import SERVED_NAME
-from infra.installed import SUFFIX_TREES, openmp_preload, suffix_version
+from infra.machine import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.settings import Settings, plain_path

@@ -31,7 +31,7 @@ from infra.artifacts import open_artifact, staged
 from infra.client import Answer, Chat, Client
 from infra.files import last_lines
 from infra.home import SERVED_NAME
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import open_registry

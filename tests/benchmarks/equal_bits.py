@@ -25,7 +25,7 @@ import numpy as np
 import vllm
 from transformers import AutoTokenizer
 
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_named
 from models.core.evaluation.golden import first_difference

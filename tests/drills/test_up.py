@@ -25,7 +25,7 @@ import pytest
 from infra.auth_middleware import pages_login
 from infra.environment import environment_of
 from infra.home import home_secret
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.overview import overview
 from infra.processes import wait_until
 from infra.service_process import MLFLOW, PREFECT

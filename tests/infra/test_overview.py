@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.home import serving
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.overview import Gated, links, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry

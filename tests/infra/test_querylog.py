@@ -11,7 +11,7 @@ from sqlalchemy import update
 
 from infra import querylog, tables
 from infra.erasures import ERASED
-from infra.identity import process_place
+from infra.machine import process_place
 from infra.querylog import CapturedFiles, QueryLog
 from infra.regression_sets import Change
 from infra.tables import ENDED
