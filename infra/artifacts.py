@@ -25,8 +25,8 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from infra.cache import fetched
 from infra.files import flush, renamed_when_complete, write_atomic
-from infra.object_store import SCHEME, ObjectStore
 from infra.settings import load_settings
+from infra.store import SCHEME, ObjectStore
 from models.types import MANIFEST_NAME, Frozen
 
 WEIGHTS = ".safetensors"

@@ -26,8 +26,8 @@ from infra.settings import Settings, sqlite_file
 from infra.store import NotFound, translated
 from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore
-from infra.versions import ADDRESS, ForeignVersion, Kind, Version
-from models.types import Frozen
+from infra.versions import ADDRESS, ForeignVersion, Version
+from models.types import Frozen, Kind
 
 # Tables that grow with traffic; of these what is there already is compared and not written again.
 GROWING = (tables.rows, tables.bodies, tables.aliases, tables.sketches, tables.reads)

@@ -1,6 +1,6 @@
 """The registry of targets and drafts, in MLflow: numbered versions, their lineage, and which of them is served.
 
-A row decides (infra/champions.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
+A row decides (infra/store.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
 tag `previous` are its copies; what a crash left uncopied is copied by whoever looks next. An alias that a person moved
 is a request: it becomes the row if the version may serve, else it is put back. Nothing here imports a model library,
 pickles, or sets MLflow's process-wide address.
@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING
 
 from infra.artifacts import check_manifest, get, path_of, put
 from infra.cache import fetched
-from infra.champions import Champion, Champions
 from infra.database import Database
 from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
-from infra.store import NotFound, Store, translated
+from infra.store import Champion, Champions, NotFound, Store, translated
 from infra.versions import (
     FIRST,
     OWN_TAGS,
     ForeignVersion,
-    Kind,
     Lineage,
     Version,
     as_version,
@@ -37,7 +35,7 @@ from infra.versions import (
     model_name,
     written_tags,
 )
-from models.types import MANIFEST_NAME
+from models.types import MANIFEST_NAME, Kind
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.artifacts import Artifact
-from models.types import Frozen, GateVerdict
+from models.types import Frozen, GateVerdict, Kind
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -201,8 +201,6 @@ def _own_tags(model: type[_Tags]) -> dict[str, str]:
 def _text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else str(value)
 
-
-Kind = Literal["target", "draft"]
 
 SHA256 = r"^[0-9a-f]{64}$"
 CLEANED = "cleaned"

@@ -22,12 +22,11 @@ from pydantic import ValidationError
 from infra.cache import release
 from infra.files import write_atomic
 from infra.memory import free_memory_gib
-from infra.object_store import ObjectsUnavailable
 from infra.registry import Registry
 from infra.rollout_store import Member
 from infra.rollouts import Seen, Told
 from infra.status import Phase, Proof
-from infra.store import StoreUnavailable
+from infra.store import ObjectsUnavailable, StoreUnavailable
 from infra.versions import ForeignVersion, Version, cached, is_quarantined, label
 from models.core.drafting.draft_families import UnknownFamily, check_draft
 from models.core.evaluation.canary import Answer

@@ -25,13 +25,14 @@ from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.rollout_store import note_tested
 from infra.settings import Settings, load_settings
-from infra.versions import Kind, Version
+from infra.versions import Version
 from models.core.drafting.draft_families import open_draft
 from models.core.evaluation import post_promotion_test
 from models.core.evaluation.paired import Score
 from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
+from models.types import Kind
 from tasks.measure_draft import tau_of
 from tasks.stages.samples import usable
 from tasks.stages.split import cluster_samples

@@ -10,14 +10,14 @@ from infra.artifacts import Artifact, open_artifact, stored
 from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
-from infra.versions import Kind, Lineage, Pair, Target, TrainedWindow, Version, same_files
+from infra.versions import Lineage, Pair, Target, TrainedWindow, Version, same_files
 from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window
 from models.core.drafting.draft_families import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
-from models.types import Estimate, GateReport
+from models.types import Estimate, GateReport, Kind
 from tasks.adopt_draft import Adopted
 from tasks.distill_draft import Trained, forget_states, teachers_in, trained_context
 from tasks.find_challenger import EVIDENCE, Start

@@ -36,7 +36,7 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
-    "infra": "artifacts champions consent database events keys lines post_promotion "
+    "infra": "artifacts consent events keys lines post_promotion "
     "registry regression_sets status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples",
@@ -54,7 +54,7 @@ OTHERS = {
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
     "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
-    "infra/leases": "infra/test_trigger_store",
+    "infra/database": "infra/test_database infra/test_trigger_store",
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
     "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",

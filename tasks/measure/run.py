@@ -25,12 +25,12 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.tables import OF_HOME
-from infra.versions import Kind, Pair
+from infra.versions import Pair
 from infra.views.results import counting
 from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
-from models.types import Frozen
+from models.types import Frozen, Kind
 from tasks.measure.cells import Cells
 from tasks.promote import MADE_BY
 from tasks.select_data import choose_prompts
