@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from infra import history
-from infra.artifacts import Manifest, forget, path_of
-from infra.cache import remove_unheld
+from infra.artifacts import Manifest, forget, path_of, remove_unheld
 from infra.files import LEFTOVER, discard, files_under, lock_folder
 from infra.home import COPIES, compiled_folder, ray_folder
 from infra.lines import best_versions, past_champions, predecessors

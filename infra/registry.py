@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import check_manifest, get, path_of, put
-from infra.cache import fetched
+from infra.artifacts import check_manifest, fetched, get, path_of, put
 from infra.database import Database
 from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
@@ -290,7 +289,7 @@ class Registry:
         """Return a local directory with the version's files, checked against its digest.
 
         It is the version's own where that lies in place, else a copy in the cache, which `owner` holds from now on: a
-        good one is returned without asking any store, a bad one is fetched again (`infra.cache.fetched`). A draft's
+        good one is returned without asking any store, a bad one is fetched again (`infra.artifacts.fetched`). A draft's
         bytes are read each time, those of a target only if its files changed.
 
         Raises:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from infra.cache import release
+from infra.artifacts import release
 from infra.files import write_atomic
 from infra.memory import free_memory_gib
 from infra.registry import Registry

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from infra.cache import hold
+from infra.artifacts import hold
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.home import SERVED_NAME, home_secret
 from infra.keys import is_loopback

@@ -23,8 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infra.artifacts import write_manifest
-from infra.cache import remove_unheld
+from infra.artifacts import remove_unheld, write_manifest
 from infra.database import Database
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.processes import free_port
