@@ -1,11 +1,10 @@
 """Find out what the training on a window starts from."""
 
 from infra.artifacts import Artifact, open_artifact, publish
-from infra.lines import challenger_to_go_on, next_challenger
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.store import ObjectMissing
-from infra.versions import Pair, Version
+from infra.versions import Pair, Version, challenger_to_go_on, next_challenger
 from infra.windows import Window
 from models.core.evaluation.gate import Evidence
 from models.recipe import Recipe

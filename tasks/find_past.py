@@ -10,12 +10,11 @@ from itertools import islice
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.consent import OTHER_DOMAINS
-from infra.lines import past_champions, tried_again
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.regression_sets import FEWEST
 from infra.settings import load_settings
-from infra.versions import Pair, Version, is_quarantined
+from infra.versions import Pair, Version, is_quarantined, past_champions, tried_again
 from infra.windows import Window
 from models.core.drafting.draft_families import check_draft
 from models.core.evaluation.paired import clusters, gain

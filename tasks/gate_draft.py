@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from infra.artifacts import Artifact, publish
-from infra.lines import best_versions, predecessors
 from infra.registry import open_registry
 from infra.regression_sets import scored_as
 from infra.settings import load_settings
-from infra.versions import Pair, is_usable
+from infra.versions import Pair, best_versions, is_usable, predecessors
 from infra.windows import Window
 from models.core.evaluation.gate import Evidence, decide, score_floor
 from models.core.evaluation.paired import Score

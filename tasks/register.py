@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import Artifact, open_artifact, stored
-from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
-from infra.versions import Lineage, Pair, Target, TrainedWindow, Version, same_files
+from infra.versions import Lineage, Pair, Target, TrainedWindow, Version, ancestors, same_files
 from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window

@@ -18,14 +18,13 @@ from infra.artifacts import Artifact, publish
 from infra.database import Database, copy_database
 from infra.environment import environment_of
 from infra.home import SPLIT_KEY, home_secret
-from infra.lines import ancestors
 from infra.machine import describe_machine, git_commit
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.tables import OF_HOME
-from infra.versions import Pair
+from infra.versions import Pair, ancestors
 from infra.views.results import counting
 from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
