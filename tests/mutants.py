@@ -37,7 +37,7 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 MIRRORED = {
     "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
     "infra": "artifacts consent events keys post_promotion "
-    "registry regression_sets status store trigger_store triggers",
+    "registry regression_sets scrub status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples",
     "tasks/trigger": "acknowledge ask",
@@ -50,7 +50,6 @@ ENGINE = "models/engines/vllm"
 OTHERS = {
     "services/request_middleware": "services/test_request_middleware_alone services/test_reverse_proxy",
     "services/drafts services/swap": "services/test_swap services/test_reconciler",
-    "infra/scrub/keys infra/scrub/numbers": "infra/test_scrub",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
     "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
