@@ -44,9 +44,8 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from models.core.layers import integers
-from models.core.layers.integers import Integers
+from models.core.layers.integers import Integers, token_scales
 from models.core.layers.packed_product import Product, fits_half, half_is_faster, half_product
-from models.core.layers.rounded_linear import token_scales
 from models.engines.vllm.patches import replace
 
 fbgemm = torch.ops.quantized
