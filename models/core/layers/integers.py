@@ -1,4 +1,4 @@
-"""Integers of few bits that stand for real numbers, x ≈ scale · (value − zero), how they lie in memory, and layers of them.
+"""Integers of few bits that stand for real numbers, x ≈ scale · (value − zero), and how they lie in memory.
 
 Letters: O outputs and I inputs of a layer, G groups of a row.
 
