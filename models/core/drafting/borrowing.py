@@ -20,7 +20,7 @@ from models.core.drafting import draft_format
 from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
 from models.core.drafting.drafters import require_width
 from models.core.drafting.features import FeatureDraft, layer_config
-from models.core.layers.packed_product import Borrowed
+from models.core.layers.kernels import Borrowed
 from models.targets import target_config
 
 

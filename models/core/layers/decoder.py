@@ -17,8 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.core.checkpoints.checkpoint import read_parts
 from models.core.layers import factors
-from models.core.layers.kernels import gated, rms_norm, rotated
-from models.core.layers.packed_product import Product, product
+from models.core.layers.kernels import Product, gated, product, rms_norm, rotated
 from models.targets import MODEL_TYPES, target_config
 
 CHUNK = 512

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from models.core.layers.packed_product import Product, product
+from models.core.layers.kernels import Product, product
 
 LEFT, RIGHT = "left", "right"
 
