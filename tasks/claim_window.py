@@ -21,8 +21,8 @@ from infra.settings import load_settings
 from infra.trigger_store import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
+from models.core.checkpoints.loading import is_out_of_memory
 from models.core.learning.hidden import Sample
-from models.precision import is_out_of_memory
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, json_sha256, stage_key

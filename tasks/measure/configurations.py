@@ -24,6 +24,7 @@ from pydantic import Field
 from infra.artifacts import Artifact, open_artifact
 from infra.views.results import out
 from models import catalog
+from models.core.checkpoints.loading import engine_dtype
 from models.core.drafting.draft_families import class_of, family_named, is_trained
 from models.core.drafting.self_draft import TargetRunner
 from models.core.drafting.weightless import Weightless
@@ -33,7 +34,6 @@ from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine, open_for
 from models.params import BaseParams, validate
-from models.precision import engine_dtype
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen

@@ -11,10 +11,9 @@ from infra import scrub
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.loading import fast_dtype, load_model
 from models.core.evaluation import own_answers
 from models.core.learning.hidden import Sample
-from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate

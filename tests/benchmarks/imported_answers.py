@@ -22,10 +22,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.loading import fast_dtype, load_model
 from models.core.evaluation.own_answers import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
 from models.core.learning.hidden import Sample
-from models.precision import fast_dtype
 from models.targets import stop_ids
 from models.types import Estimate
 
