@@ -44,7 +44,7 @@ MIRRORED = {
     "models/core/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
     "post_promotion_test scoring",
     "models/core/learning": "answering background_throttle captured distill fitted teacher validation",
-    "models/core/throughput": "cost running speeds",
+    "models/core/throughput": "cost running",
 }
 ENGINE = "models/engines/vllm"
 OTHERS = {
@@ -57,13 +57,15 @@ OTHERS = {
     "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
     "tasks/stages/__init__": "tasks/stages/test_stages",
     "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",
-    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
+    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap": " ".join(
         f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "tap")
     ),
     "models/core/learning/hidden models/core/learning/loop": (
         "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"
     ),
-    "models/core/throughput/curves": "models/core/throughput/test_cost models/core/throughput/test_expected",
+    "models/core/throughput/steps": (
+        "models/core/throughput/test_cost models/core/throughput/test_expected models/engines/test_vllm_planning"
+    ),
 }
 TESTS = {f"{folder}/{name}": [f"{folder}/test_{name}"] for folder, names in MIRRORED.items() for name in names.split()}
 TESTS |= {module: tests.split() for modules, tests in OTHERS.items() for module in modules.split()}
