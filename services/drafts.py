@@ -29,7 +29,7 @@ from infra.status import Phase, Proof
 from infra.store import ObjectsUnavailable, StoreUnavailable
 from infra.versions import ForeignVersion, Version, cached, is_quarantined, label
 from models.core.drafting.draft_families import UnknownFamily, check_draft
-from models.core.evaluation.canary import Answer
+from models.core.evaluation.golden import Answer
 from models.serving import Serve
 from models.targets import TargetCard
 from models.types import Frozen

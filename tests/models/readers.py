@@ -53,8 +53,8 @@ services/reverse_proxy.py: serving.Serve = front port
 infra/rollouts.py: types.RolloutParams = waves pause_s test_s
 services/reasoning.py: serving.Reasoning = model engine methods
 services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = num_prompts
-    tolerance timeout_s put_back_s; evaluation.canary = timeout_s
-services/swap.py: serving.Serve = min_swap_interval_s; evaluation.canary = period_s max_in_flight
+    tolerance timeout_s put_back_s; evaluation.golden.CanaryParams = timeout_s
+services/swap.py: serving.Serve = min_swap_interval_s; evaluation.golden.CanaryParams = period_s max_in_flight
 services/replica.py: serving.Serve = num_replicas
 services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector
     capture reasoning; evaluation.drift_detector = period_s

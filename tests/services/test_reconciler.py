@@ -36,8 +36,7 @@ from models import catalog
 from models.core.drafting.draft_families import family_named
 from models.core.drafting.proposal import Proposal
 from models.core.evaluation.acceptance import AcceptanceCount
-from models.core.evaluation.canary import Params as CanaryParams
-from models.core.evaluation.golden import Golden
+from models.core.evaluation.golden import CanaryParams, Golden
 from models.engines import Completion, NotSwitchable, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.params import BaseParams
