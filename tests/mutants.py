@@ -41,9 +41,8 @@ MIRRORED = {
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "imported samples",
     "tasks/trigger": "acknowledge ask",
-    "models/core/evaluation": "acceptance clusters drift_detector gate golden own_answers paired "
-    "post_promotion_test scoring",
-    "models/core/learning": "answering background_throttle captured distill fitted teacher validation",
+    "models/core/evaluation": "acceptance clusters drift_detector gate golden paired post_promotion_test scoring",
+    "models/core/learning": "background_throttle captured distill fitted teacher validation",
     "models/core/throughput": "cost running",
 }
 ENGINE = "models/engines/vllm"
@@ -63,6 +62,7 @@ OTHERS = {
     "models/core/learning/hidden models/core/learning/loop": (
         "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"
     ),
+    "models/core/learning/answering": "models/core/learning/test_answering models/core/learning/test_own_answers",
     "models/core/throughput/steps": (
         "models/core/throughput/test_cost models/core/throughput/test_expected models/engines/test_vllm_planning"
     ),

@@ -12,7 +12,7 @@ from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import fast_dtype, load_model
-from models.core.evaluation import own_answers
+from models.core.learning import answering
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.targets import stop_ids
@@ -35,9 +35,9 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
     """
     imported = [one for samples in parts.values() for one in samples if one.id.startswith(ELSEWHERE)]
     alone = {(one.domain, one.cluster or one.id): one for one in imported}  # of what is alike, as far as known, one
-    asked = draw_per_domain(list(alone.values()), own_answers.NUM_PROMPTS, recipe.seed)
+    asked = draw_per_domain(list(alone.values()), answering.NUM_PROMPTS, recipe.seed)
     found = _differences(recipe, target, asked) if asked else {}
-    unlike = {domain: one for domain, one in found.items() if own_answers.unlike(one)}
+    unlike = {domain: one for domain, one in found.items() if answering.unlike(one)}
     if not unlike:
         return parts, {}
     for domain, one in unlike.items():
@@ -63,9 +63,7 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
     def make(directory: Path, _: Path) -> None:
         device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
         model = load_model(target_dir, fast_dtype(device), device)
-        found = {
-            domain: own_answers.compare(model, of_domain) for domain, of_domain in sorted(by_domain(asked).items())
-        }
+        found = {domain: answering.compare(model, of_domain) for domain, of_domain in sorted(by_domain(asked).items())}
         (directory / FILE).write_text(json.dumps({domain: one.model_dump() for domain, one in found.items()}))
 
     made = _produced("unlike", "figures", recipe, target, asked, make)
@@ -84,9 +82,9 @@ def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[
         device, target_dir = device_of(recipe.refresh_distill()), open_artifact(target)
         encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
         model = load_model(target_dir, fast_dtype(device), device)
-        lengths = [max(len(one.completion_ids), own_answers.MOST_TOKENS) for one in tests]
+        lengths = [max(len(one.completion_ids), answering.MOST_TOKENS) for one in tests]
         rng, max_len = torch.Generator(device).manual_seed(recipe.seed), recipe.engine.max_model_len
-        own = own_answers.answer(model, tests, lengths, stop_ids(target_dir), max_len, rng)
+        own = answering.answer(model, tests, lengths, stop_ids(target_dir), max_len, rng)
         long = [one for one in own if len(one.completion_ids) >= MIN_COMPLETION]
         kept = [one for one in long if encoder.rewrite(one.completion_ids, scrub.scrub)[0] == one.completion_ids]
         write_samples(directory, "held_out", kept)
@@ -98,4 +96,4 @@ def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Se
     content = [[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked]
     params = {"asked": json_sha256(content), "max_model_len": recipe.engine.max_model_len, "seed": recipe.seed}
     work = throttled(make, device_of(recipe.refresh_distill()))
-    return cached_step(stage, kind, params, work, {"target": target}, (own_answers, write_samples))
+    return cached_step(stage, kind, params, work, {"target": target}, (answering, write_samples))

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import fast_dtype, load_model
-from models.core.evaluation.own_answers import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
+from models.core.learning.answering import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
 from models.core.learning.hidden import Sample
 from models.targets import stop_ids
 from models.types import Estimate

@@ -8,7 +8,7 @@ import torch
 from infra.artifacts import Artifact
 from infra.settings import load_settings
 from models.core.checkpoints.loading import load_model
-from models.core.evaluation import own_answers
+from models.core.learning import answering
 from models.core.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import stop_ids
@@ -31,7 +31,7 @@ def written(number: int, name: str = "import-") -> list[Sample]:
 
 def own(target: Artifact, of: list[Sample]) -> list[Sample]:
     model, rng = load_model(target.path), torch.Generator().manual_seed(1)
-    return own_answers.answer(model, of, [24] * len(of), stop_ids(target.path), 256, rng)
+    return answering.answer(model, of, [24] * len(of), stop_ids(target.path), 256, rng)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
         assert after._replace(completion_ids=[]) == before._replace(completion_ids=[])
         assert after.completion_ids != before.completion_ids
     model = load_model(target.path)
-    assert own_answers.compare(model, answered).value > own_answers.compare(model, human[:2]).value + 0.2
+    assert answering.compare(model, answered).value > answering.compare(model, human[:2]).value + 0.2
     assert gate_by_own_answers(RECIPE, target, parts) == (judged, unlike)
 
 
