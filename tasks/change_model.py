@@ -16,7 +16,7 @@ from infra.artifacts import Artifact
 from models import adapters, catalog, prune, quantize
 from models.core.checkpoints import invariants, mixed
 from models.core.learning import training
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.core.learning.second_task import SecondTask
 from models.params import BaseParams
 from models.shrink import num_stored

@@ -22,7 +22,7 @@ from models.core.checkpoints.loading import is_out_of_memory
 from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
 from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample, cut_ends, usual_length
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.drafts import Draft
 from models.params import BaseParams
 from models.recipe import Recipe

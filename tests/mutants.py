@@ -39,10 +39,10 @@ MIRRORED = {
     "infra": "artifacts consent events keys post_promotion "
     "registry regression_sets scrub status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
-    "tasks/stages": "imported samples",
+    "tasks/stages": "imported samples throttle",
     "tasks/trigger": "acknowledge ask",
     "models/core/evaluation": "acceptance clusters drift_detector gate golden paired post_promotion_test scoring",
-    "models/core/learning": "background_throttle captured distill fitted teacher validation",
+    "models/core/learning": "captured distill fitted teacher validation",
     "models/core/throughput": "cost running",
 }
 ENGINE = "models/engines/vllm"

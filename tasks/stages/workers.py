@@ -21,7 +21,7 @@ from torch import nn
 from infra.home import home_secret, ray_folder
 from infra.settings import load_settings
 from models.core.learning import hidden
-from models.core.learning.parallel import ALONE, Workers
+from models.core.learning.loop import ALONE, Workers
 from models.stages import Train
 
 MAX_FAILURES = 3
