@@ -19,7 +19,6 @@ from models import catalog
 from models.core.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.engines import EngineParams
 from models.params import BaseParams, did_you_mean, validate, without_defaults
-from models.recipe_unread import require_read
 from models.serving import Serve
 from models.stages import (
     TABLES,
@@ -32,6 +31,7 @@ from models.stages import (
     Text,
     Train,
     require_chain,
+    require_read,
 )
 from models.types import Frozen, GateParams
 
