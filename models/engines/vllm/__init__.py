@@ -104,7 +104,7 @@ class Params(EngineParams):
     @field_validator("extra")
     @classmethod
     def _are_arguments_to_pass(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        known = engine_arguments()
+        known = offered_arguments()
         for name in extra:
             if name in OWNED:
                 raise ValueError(f'argument "{name}" can\'t be passed to the engine: {OWNED[name]}')
@@ -202,7 +202,7 @@ async def start(
 
 
 @cache
-def engine_arguments() -> frozenset[str] | None:
+def offered_arguments() -> frozenset[str] | None:
     """Return the names of vLLM's engine arguments."""
     if (tree := _parsed("engine/arg_utils.py")) is None:
         return None
