@@ -41,7 +41,7 @@ from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
 from services.access import Keys, RequestError
-from services.listener import BACKLOG, made_ready
+from services.http_server import BACKLOG, made_ready
 from services.recorder import SAMPLING, Recorder
 from services.recording_middleware import ClientLeft, RawHeaders, RecordingMiddleware, RequestBody
 

@@ -63,7 +63,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
         from services.app import build_app
-        from services.listener import listening
+        from services.http_server import listening
 
         app = build_app(self._service)
         return app if self._socket is None else listening(app, self._socket, self._service.config.serve.drain_s)

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infra.keys import is_loopback
 from models.serving import Limits
 from services.access import ANSWER_MARK, OPEN_PATHS, Keys, RequestError, known
-from services.bodies import read_body
 from services.config import ServiceConfig, read_as
 from services.failures import place_of
 from services.fair_queue import OVERLOADED
+from services.http_server import read_body
 
 # The proxy is a process of Ray's: it learns by this variable which configuration it stands before.
 CONFIG_VARIABLE = "SERVICE_CONFIG"

@@ -35,7 +35,7 @@ RESULTS = ROOT / "build" / "mutants.jsonl"  # commit, what was tried, outcome
 TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
-    "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
+    "services": "access capture config fair_queue http_server questions reconciler recorder reverse_proxy",
     "infra": "artifacts consent events keys post_promotion "
     "registry regression_sets scrub status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",

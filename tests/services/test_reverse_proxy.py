@@ -34,7 +34,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from services.listener import Listener
+from services.http_server import Listener
 
 async def events(number, gap_s):
     for _ in range(number):
