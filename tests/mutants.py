@@ -35,7 +35,7 @@ RESULTS = ROOT / "build" / "mutants.jsonl"  # commit, what was tried, outcome
 TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
-    "services": "access capture config fair_queue http_server questions reconciler recorder reverse_proxy",
+    "services": "access capture config fair_queue http_server questions reconciler recorder",
     "infra": "artifacts consent events keys post_promotion "
     "registry regression_sets scrub status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
@@ -47,7 +47,7 @@ MIRRORED = {
 }
 ENGINE = "models/engines/vllm"
 OTHERS = {
-    "services/request_middleware": "services/test_request_middleware_alone services/test_reverse_proxy",
+    "services/reverse_proxy": "services/test_request_middleware_alone services/test_reverse_proxy",
     "services/drafts services/swap": "services/test_swap services/test_reconciler",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
     "infra/querylog": "infra/test_querylog infra/test_querylog_writer",

@@ -24,7 +24,7 @@ from models.recipe import load_recipe
 from services.access import OPEN_PATHS
 from services.config import ServiceConfig, read_as
 from services.replica import CLOSE_S, application
-from services.request_middleware import CONFIG_VARIABLE
+from services.reverse_proxy import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.imports import ROOT
 
