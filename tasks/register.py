@@ -18,8 +18,7 @@ from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from models.types import Estimate, Frozen, GateReport, Kind
 from tasks.distill_draft import Trained, forget_states, teachers_in, trained_context
-from tasks.find_challenger import EVIDENCE, Start
-from tasks.find_past import Past
+from tasks.find_challenger import EVIDENCE, Past, Start
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY

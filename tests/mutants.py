@@ -53,7 +53,7 @@ OTHERS = {
     "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
     "infra/database": "infra/test_database infra/test_trigger_store",
-    "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
+    "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft tasks/test_find_challenger",
     "tasks/stages/__init__": "tasks/stages/test_stages",
     "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",
     f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap": " ".join(

@@ -30,7 +30,7 @@ from models.engines import torch as reference
 from models.recipe import Recipe, load_recipe
 from models.sources import synthetic
 from tasks.claim_window import claim_window, hold_out, leave_window
-from tasks.find_past import find_past
+from tasks.find_challenger import find_past
 from tasks.promote import open_champions, promote_version, roll_back
 from tasks.register import first_samples
 from tasks.stages.task import task

@@ -65,7 +65,7 @@ tasks/claim_window.py: recipe.Recipe = refresh; recipe.Refresh = min_rows max_ro
 tasks/check_recipe.py: recipe.Recipe = engine serve
 tasks/distill_draft.py: learning.distill = max_length; recipe.Recipe = draft distill; learning.teacher.TeacherParams =
     model
-tasks/find_past.py: recipe.Refresh = pool
+tasks/find_challenger.py: recipe.Refresh = pool
 tasks/change_model.py: recipe.Recipe = pretrain shrink prune finetune quantize; stages.Finetune = method domain regimes
     second; stages.Second = domain weight; stages.Pretrain = regimes; stages.Prune = method pattern num_documents
     max_length; stages.Quantize = method num_documents exceptions; stages.Shrink = method
