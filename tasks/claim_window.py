@@ -26,13 +26,13 @@ from models.core.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, json_sha256, stage_key
-from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.samples import (
     SPLITS,
     Split,
     TrafficSplit,
     by_domain,
     draw_per_domain,
+    gate_by_own_answers,
     read_samples,
     usable,
     write_samples,
@@ -124,7 +124,7 @@ class Parts(Frozen):
         shares: domain to its share of the traffic, what its keys' shares leave of it.
         fresh: ids of the conversations of regression sets that came with this traffic, by which no draft was gated.
         unlike: domain to how much less likely its imported answers are to the target than its own, in nats a token;
-            where that is shown, drafts are held to the target's own answers (`tasks.stages.imported`).
+            where that is shown, drafts are held to the target's own answers (`tasks.stages.samples`).
     """
 
     samples: Artifact

@@ -39,7 +39,7 @@ MIRRORED = {
     "infra": "artifacts consent events keys post_promotion "
     "registry regression_sets scrub status store trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
-    "tasks/stages": "imported samples throttle",
+    "tasks/stages": "samples throttle",
     "tasks/trigger": "acknowledge ask",
     "models/core/evaluation": "acceptance clusters drift_detector gate golden paired post_promotion_test scoring",
     "models/core/learning": "captured distill fitted teacher validation",
