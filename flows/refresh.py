@@ -12,7 +12,7 @@ from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate, require_target
 from tasks.regenerate import regenerate
 from tasks.register import first_samples, register_candidate, register_returned
-from tasks.stages.task import name_run
+from tasks.stages import name_run
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
 

@@ -11,9 +11,8 @@ from models.core.evaluation.scoring import score
 from models.recipe import Recipe
 from tasks.measure_draft import scored_by, tau_of
 from tasks.register import Adopted
-from tasks.stages import cached_step, json_sha256
+from tasks.stages import cached_step, json_sha256, table, task
 from tasks.stages.samples import read_samples
-from tasks.stages.task import table, task
 from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32

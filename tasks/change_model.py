@@ -22,8 +22,8 @@ from models.params import BaseParams
 from models.shrink import num_stored
 from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink, Train
 from models.types import Frozen
+from tasks.stages import task
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
-from tasks.stages.task import task
 
 
 @task

@@ -25,7 +25,7 @@ from models.core.checkpoints.loading import is_out_of_memory
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
-from tasks.stages import cached_step, json_sha256, stage_key
+from tasks.stages import cached_step, json_sha256, run_logger, stage_key, table, task
 from tasks.stages.samples import (
     SPLITS,
     Split,
@@ -38,7 +38,6 @@ from tasks.stages.samples import (
     write_samples,
 )
 from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, rows_of_others, stands_for
-from tasks.stages.task import run_logger, table, task
 
 
 @task

@@ -30,10 +30,9 @@ from models.targets import describe
 from models.types import Frozen
 from tasks.find_challenger import Start
 from tasks.prepare_target import prepare_target
-from tasks.stages import cached_step, stage_key
+from tasks.stages import cached_step, progress, run_logger, stage_key, task
 from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 from tasks.stages.workers import train_module
 

@@ -14,7 +14,7 @@ from infra.versions import Version, ancestors
 from models.core.drafting.draft_families import family_of, name_of
 from models.drafts import Publisher
 from models.types import Frozen
-from tasks.stages.task import task
+from tasks.stages import task
 
 CARD = "README.md"
 POINTER = "champion.json"

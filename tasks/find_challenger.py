@@ -35,8 +35,8 @@ from models.types import Frozen
 from tasks.claim_window import Parts
 from tasks.gate_draft import CHAMPION
 from tasks.measure_draft import Scorer
+from tasks.stages import run_logger, table, task
 from tasks.stages.samples import draw_per_domain, read_samples
-from tasks.stages.task import run_logger, table, task
 from tasks.stages.throttle import device_of
 from tasks.trigger.acknowledge import fallen_domains
 

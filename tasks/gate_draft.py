@@ -16,8 +16,8 @@ from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, Scorer, summarise, tau_of
+from tasks.stages import run_logger, table, task
 from tasks.stages.samples import by_domain, read_samples, regression_set_versions
-from tasks.stages.task import run_logger, table, task
 from tasks.stages.throttle import device_of
 
 CHAMPION, CANDIDATE = "champion", "candidate"

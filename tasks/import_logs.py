@@ -39,8 +39,7 @@ from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, r
 from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
-from tasks.stages import json_sha256
-from tasks.stages.task import progress, task
+from tasks.stages import json_sha256, progress, task
 
 BATCH_ROWS = 256
 DEFAULT_TEMPERATURE = 1.0

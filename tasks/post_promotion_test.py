@@ -34,9 +34,9 @@ from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import Kind
 from tasks.measure_draft import tau_of
+from tasks.stages import run_logger, task
 from tasks.stages.samples import usable
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import run_logger, task
 from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared

@@ -10,8 +10,7 @@ from models import catalog
 from models.core.evaluation.golden import GOLDEN_FILE
 from models.params import BaseParams
 from models.types import MANIFEST_NAME
-from tasks.stages import cached_step, local_content
-from tasks.stages.task import task
+from tasks.stages import cached_step, local_content, task
 
 
 @task

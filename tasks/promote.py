@@ -10,7 +10,7 @@ from infra.settings import load_settings
 from infra.versions import COUNT, Lineage, Pair, Version, ancestors, is_quarantined, same_files, trained_on
 from infra.windows import Window
 from models.recipe import Recipe
-from tasks.stages.task import flow_run_id, run_logger, task
+from tasks.stages import flow_run_id, run_logger, task
 
 MADE_BY = "made_by"  # tag of a target: the tables of the recipes that it was made by
 Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval"]

@@ -29,9 +29,8 @@ from models.core.learning.hidden import Sample
 from models.recipe import Recipe, Regeneration
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION
-from tasks.stages import cached_step
+from tasks.stages import cached_step, progress, run_logger, task
 from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
-from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 
 BATCH = 16

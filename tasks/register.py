@@ -22,7 +22,7 @@ from tasks.find_challenger import EVIDENCE, Past, Start
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
-from tasks.stages.task import flow_run_id, run_logger, task
+from tasks.stages import flow_run_id, run_logger, task
 
 
 class Adopted(Frozen):

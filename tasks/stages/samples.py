@@ -33,9 +33,8 @@ from models.core.learning.hidden import Sample
 from models.recipe import Recipe
 from models.targets import describe, stop_ids
 from models.types import MIN_COMPLETION, Estimate
-from tasks.stages import cached_step, json_sha256
+from tasks.stages import cached_step, json_sha256, run_logger, table
 from tasks.stages.split import cap_per_key
-from tasks.stages.task import run_logger, table
 from tasks.stages.throttle import device_of, throttled
 
 TrafficSplit = Literal["train", "held_out"]

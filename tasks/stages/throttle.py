@@ -21,7 +21,7 @@ from infra.priority import Busy, at_low_priority, cores, gpus
 from infra.settings import load_settings
 from models.core.learning import distill
 from models.params import BaseParams
-from tasks.stages.task import run_logger
+from tasks.stages import run_logger
 
 SHARE = 0.1  # of a core
 MOST_OWED_S = 1.0  # of the processor; then it is paid

@@ -21,7 +21,7 @@ from infra.versions import Version, cached
 from models.core.checkpoints.loading import is_out_of_memory, require_device
 from models.recipe import Recipe
 from tasks.promote import Outcome
-from tasks.stages.task import run_logger
+from tasks.stages import run_logger
 from tasks.stages.throttle import device_of
 
 RefreshOutcome = Outcome | Literal["nothing to do", "waits for memory"]

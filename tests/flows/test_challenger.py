@@ -33,7 +33,7 @@ from tasks.claim_window import claim_window, hold_out, leave_window
 from tasks.find_challenger import find_past
 from tasks.promote import open_champions, promote_version, roll_back
 from tasks.register import first_samples
-from tasks.stages.task import task
+from tasks.stages import task
 from tests.conftest import shake
 from tests.flows.conftest import answered, registry_of
 from tests.tasks.made import changed
