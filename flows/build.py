@@ -3,7 +3,7 @@
 from prefect import flow
 
 from infra.artifacts import Artifact
-from infra.memory import gives_way
+from infra.priority import gives_way
 from infra.versions import Version
 from models.recipe import Recipe
 from tasks.change_model import CHANGES, change_model

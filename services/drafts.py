@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from infra.artifacts import release
 from infra.files import write_atomic
-from infra.memory import free_memory_gib
+from infra.priority import free_memory_gib
 from infra.registry import Registry
 from infra.rollout_store import Member
 from infra.rollouts import Seen, Told

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.home import SERVED_NAME, close_to_others, home_secret, ray_folder
 from infra.machine import PR_SET_PDEATHSIG, children_named, process_identity
-from infra.memory import SERVICE_ENDS_AT
+from infra.priority import SERVICE_ENDS_AT
 from services.config import ServiceConfig, read_as
 from services.reverse_proxy import CONFIG_VARIABLE, ReverseProxy
 

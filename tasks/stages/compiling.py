@@ -12,7 +12,7 @@ import numpy as np
 from infra.compiling import Compiling
 from infra.home import compiled_folder
 from infra.machine import openmp_preload
-from infra.memory import free_memory_gib
+from infra.priority import free_memory_gib
 from infra.processes import Child, wait_until
 from infra.service_process import START_TIMEOUT_S
 from infra.settings import Settings

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from infra.home import is_served
-from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
+from infra.priority import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
