@@ -1,4 +1,4 @@
-"""What a figure needs beside it."""
+"""What is told of a machine: what a figure needs beside it, what is installed, and which process is which."""
 
 import os
 import subprocess
