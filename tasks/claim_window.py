@@ -21,7 +21,7 @@ from infra.settings import load_settings
 from infra.trigger_store import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
-from models.core.checkpoints.loading import is_out_of_memory
+from models.core.layers.kernels import is_out_of_memory
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen

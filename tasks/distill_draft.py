@@ -18,8 +18,8 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
-from models.core.checkpoints.loading import is_out_of_memory
 from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
+from models.core.layers.kernels import is_out_of_memory
 from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample, cut_ends, usual_length
 from models.core.learning.loop import Workers

@@ -22,7 +22,8 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.windows import Window
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import answering
 from models.core.learning.answering import Ask
 from models.core.learning.hidden import Sample

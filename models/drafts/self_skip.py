@@ -24,11 +24,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from models.core.checkpoints.loading import fast_dtype
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, read_ahead, read_aside, require_part
 from models.core.drafting.subset_search import Subset, SubsetSearch
 from models.core.layers.decoder import Cache, Decoder, Sublayers
+from models.core.layers.kernels import fast_dtype
 from models.drafts import Draw, GoOn
 from models.params import BaseParams, unread
 

@@ -24,11 +24,11 @@ from pydantic import Field
 from infra.artifacts import Artifact, open_artifact
 from infra.views.results import out
 from models import catalog
-from models.core.checkpoints.loading import engine_dtype
 from models.core.drafting.draft_families import class_of, family_named, is_trained
 from models.core.drafting.self_draft import TargetRunner
 from models.core.drafting.weightless import Weightless
 from models.core.layers.decoder import Decoder
+from models.core.layers.kernels import engine_dtype
 from models.core.learning import distill
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams

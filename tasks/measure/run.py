@@ -26,7 +26,7 @@ from infra.settings import Settings, load_settings
 from infra.tables import OF_HOME
 from infra.versions import Pair, ancestors
 from infra.views.results import counting
-from models.core.checkpoints.loading import engine_dtype, gpu_name
+from models.core.layers.kernels import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
 from models.types import Frozen, Kind

@@ -21,9 +21,9 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
-from models.core.checkpoints.loading import engine_dtype
 from models.core.evaluation.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from models.core.evaluation.latency import spread as spread_of
+from models.core.layers.kernels import engine_dtype
 from models.core.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
 from models.sources import Prompt

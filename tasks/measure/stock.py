@@ -17,8 +17,8 @@ from infra.machine import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.settings import Settings, plain_path
-from models.core.checkpoints.loading import engine_dtype
 from models.core.drafting.draft_families import family_of
+from models.core.layers.kernels import engine_dtype
 from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.recipe import Recipe

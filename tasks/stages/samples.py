@@ -25,8 +25,9 @@ from infra.consent import ELSEWHERE, QueryRow
 from infra.querylog import CapturedFiles
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
 from models.core.evaluation.acceptance import rejected_places
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import answering
 from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample

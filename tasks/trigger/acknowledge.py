@@ -18,7 +18,7 @@ from infra.settings import load_settings
 from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
-from models.core.checkpoints.loading import is_out_of_memory, require_device
+from models.core.layers.kernels import is_out_of_memory, require_device
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages import run_logger

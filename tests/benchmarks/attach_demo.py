@@ -38,8 +38,8 @@ from infra.registry import open_registry
 from infra.settings import ATTACH_TOKEN, load_settings
 from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore
-from models.core.checkpoints.loading import engine_dtype
 from models.core.drafting.draft_families import family_of
+from models.core.layers.kernels import engine_dtype
 from models.engines.vllm import child_environment
 from models.sources import Prompt
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 
 from infra.machine import openmp_preload
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import fast_dtype
 from models.core.drafting.draft_families import family_named
 from models.core.evaluation.golden import first_difference
+from models.core.layers.kernels import fast_dtype
 from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served

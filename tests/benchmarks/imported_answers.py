@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
+from models.core.layers.kernels import fast_dtype
 from models.core.learning.answering import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
 from models.core.learning.hidden import Sample
 from models.targets import stop_ids

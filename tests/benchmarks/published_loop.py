@@ -35,8 +35,9 @@ from transformers import PreTrainedModel
 
 from infra.artifacts import publish
 from infra.machine import git_commit
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
 from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length
+from models.core.layers.kernels import fast_dtype
 from models.core.layers.linears import blocks
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, length_buckets

@@ -20,7 +20,8 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.windows import Window
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import answering
 from models.core.learning.answering import Ask
 from models.core.learning.hidden import Sample

@@ -1,12 +1,9 @@
-"""Model directories: read as tensors, as models, and written; and the device and number format to load them for.
+"""Model directories: read as tensors, as models, and written.
 
 Quantized weights, and factors of those of low rank, are read as the floats that they stand for. Such a layer's weight
 [O, I] lies in the file as `left` [O, r] and `right` [r, I], W = left · right: fewer bytes in a file, and fewer products
 where the rank r is low. The reference engine multiplies by one after the other (`stacked`); vLLM and transformers know
 whole matrices alone.
-
-On a CPU without bfloat16 units a bfloat16 product is emulated and up to seven times slower than a float32 one, so the
-number format follows the processor.
 """
 
 import json
@@ -31,7 +28,6 @@ from transformers import (
 from models.core.checkpoints import compressed
 from models.core.layers import quantized_weights
 from models.core.layers.kernels import Product, product
-from models.params import BaseParams
 from models.targets import target_config
 
 LEFT, RIGHT = "left", "right"
@@ -229,34 +225,3 @@ def complete(directory: Path, like: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     config.pop("_name_or_path", None)  # a path of this machine
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def gpu_name(device: str) -> str:
-    """Return the name of the GPU that computes, "" on a CPU."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-
-
-def require_device(device: str) -> None:
-    """Raise ValueError if torch sees no such device here; names those that it sees."""
-    seen = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    if device not in seen and (device != "cuda" or len(seen) == 1):
-        raise ValueError(f"device {device} is not here; torch sees {', '.join(seen)}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a device ran out, as torch or a library under it says it."""
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-
-
-def fast_dtype(device: str = "cpu") -> torch.dtype:
-    """Return bfloat16 where the device multiplies it natively, else float32."""
-    if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
-
-
-def engine_dtype(engine: BaseParams, device: str) -> str:
-    """Return the number format that an engine computes in, as torch names it."""
-    dtype = str(getattr(engine, "dtype", "auto"))
-    return str(fast_dtype(device)).removeprefix("torch.") if dtype == "auto" else dtype

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models import catalog
 from models.answers import RolloutSource, require_labels, target, token_counts
-from models.core.checkpoints.loading import require_device
+from models.core.layers.kernels import require_device
 from models.core.learning import fitted
 from models.core.learning.captured import Captures
 from models.core.learning.hidden import HiddenStates, Sample, hidden_states, length_buckets, pack

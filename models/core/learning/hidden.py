@@ -26,8 +26,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from models.core.checkpoints.loading import fast_dtype, load_model
+from models.core.checkpoints.loading import load_model
 from models.core.checkpoints.readout import Readout, decoder_layers
+from models.core.layers.kernels import fast_dtype
 from models.core.learning.captured import Captured, Captures
 from models.drafts import Draft, Rows
 from models.targets import target_config

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from models import catalog
 from models.answers import OnProgress, RolloutParams
-from models.core.checkpoints.loading import fast_dtype
 from models.core.drafting.drafters import SelfDrafter
 from models.core.drafting.sampling import draw
 from models.core.layers.decoder import Cache, Decoder
+from models.core.layers.kernels import fast_dtype
 from models.core.learning.hidden import HiddenStates, Sample, hidden_states
 from models.drafts import Draft
 from models.engines import Sampling

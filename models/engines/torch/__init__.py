@@ -19,10 +19,10 @@ import torch
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from models import catalog
-from models.core.checkpoints.loading import fast_dtype
 from models.core.drafting.draft_families import class_of, family_named, family_of, open_draft
 from models.core.drafting.self_draft import TargetRunner
 from models.core.layers.decoder import Decoder, require_known
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import fitted
 from models.core.throughput.cost import Cost, Time
 from models.drafts import Draft

@@ -14,8 +14,8 @@ from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from models.core.checkpoints.loading import fast_dtype
 from models.core.drafting.draft_families import family_of, require_family
+from models.core.layers.kernels import fast_dtype
 from models.drafts import EngineWeights
 from models.engines import Completion, OnFirstToken, Sampling
 from models.engines.vllm import Params

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from models.core.checkpoints.loading import fast_dtype
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import distill
 from models.core.learning.hidden import HiddenStates, Sample, length_buckets
 from models.drafts import Procedure, eagle3
