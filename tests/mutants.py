@@ -41,7 +41,7 @@ MIRRORED = {
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "samples throttle",
     "tasks/trigger": "acknowledge ask",
-    "models/core/evaluation": "acceptance clusters drift_detector gate golden paired post_promotion_test scoring",
+    "models/core/evaluation": "acceptance betting clusters drift_detector gate golden paired post_promotion_test scoring",
     "models/core/learning": "captured distill fitted teacher validation",
     "models/core/throughput": "cost running",
 }

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from scipy.stats import beta, t
 from tqdm import tqdm
 
-from models.core.evaluation.gate import allowed_error, log_growth, log_wealth
+from models.core.evaluation.betting import log_growth, log_wealth
+from models.core.evaluation.gate import allowed_error
 from models.core.evaluation.paired import Score, clusters, gain
 from models.recipe import DEFAULT_RECIPE, load_recipe
 from tasks.stages.split import MOST_OF_GROUP, stands_for

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from models.core.evaluation.gate import BETS, log_wealth
+from models.core.evaluation.betting import BETS, log_wealth
 from models.core.evaluation.post_promotion_test import allowed_errors, bound_of
 from models.recipe import DEFAULT_RECIPE, load_recipe
 from tests.benchmarks.scripts import cells, show, summary

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from models.core.evaluation.acceptance import AcceptanceCount, Floats
-from models.core.evaluation.gate import BETS, log_growth, log_wealth
+from models.core.evaluation.betting import BETS, log_growth, log_wealth
 from models.types import Frozen
 
 PAPER = "Page 1954, Continuous inspection schemes; Lorden 1971 for the time between false alarms"
@@ -200,7 +200,7 @@ def enough_rows(
     """Return how many of the waiting conversations must be of a fallen domain for the gate to show a gain there.
 
     The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per step
-    there and nothing elsewhere. It bets (models/core/evaluation/gate.py) on f n differences, of which a share s has
+    there and nothing elsewhere. It bets (models/core/evaluation/betting.py) on f n differences, of which a share s has
     the mean g and the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha; it is above n,
     and then of conversations of this domain alone, where not even all n of them would do. Conversations are taken as
     independent: of those that are said to belong together, count one.

@@ -4,7 +4,7 @@ Both drafts were scored on the same answers. A request's figure is its target st
 inverse of τ. It lies between 1 / (K + 1) and 1, and thus the difference of two is below 1 whatever K is; differences in
 tokens per step, bounded by K, would need several times the requests.
 
-The test is the gate's (models/core/evaluation/gate.py), which may be looked at after every request. All requests
+The test is the gate's (models/core/evaluation/betting.py), which may be looked at after every request. All requests
 together have half of the error, the domains the other half: the j-th one to appear gets 6 / (π² j²) of it. All together
 must lose nothing; a domain may lose the gate's floor, as it might to be promoted.
 """
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from models.core.evaluation.acceptance import Floats
-from models.core.evaluation.gate import MeanTest, allowed_error
+from models.core.evaluation.betting import MeanTest
+from models.core.evaluation.gate import allowed_error
 from models.types import ALL, Finding
 
 
