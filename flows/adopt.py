@@ -6,7 +6,7 @@ from typing import Literal
 from prefect import flow
 
 from flows.build import make_target, prepare
-from infra.memory import gives_way
+from infra.priority import gives_way
 from infra.versions import Version
 from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft, settle_reading

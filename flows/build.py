@@ -3,7 +3,7 @@
 from prefect import flow
 
 from infra.artifacts import Artifact
-from infra.memory import gives_way
+from infra.priority import gives_way
 from infra.versions import Version
 from models.recipe import Recipe
 from tasks.change_model import CHANGES, change_model
@@ -16,8 +16,7 @@ from tasks.promote import promote_build
 from tasks.register import register_draft, register_target
 from tasks.select_data import select_data
 from tasks.select_text import select_text
-from tasks.stages import planning
-from tasks.stages.task import name_run
+from tasks.stages import name_run, planning
 
 FOR_THE_DRAFT = ("prompts", "samples", "complete_target", "draft", "scores", "golden_tau")
 

@@ -23,8 +23,7 @@ from flows.home_commands import backup, clean, erase, move_home, restore, retain
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
 from flows.service_commands import attach, down, logs, record, serve, status, traffic, up
-from infra.memory import go_first
-from infra.priority import lower_session
+from infra.priority import go_first, lower_session
 from infra.settings import load_settings
 from infra.views.results import out, working
 from models.recipe import DEFAULT_RECIPE, load_recipe, toml

@@ -19,8 +19,7 @@ from flows.build import build
 from flows.clean import clean, retain
 from flows.refresh import refresh
 from infra.home import open_home
-from infra.memory import go_first
-from infra.priority import lower_session
+from infra.priority import go_first, lower_session
 from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.trigger_store import TriggerStore

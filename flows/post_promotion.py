@@ -15,9 +15,8 @@ from typing import NoReturn
 
 from infra.events import DRAFT_RESOURCE, DRAFT_ROLLED_BACK, Emitter
 from infra.home import open_home
-from infra.memory import gives_way, go_first, read_memory
 from infra.post_promotion import ROLLED_BACK, PostPromotionTests
-from infra.priority import lower_session
+from infra.priority import gives_way, go_first, lower_session, read_memory
 from infra.settings import load_settings
 from infra.versions import ForeignVersion
 from models.recipe import Recipe, load_recipe

@@ -7,13 +7,12 @@ from infra.windows import Window
 from models.recipe import Recipe
 from tasks.claim_window import advance_cursor, claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import train_challenger
-from tasks.find_challenger import find_challenger, start_test
-from tasks.find_past import find_past, find_returned
+from tasks.find_challenger import find_challenger, find_past, find_returned, start_test
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate, require_target
 from tasks.regenerate import regenerate
 from tasks.register import first_samples, register_candidate, register_returned
-from tasks.stages.task import name_run
+from tasks.stages import name_run
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
 

@@ -45,8 +45,8 @@ def serve(
     if port is not None:
         parsed = parsed.model_copy(update={"serve": parsed.serve.model_copy(update={"port": port})})
     complete_erasures(settings)
+    from infra.home import SERVED_NAME
     from infra.service_process import END_TIMEOUT_S, require_startable, start_service, starting
-    from infra.serving import SERVED_NAME
 
     require_startable(settings, parsed.serve.port)
     from tasks.check_recipe import configure_service

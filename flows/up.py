@@ -23,8 +23,7 @@ from flows.command import complete_erasures
 from infra.auth_middleware import LOOPBACK, pages_login
 from infra.files import last_lines
 from infra.home import open_home
-from infra.identity import process_identity
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload, process_identity
 from infra.processes import free_port, wait_until
 from infra.service_process import (
     END_TIMEOUT_S,

@@ -9,24 +9,29 @@ time of change, and a file that has others is read again. Who must not trust tha
 
 Where machines share no disk, a directory lies in an object store under its digest. Its manifest is written last: before
 it is there, nobody takes the directory for whole.
+
+What was fetched from there is kept within a limit of bytes, and never taken away from a process that holds it: by a
+shared lock, which the kernel releases with the process. Beyond the limit directories go that nobody holds, least
+recently used first; that they were used is the time of the directory itself.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from infra.cache import fetched
-from infra.files import flush, renamed_when_complete, write_atomic
-from infra.object_store import SCHEME, ObjectStore
+from infra.files import discard, files_under, flush, lock_file, lock_folder, renamed_when_complete, write_atomic
 from infra.settings import load_settings
+from infra.store import SCHEME, ObjectStore
 from models.types import MANIFEST_NAME, Frozen
 
 WEIGHTS = ".safetensors"
@@ -34,6 +39,10 @@ WEIGHTS = ".safetensors"
 REMEMBERED_BYTES = 1 << 16
 # A file may change once more within a tick of its file system's clock, under the same time.
 TICK_NS = 20_000_000
+# Folders of the cache.
+CACHED = ("draft", "target", "artifact")
+# Owner and directory to the descriptor of its lock: two parts of a process may hold the same one.
+_HELD: dict[tuple[str, Path], int] = {}
 
 
 class Artifact(Frozen):
@@ -278,3 +287,82 @@ def _files(directory: Path) -> dict[str, Path]:
         if path.is_file() and name != MANIFEST_NAME:
             files[name] = path
     return files
+
+
+def fetched(
+    final: Path, fetch: Callable[[Path], None], check: Callable[[Path], None], limit_gib: float, owner: str = ""
+) -> Path:
+    """Return a directory of the cache, which `owner` holds from now on.
+
+    A good copy is returned as it is, a bad one is fetched again. Processes that want the same directory fetch it once.
+
+    Args:
+        final: a directory two levels below the cache's own.
+        fetch: fills an empty directory with what it checks on the way.
+        check: raises ValueError if a directory of the cache is not what it should be.
+        limit_gib: of all that lies beside it in the cache; what is held stays whatever the limit.
+        owner: who holds it; "" does for as long as the process lives.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _turn_of(final):
+        if not _is_good(final, check):
+            with renamed_when_complete(final) as staging:
+                fetch(staging)
+        hold(final, owner)
+    now_ns = time.time_ns()  # the file system's own clock has ticks of milliseconds
+    os.utime(final, ns=(now_ns, now_ns))
+    _make_room(final.parents[1], limit_gib)
+    return final
+
+
+def hold(directory: Path, owner: str = "") -> None:
+    """Keep others from removing a directory, until `release` or the end of the process."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if (before := _HELD.pop((owner, directory), None)) is not None:  # of the same, or of one that stood there before
+        os.close(before)
+    _HELD[owner, directory] = descriptor
+
+
+def release(owner: str, but: Collection[Path] = ()) -> None:
+    """Let go what an owner holds, but for some."""
+    for key in [key for key in [*_HELD] if key[0] == owner and key[1] not in but]:
+        os.close(_HELD.pop(key))
+
+
+def remove_unheld(directory: Path) -> bool:
+    """Remove a directory of the cache unless somebody holds or fetches it; return whether it is gone."""
+    with suppress(FileNotFoundError), _turn_of(directory, wait_s=0) as is_free:
+        if is_free:
+            with lock_folder(directory, wait_s=0) as is_unheld:
+                if is_unheld:
+                    discard(directory)
+    return not directory.exists()
+
+
+def _turn_of(final: Path, wait_s: float | None = None) -> AbstractContextManager[bool]:
+    return lock_file(final.parent / f".{final.name}.lock", wait_s=wait_s)
+
+
+def _is_good(final: Path, check: Callable[[Path], None]) -> bool:
+    if not final.exists():
+        return False
+    try:
+        check(final)
+    except ValueError:
+        shutil.rmtree(final)
+        return False
+    return True
+
+
+def _make_room(cache: Path, limit_gib: float) -> None:
+    """Remove what nobody holds, least recently used first, until what is left is within the limit."""
+    found = []
+    for path in (path for kind in CACHED for path in (cache / kind).glob("[!.]*") if path.is_dir()):
+        with suppress(FileNotFoundError):  # another process makes room too
+            num_bytes = sum(file.lstat().st_size for file in files_under(path))
+            found.append((path.stat().st_mtime, num_bytes, path))
+    beyond = sum(num_bytes for _, num_bytes, _ in found) - limit_gib * 2**30
+    for _, num_bytes, path in sorted(found):
+        if beyond > 0 and remove_unheld(path):
+            beyond -= num_bytes

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from infra.home import close_to_others
+from infra.home import close_to_others, home_secret
 from infra.processes import hold_port
-from infra.secret import home_secret
 from infra.settings import load_settings
 
 USER, SECRET = "redraft", "pages.key"

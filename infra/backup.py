@@ -26,12 +26,11 @@ from infra.database import TORN, copy_database
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
 from infra.files import LEFTOVER, replacing
-from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
+from infra.home import COPIES, FORMAT, FORMAT_FILE, SPLIT_KEY, open_home
 from infra.keys import keys_path
 from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings, sqlite_file
 from infra.tables import SCHEMA_VERSION
 from infra.trigger_store import TriggerStore

@@ -15,20 +15,27 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from infra import history
-from infra.artifacts import Manifest, forget, path_of
-from infra.cache import remove_unheld
+from infra.artifacts import Manifest, forget, path_of, remove_unheld
 from infra.files import LEFTOVER, discard, files_under, lock_folder
-from infra.home import COPIES
-from infra.identity import process_identity
-from infra.lines import best_versions, past_champions, predecessors
+from infra.home import COPIES, compiled_folder, ray_folder
+from infra.machine import process_identity
 from infra.post_promotion import PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.trigger_store import TriggerStore
-from infra.versions import CLEANED, SNAPSHOT_TAGS, Version, cached, is_usable, same_files
+from infra.versions import (
+    CLEANED,
+    SNAPSHOT_TAGS,
+    Version,
+    best_versions,
+    cached,
+    is_usable,
+    past_champions,
+    predecessors,
+    same_files,
+)
 from infra.windows import Window
 from models.types import MANIFEST_NAME
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
-from infra.serving import SERVED_NAME
+from infra.home import SERVED_NAME
 from infra.status import RunningService, ServiceStatus, parse_status
 from models.types import Frozen
 

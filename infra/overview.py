@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from infra.home import FORMAT_FILE
+from infra.home import FORMAT_FILE, served_since_ms
 from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import LogStats, QueryLog
 from infra.registry import Registry, open_registry
@@ -12,7 +12,6 @@ from infra.regression_sets import RegressionSet
 from infra.rollout_store import ATTACHED, fleets_of
 from infra.rollouts import Fleet, Replica
 from infra.service_process import MLFLOW, PREFECT, RUNNER, last_status
-from infra.serving import served_since_ms
 from infra.settings import Settings
 from infra.status import RecentAcceptance, RunningService
 from infra.supervisor import STATE, ProcessRecord, UpState, read_state

@@ -2,13 +2,21 @@
 
 Rows are numbered by `seq` in the order of their commits, and a number is never given twice, erased rows included. Text
 of a row whose consent is not "full" is refused here, whatever the caller did before.
+
+Beside the log lie files of the hidden states that were captured of rows, one a row. They count as text: each goes with
+its row, after a training that had the row, or by age. A service writes its rows in a thread (`BackgroundWriter`).
 """
 
 import hashlib
 import heapq
+import logging
+import os
+import queue
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +24,7 @@ from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, selec
 
 from infra import tables
 from infra.consent import Consent, QueryRow, require_loggable
-from infra.database import Database, in_chunks, make_days
+from infra.database import Database, DatabaseTorn, in_chunks, make_days
 from infra.erasures import Erasures
 from infra.regression_sets import RegressionSets, Sketches
 from infra.windows import Attempt, SetAside, Windows
@@ -30,6 +38,9 @@ COUNT = update(tables.counters).where(tables.counters.c.name == bindparam("count
 COUNT = COUNT.values(value=tables.counters.c.value + bindparam("amount"))
 NUMBER = COUNT.returning(tables.counters.c.value)
 _Made = tuple[dict[str, Any], str, Sequence[str]]  # a row's columns, body and aliases
+STATES = ".states"  # ending of a file of hidden states
+RETRY_S = 0.5  # between two tries to write what the log did not take
+logger = logging.getLogger(__name__)
 
 
 class LogStats(Frozen):
@@ -250,3 +261,139 @@ def _write(connection: Connection, made: Sequence[_Made]) -> None:
     connection.execute(insert(tables.bodies), bodies)
     if aliases := [{"seq": seq, "alias": one} for seq, (*_, named) in numbered for one in named]:
         connection.execute(insert(tables.aliases), aliases)
+
+
+class CapturedFiles:
+    """The files of hidden states beside a query log, in a folder that need not exist."""
+
+    def __init__(self, querylog: Path) -> None:
+        self.folder = querylog.with_name(f"{querylog.stem}-states")
+
+    def path_of(self, row_id: str) -> Path:
+        return self.folder / f"{hashlib.sha256(row_id.encode()).hexdigest()[:32]}{STATES}"
+
+    def make(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def num_bytes(self) -> int:
+        return sum(stat.st_size for _, stat in self._files())
+
+    def forget(self, row_ids: Iterable[str]) -> int:
+        return sum(_removed(self.path_of(row_id)) for row_id in row_ids)
+
+    def forget_others(self, row_ids: Iterable[str], older_than_s: float) -> int:
+        """Remove the files, written longer ago, of all rows but these, and what a killed process left of one."""
+        kept = {self.path_of(row_id) for row_id in row_ids}
+        return sum(_removed(file) for file in self._before(older_than_s) if file not in kept)
+
+    def forget_older_than(self, days: float) -> int:
+        return sum(_removed(file) for file in self._before(days * 24 * 3600))
+
+    def _before(self, older_than_s: float) -> list[Path]:
+        return [file for file, stat in self._files() if stat.st_mtime < time.time() - older_than_s]
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # others remove files too
+                    yield Path(entry.path), entry.stat()
+
+
+def _removed(file: Path) -> bool:
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class BackgroundWriter:
+    """Takes rows from request handlers without ever making them wait, and writes them in a thread.
+
+    A batch waits while the database is down, busy or full, and the queue with it. A row that finds the queue full is
+    dropped and counted, and so is a batch that a torn log, or one of another schema, refuses; the count is written to
+    the log with the next batch that succeeds.
+    """
+
+    def __init__(self, log: QueryLog, capacity: int = 1024, batch: int = 256) -> None:
+        self.written = 0
+        self.dropped = 0
+        self.last_error: str | None = None
+        self._log = log
+        self._batch = batch
+        self._queue: queue.Queue[QueryRow | None] = queue.Queue(capacity)  # None wakes the thread at the end
+        self._unrecorded = 0  # dropped, and not yet counted in the log
+        self._failing = False
+        self._lock = threading.Lock()
+        self._closing = False
+        self._until_s = 0.0  # when a writer that closes gives up
+        self._thread = threading.Thread(target=self._drain, name="querylog-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, row: QueryRow) -> bool:
+        """Queue a row, or drop and count it; return whether it is queued; ValueError as `require_loggable`."""
+        require_loggable(row)
+        with self._lock:
+            with suppress(queue.Full):
+                if not self._closing:
+                    self._queue.put_nowait(row)
+                    return True
+            self._drop(1)
+        return False
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued and end the thread; what is not written after `timeout_s` seconds counts as dropped."""
+        with self._lock, suppress(queue.Full):  # then it is awake
+            self._until_s = time.monotonic() + timeout_s
+            self._closing = True
+            self._queue.put_nowait(None)
+        self._thread.join(timeout_s)
+        with self._lock:
+            self._drop(len(self._take(self._queue.qsize())))
+
+    def _drain(self) -> None:
+        while not (self._closing and self._queue.empty()):
+            first = self._queue.get()
+            self._write([*([] if first is None else [first]), *self._take(self._batch - 1)])
+        self._write([])
+        self._log.close()
+
+    def _write(self, rows: list[QueryRow]) -> None:
+        """Write a batch, as often as it takes."""
+        while True:
+            with self._lock:
+                unrecorded = self._unrecorded
+            if not rows and not unrecorded:
+                return
+            try:
+                self._log.append(rows, dropped=unrecorded)
+            except (OSError, ValueError) as error:  # ValueError: the log is of another schema
+                if not self._failing:  # once, and not at every try
+                    logger.warning("the query log takes no rows: %s", error)
+                self._log.close()  # the file may be replaced meanwhile, and is opened anew
+                with self._lock:
+                    self._failing, self.last_error = True, str(error)
+                is_late = self._closing and time.monotonic() + RETRY_S > self._until_s
+                if is_late or isinstance(error, ValueError | DatabaseTorn):
+                    with self._lock:
+                        self._drop(len(rows))
+                    return
+                time.sleep(RETRY_S)
+            else:
+                with self._lock:
+                    self._failing = False
+                    self.written += len(rows)
+                    self._unrecorded -= unrecorded
+                return
+
+    def _take(self, limit: int) -> list[QueryRow]:
+        rows: list[QueryRow] = []
+        with suppress(queue.Empty):
+            while len(rows) < limit:
+                if (row := self._queue.get_nowait()) is not None:
+                    rows.append(row)
+        return rows
+
+    def _drop(self, num_rows: int) -> None:  # with the lock held
+        self.dropped += num_rows
+        self._unrecorded += num_rows

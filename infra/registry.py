@@ -1,6 +1,6 @@
 """The registry of targets and drafts, in MLflow: numbered versions, their lineage, and which of them is served.
 
-A row decides (infra/champions.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
+A row decides (infra/store.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
 tag `previous` are its copies; what a crash left uncopied is copied by whoever looks next. An alias that a person moved
 is a request: it becomes the row if the version may serve, else it is put back. Nothing here imports a model library,
 pickles, or sets MLflow's process-wide address.
@@ -16,18 +16,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.artifacts import check_manifest, get, path_of, put
-from infra.cache import fetched
-from infra.champions import Champion, Champions
+from infra.artifacts import check_manifest, fetched, get, path_of, put
 from infra.database import Database
 from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
-from infra.store import NotFound, Store, translated
+from infra.store import Champion, Champions, NotFound, Store, translated
 from infra.versions import (
     FIRST,
     OWN_TAGS,
     ForeignVersion,
-    Kind,
     Lineage,
     Version,
     as_version,
@@ -37,7 +34,7 @@ from infra.versions import (
     model_name,
     written_tags,
 )
-from models.types import MANIFEST_NAME
+from models.types import MANIFEST_NAME, Kind
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -292,7 +289,7 @@ class Registry:
         """Return a local directory with the version's files, checked against its digest.
 
         It is the version's own where that lies in place, else a copy in the cache, which `owner` holds from now on: a
-        good one is returned without asking any store, a bad one is fetched again (`infra.cache.fetched`). A draft's
+        good one is returned without asking any store, a bad one is fetched again (`infra.artifacts.fetched`). A draft's
         bytes are read each time, those of a target only if its files changed.
 
         Raises:

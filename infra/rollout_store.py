@@ -2,7 +2,7 @@
 
 An event is one transaction that reads the rows, takes the step, and writes what changed. So there is no coordinator
 that could be lost: a process that ends between two steps leaves a whole state, and whoever looks next goes on from it.
-A row has the lease of the process that looks after it (infra/leases.py); a row whose lease ended is lost.
+A row has the lease of the process that looks after it (infra/database.py); a row whose lease ended is lost.
 """
 
 import logging
@@ -14,8 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from infra.database import Database
-from infra.leases import is_held, lease, renewing
+from infra.database import Database, is_held, lease, renewing
 from infra.registry import Registry
 from infra.rollouts import (
     Cleared,

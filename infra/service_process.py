@@ -16,10 +16,7 @@ import httpx
 from infra.client import Client
 from infra.compiling import Compiling
 from infra.files import write_atomic
-from infra.installed import openmp_preload
-from infra.keys import bring_keys, keys_path, operator_key, require_client
-from infra.processes import Child, answers, free_port, require_port_free, wait_until
-from infra.serving import (
+from infra.home import (
     MAX_RAY_DIR,
     RECORDER_HEALTH,
     compiled_folder,
@@ -28,6 +25,9 @@ from infra.serving import (
     ray_folder,
     served_by,
 )
+from infra.keys import bring_keys, keys_path, operator_key, require_client
+from infra.machine import openmp_preload
+from infra.processes import Child, answers, free_port, require_port_free, wait_until
 from infra.settings import RECORD_CONFIG, Settings
 from infra.status import RunningService
 from infra.supervisor import Program, read_state

@@ -1,8 +1,19 @@
-"""The MLflow store that everything of an installation is written to: its connection, its errors, and finished runs."""
+"""The stores that a registry stands on: MLflow's, the rows that say what is to be served, and an object store.
+
+MLflow can't compare and swap. So which version of a kind is served a row in the query log's database decides. It
+changes first, by an update that names the version that it replaces, and MLflow's alias is its copy, for people to look
+at. `copied` says whether the alias was written since: until then an alias that differs is an older copy, and from then
+on somebody moved it by hand.
+
+An object store holds folders of files under `s3://bucket/prefix`, which several machines reach. What a folder is worth
+its readers decide; here bytes move. Objects appear whole, each by itself, so that the one that is written last says
+that the others are there. Keys, region and endpoint are in the usual variables `AWS_*`.
+"""
 
 import logging
 import math
 import os
+import socket
 import sqlite3
 import tempfile
 import time
@@ -10,15 +21,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from infra.database import DatabaseUnavailable, OtherSchema
+from sqlalchemy import Connection, insert, select, update
+
+from infra.database import Database, DatabaseUnavailable, OtherSchema
 from infra.settings import QUIET_MLFLOW, sqlite_file
+from infra.tables import champions
+from models.types import Frozen, Kind
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "redraft"
+SCHEME = "s3://"
+# A store that does not answer must be noticed in seconds: nobody fetches while it is waited for.
+CONNECT_S, READ_S, NUM_TRIES = 3, 5, 2
+CHUNK_BYTES = 1 << 24
 
 
 class StoreUnavailable(ConnectionError):
@@ -125,3 +144,151 @@ def translated(doing: str) -> Iterator[None]:
         if no_alias or error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise NotFound(f"{doing}: {error}") from error
         raise StoreUnavailable(f"{doing}: {error}") from error
+
+
+class Champion(Frozen):
+    """The row of a kind.
+
+    Attributes:
+        version: what is to be served, None if there is nothing good.
+        previous: the champion that the version replaced, if any, when it was promoted.
+        copied: whether MLflow's alias was written for the version.
+        changed_ms, changed_by: when the version changed, by the database's clock, and by which process.
+    """
+
+    version: int | None
+    previous: int | None
+    copied: bool
+    changed_ms: int
+    changed_by: str
+
+
+class Champions:
+    """The rows; every call raises StoreUnavailable where the database is out of reach."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock of whoever changes what is served, in any home that has this database."""
+        try:
+            with self._database.lock("champions"):
+                yield
+        except DatabaseUnavailable as error:
+            raise StoreUnavailable(f"holding the lock of the champions: {error}") from error
+
+    def row(self, kind: Kind) -> Champion | None:
+        with translated(f"looking up the champion of {kind}"), self._database.reading() as connection:
+            return _row(connection, kind)
+
+    def adopt(self, kind: Kind, version: int | None) -> Champion:
+        """Begin the row of a kind with what MLflow's alias names, unless there is one, and return it."""
+        with translated(f"beginning the champion of {kind}"), self._database.writing() as connection:
+            if (row := _row(connection, kind)) is None:
+                row = self._changed(connection, version, None, copied=True)
+                connection.execute(insert(champions).values(kind=kind, **row.model_dump()))
+            return row
+
+    def swap(self, kind: Kind, expected: int | None, version: int | None, previous: int | None) -> Champion | None:
+        """Replace the expected version by another one, and return the row; None where it is no longer there."""
+        of_kind, is_expected = champions.c.kind == kind, champions.c.version.is_not_distinct_from(expected)
+        with translated(f"changing the champion of {kind}"), self._database.writing() as connection:
+            row = self._changed(connection, version, previous, copied=False)
+            changed = update(champions).where(of_kind, is_expected).values(row.model_dump())
+            return row if connection.execute(changed).rowcount else None
+
+    def note_copied(self, kind: Kind, version: int | None) -> None:
+        """Note that the alias was written for the version, if it is still the one to be served."""
+        is_same = champions.c.version.is_not_distinct_from(version)
+        with translated(f"noting the champion of {kind}"), self._database.writing() as connection:
+            connection.execute(update(champions).where(champions.c.kind == kind, is_same).values(copied=True))
+
+    def _changed(self, connection: Connection, version: int | None, previous: int | None, copied: bool) -> Champion:
+        return Champion(
+            version=version,
+            previous=previous,
+            copied=copied,
+            changed_ms=self._database.now_ms(connection),
+            changed_by=f"{socket.gethostname()} {os.getpid()}",
+        )
+
+
+def _row(connection: Connection, kind: Kind) -> Champion | None:
+    row = connection.execute(select(champions).where(champions.c.kind == kind)).mappings().one_or_none()
+    return None if row is None else Champion.model_validate({name: row[name] for name in Champion.model_fields})
+
+
+class ObjectsUnavailable(StoreUnavailable):
+    """The object store could not be reached, or refused; the same call may succeed later."""
+
+
+class ObjectMissing(ObjectsUnavailable):
+    """The object store answers, and has no such object, or no such bucket."""
+
+
+class ObjectStore:
+    """Connects at first use; every call raises ObjectsUnavailable."""
+
+    @cached_property
+    def _files(self) -> Any:
+        try:
+            from s3fs import S3FileSystem  # an extra, and it takes a second
+        except ImportError as error:
+            raise ValueError(f"{SCHEME} needs s3fs, which is missing: pip install 'redraft[s3]'") from error
+
+        config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"max_attempts": 0}}
+        files = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
+        files.retries = NUM_TRIES
+        return files
+
+    def upload(self, files: Sequence[tuple[Path, str]], folder: str) -> None:
+        """Write files under their names in a folder, in the order given."""
+        for path, name in files:
+            with _reached(f"writing {folder}/{name}"):
+                self._files.put_file(str(path), f"{folder}/{name}")
+
+    def holds(self, address: str) -> bool:
+        with _reached(f"looking for {address}"):
+            return bool(self._files.exists(address))
+
+    def chunks(self, address: str) -> Iterator[bytes]:
+        """Yield the content of one object."""
+        with _reached(f"reading {address}"):
+            opened = self._files.open(address, "rb", block_size=CHUNK_BYTES, cache_type="readahead")
+        with opened:
+            while True:
+                with _reached(f"reading {address}"):
+                    chunk: bytes = opened.read(CHUNK_BYTES)
+                if not chunk:
+                    return
+                yield chunk
+
+    def folders(self, parent: str) -> list[str]:
+        """Return the addresses of the folders in a folder, none where it is not there."""
+        with _reached(f"listing {parent}"):
+            if not self._files.exists(parent):
+                return []
+            return [f"{SCHEME}{path}" for path in self._files.ls(parent, detail=False)]
+
+    def remove(self, folder: str, first: str) -> None:
+        """Remove a folder, and one of its files before all others."""
+        with _reached(f"removing {folder}"):
+            if self._files.exists(f"{folder}/{first}"):
+                self._files.rm_file(f"{folder}/{first}")
+            if self._files.exists(folder):
+                self._files.rm(folder, recursive=True)
+
+
+@contextmanager
+def _reached(doing: str) -> Iterator[None]:
+    """Turn what s3fs and its libraries raise into ObjectsUnavailable."""
+    from botocore.exceptions import BotoCoreError  # comes with s3fs
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"{doing}: it is not there") from error
+    except (OSError, BotoCoreError) as error:
+        told = (str(error).splitlines() or [""])[0]
+        raise ObjectsUnavailable(f"{doing}: {told or type(error).__name__}") from error

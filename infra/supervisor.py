@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infra.files import write_atomic
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.processes import Child, answers, port_is_free
 from models.types import Frozen
 

@@ -1,6 +1,6 @@
 """The trigger's states, in the query log's database: who reads the log reads them.
 
-A run holds a lease for as long as it lives (infra/leases.py), so that one which was killed is seen. Nothing of a
+A run holds a lease for as long as it lives (infra/database.py), so that one which was killed is seen. Nothing of a
 request's text is kept here.
 """
 
@@ -13,8 +13,7 @@ from typing import Literal, TypeVar
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from infra.database import Database, DatabaseUnavailable
-from infra.leases import LEASE_S, is_held, lease, renewing
+from infra.database import LEASE_S, Database, DatabaseUnavailable, is_held, lease, renewing
 from infra.tables import trigger_domains, trigger_facts, trigger_run
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
 from models.types import Frozen

@@ -6,7 +6,7 @@ to an owner: name it after one run, since the same name gets the same window bac
 Each claim counts as an attempt when it is made, so that kill -9 counts too; when the third has failed the window is set
 aside with its error. Its rows stay in the log and are used no more, since any of them may be what stopped it.
 
-A claim is a lease (infra/leases.py): it ends with its process, and the owner renews it (`hold`).
+A claim is a lease (infra/database.py): it ends with its process, and the owner renews it (`hold`).
 """
 
 import hashlib
@@ -17,8 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from infra import tables
-from infra.database import STREAMED, Database
-from infra.leases import LEASE_S, is_held, lease, renewing
+from infra.database import LEASE_S, STREAMED, Database, is_held, lease, renewing
 from models.types import Frozen
 
 MAX_ATTEMPTS, MAX_ERROR_CHARS = 3, 500

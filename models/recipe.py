@@ -16,10 +16,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
-from models.core.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.engines import EngineParams
 from models.params import BaseParams, did_you_mean, validate, without_defaults
-from models.recipe_unread import require_read
 from models.serving import Serve
 from models.stages import (
     TABLES,
@@ -32,6 +30,7 @@ from models.stages import (
     Text,
     Train,
     require_chain,
+    require_read,
 )
 from models.types import Frozen, GateParams
 
@@ -149,6 +148,24 @@ class Gate(GateParams):
     promote: Literal["auto", "approve"] = Field(
         "auto", description='"approve": a draft that passed waits until somebody promotes it'
     )
+
+
+class PostPromotionTest(Frozen):
+    """What a draft is held to after it was promoted.
+
+    Attributes:
+        alpha: chance that a draft which is no worse is ever rolled back.
+        num_requests: compared without a loss, the draft passes.
+        per_look: the most requests that are compared at a time.
+        period_s: seconds between looks.
+        max_wait_s: seconds after which fewer than `per_look` new requests are compared too.
+    """
+
+    alpha: float = Field(0.01, gt=0, lt=0.5)
+    num_requests: int = Field(500, ge=1)
+    per_look: int = Field(16, ge=1)
+    period_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    max_wait_s: float = Field(300.0, ge=0, allow_inf_nan=False)
 
 
 class Schedule(Frozen):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from models import catalog
-from models.core.evaluation.canary import Params as CanaryParams
 from models.core.evaluation.drift_detector import Params as DriftDetector
+from models.core.evaluation.golden import CanaryParams
 from models.params import BaseParams, require_unsaid
 from models.types import Frozen, Positive, RolloutParams
 

@@ -19,6 +19,7 @@ RARELY = 0.02
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GateVerdict = Literal["passed", "undecided", "refused"]
+Kind = Literal["target", "draft"]  # of what is registered and served
 
 
 class Frozen(BaseModel):

@@ -1,8 +1,8 @@
 """Who may ask: the ASGI layer in front of every route.
 
 Nothing that a client sends reaches a handler before its key was checked, and no body is read before
-(services/bodies.py). Each request gets an id of ours: one chosen by a client could collide with another's and mix up
-their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
+(services/http_server.py). Each request gets an id of ours: one chosen by a client could collide with another's and mix
+up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
 import base64

@@ -23,13 +23,12 @@ from models.engines.vllm.openai import VERSION, Answer, EngineStopped, Refused
 from models.engines.vllm.tap import EngineEnded
 from services import metrics
 from services.access import CLIENTS, INTERNAL_ERROR, MESSAGES, PAGE_PATH, ROLES_OF, UNAVAILABLE, RequestError
-from services.bodies import bounded
 from services.failures import place_of
 from services.fair_queue import QueuedRequest
+from services.http_server import bounded, opened
 from services.questions import RESPONSES, Origin, as_chat, check_limits, describe_origin, parse_body, wants_steps
 from services.reasoning import HEADER
 from services.service import Service
-from services.stream import opened
 
 NOT_IMPLEMENTED = 501
 # What reading a tool's odd parameters or an odd item fails with; anything else is a failure of ours.

@@ -36,7 +36,7 @@ import httpx
 from aiohttp import web
 from pydantic import Field
 
-from infra.cache import hold
+from infra.artifacts import hold
 from infra.events import EVERY_DOMAIN, Emitter
 from infra.registry import open_registry
 from infra.rollout_store import ATTACHED, Member, RolloutStore

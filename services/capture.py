@@ -11,7 +11,7 @@ import random
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
-from infra.captured import CapturedFiles
+from infra.querylog import CapturedFiles
 from models.engines.vllm.capture import Claim
 from models.serving import Capture as Params
 from services.questions import Origin

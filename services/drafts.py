@@ -19,18 +19,17 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from infra.cache import release
+from infra.artifacts import release
 from infra.files import write_atomic
-from infra.memory import free_memory_gib
-from infra.object_store import ObjectsUnavailable
+from infra.priority import free_memory_gib
 from infra.registry import Registry
 from infra.rollout_store import Member
 from infra.rollouts import Seen, Told
 from infra.status import Phase, Proof
-from infra.store import StoreUnavailable
+from infra.store import ObjectsUnavailable, StoreUnavailable
 from infra.versions import ForeignVersion, Version, cached, is_quarantined, label
 from models.core.drafting.draft_families import UnknownFamily, check_draft
-from models.core.evaluation.canary import Answer
+from models.core.evaluation.golden import Answer
 from models.serving import Serve
 from models.targets import TargetCard
 from models.types import Frozen

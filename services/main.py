@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from infra.home import close_to_others, open_home
+from infra.home import close_to_others, home_secret, open_home, serving
 from infra.keys import bring_keys, require_client
 from infra.processes import hold_port
-from infra.secret import home_secret
-from infra.serving import serving
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_as
 

@@ -25,7 +25,7 @@ from models.serving import Reasoning as Settings
 from models.targets import describe, stop_ids
 from models.types import Frozen
 from services.access import UNAVAILABLE, RequestError
-from services.stream import DONE, event
+from services.http_server import DONE, event
 
 HEADER = "X-Redraft-Reasoning"
 UNFINISHED = "\ufffd"  # stands at the end of a text whose last letter has not come whole

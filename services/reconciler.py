@@ -18,15 +18,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infra.events import PAIR_BROKE
-from infra.object_store import ObjectsUnavailable
 from infra.rollouts import NeedsStart
 from infra.status import Proof
-from infra.store import NotFound, StoreUnavailable
+from infra.store import NotFound, ObjectsUnavailable, StoreUnavailable
 from infra.versions import Version, is_quarantined, label
 from models.core.evaluation.acceptance import AcceptanceCount, mean_accepted_length
-from models.core.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
-from models.core.evaluation.canary import Params as CanaryParams
-from models.core.evaluation.golden import Golden, equal_output, first_difference
+from models.core.evaluation.golden import (
+    Answer,
+    CanaryParams,
+    Finding,
+    Golden,
+    equal_output,
+    first_difference,
+    has_fallen,
+    judge,
+    lost_on_canaries,
+    lost_on_traffic,
+)
 from models.engines import Completion, Engine, NotSwitchable, Sampling
 from models.serving import Probation
 from services import swap

@@ -32,17 +32,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
 from yarl import URL
 
+from infra.home import home_secret
 from infra.keys import keys_path
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
-from infra.secret import home_secret
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.settings import ATTACH_TOKEN, RECORD_CONFIG, AbsolutePath, Settings
 from models.engines.vllm.redraft_vllm.served import proof
 from models.markers import Markers
 from models.params import validate
 from models.types import Frozen
 from services.access import Keys, RequestError
-from services.listener import BACKLOG, made_ready
+from services.http_server import BACKLOG, made_ready
 from services.recorder import SAMPLING, Recorder
 from services.recording_middleware import ClientLeft, RawHeaders, RecordingMiddleware, RequestBody
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from infra import scrub
 from infra.consent import CONSENT_LEVELS, OTHER_DOMAINS, QueryRow, redact
-from infra.logwriter import BackgroundWriter
+from infra.querylog import BackgroundWriter
 from infra.status import LogCounts, RecentAcceptance
 from models.core.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.serving import RECORDER_HEALTH
+from infra.home import RECORDER_HEALTH
 from models.engines.vllm.redraft_vllm.served import ASKED, TOLD, read_told
 from services.access import Keys, RequestError
 from services.frames import Added, AnswerReader, StreamReader, without_ids

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
-from infra.home import open_home
-from infra.installed import openmp_preload
-from infra.serving import compiled_folder
+from infra.home import compiled_folder, open_home
+from infra.machine import openmp_preload
 from models.engines.vllm import child_environment
 from services.config import ServiceConfig, read_as
 from services.failures import VLLM_LOGGING
@@ -64,7 +63,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
         from services.app import build_app
-        from services.listener import listening
+        from services.http_server import listening
 
         app = build_app(self._service)
         return app if self._socket is None else listening(app, self._socket, self._service.config.serve.drain_s)

@@ -9,14 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-from infra.home import close_to_others
-from infra.identity import PR_SET_PDEATHSIG, children_named, process_identity
-from infra.memory import SERVICE_ENDS_AT
-from infra.secret import home_secret
-from infra.serving import SERVED_NAME, ray_folder
+from infra.home import SERVED_NAME, close_to_others, home_secret, ray_folder
+from infra.machine import PR_SET_PDEATHSIG, children_named, process_identity
+from infra.priority import SERVICE_ENDS_AT
 from services.config import ServiceConfig, read_as
-from services.request_middleware import CONFIG_VARIABLE
-from services.reverse_proxy import ReverseProxy
+from services.reverse_proxy import CONFIG_VARIABLE, ReverseProxy
 
 APP_NAME = "redraft"
 NUM_CPUS = 4
@@ -41,7 +38,7 @@ RAY_VARIABLES = {
     # What trains ends itself before this share is used, see there; 1000 would offer the replica to the kernel first.
     "RAY_memory_usage_threshold": str(SERVICE_ENDS_AT),
     "RAY_worker_oom_score_adjustment": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.request_middleware.middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.reverse_proxy.middlewares",
 }
 # Whatever the environment says: Serve's own HAProxy, and replicas that listen for it, bind every address.
 HELD_OFF = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}

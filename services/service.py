@@ -11,17 +11,14 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from infra.cache import hold
-from infra.captured import CapturedFiles
+from infra.artifacts import hold
 from infra.events import EVERY_DOMAIN, Emitter
+from infra.home import SERVED_NAME, home_secret
 from infra.keys import is_loopback
-from infra.logwriter import BackgroundWriter
 from infra.priority import Busy, cores, gpus
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, CapturedFiles, QueryLog
 from infra.registry import open_registry
 from infra.rollout_store import Member, RolloutStore
-from infra.secret import home_secret
-from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus, of_domains
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import read_vocabulary

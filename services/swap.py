@@ -45,7 +45,7 @@ from typing import Concatenate, NamedTuple, ParamSpec
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version, label
-from models.core.evaluation.canary import Answer, Finding
+from models.core.evaluation.golden import Answer, Finding
 from models.serving import Serve
 from services.drafts import DraftState, Loaded, Postponed, without
 

@@ -9,35 +9,15 @@ from infra.settings import load_settings
 from models.core.drafting.draft_families import adopter_of, name_of, open_draft, read_json
 from models.core.evaluation.scoring import score
 from models.recipe import Recipe
-from models.types import Frozen
 from tasks.measure_draft import scored_by, tau_of
-from tasks.stages import cached_step, json_sha256
+from tasks.register import Adopted
+from tasks.stages import cached_step, json_sha256, table, task
 from tasks.stages.samples import read_samples
-from tasks.stages.task import table, task
 from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32
 TAUS = "taus.json"
 READ = ("config.json", "tokenizer.json", "*.safetensors")
-
-
-class Adopted(Frozen):
-    """A draft from elsewhere: as it is served, and where it came from.
-
-    Attributes:
-        draft: kind "draft", as the engine loads it.
-        source_sha256: of the files of directory `source` that count.
-        source_layers: how many of its first layers were taken, None for all that it is.
-        source_reading: what was measured to be right where its files leave something open, "" where they don't.
-        trained_context: tokens that its files say it was made for, where that is less than the target reads.
-    """
-
-    draft: Artifact
-    source: str
-    source_sha256: str
-    source_layers: int | None = None
-    source_reading: str = ""
-    trained_context: int | None = None
 
 
 @task

@@ -16,14 +16,14 @@ from infra.artifacts import Artifact
 from models import adapters, catalog, prune, quantize
 from models.core.checkpoints import invariants, mixed
 from models.core.learning import training
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.core.learning.second_task import SecondTask
 from models.params import BaseParams
 from models.shrink import num_stored
 from models.stages import Finetune, Pretrain, Prune, Quantize, Shrink, Train
 from models.types import Frozen
+from tasks.stages import task
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
-from tasks.stages.task import task
 
 
 @task

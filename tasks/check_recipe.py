@@ -9,7 +9,7 @@ from models.recipe import Recipe, Traffic
 from models.targets import target_config
 from tasks.promote import open_champions, require_target
 from tasks.select_data import choose_prompts, select_data
-from tasks.stages.task import task
+from tasks.stages import task
 
 
 @task

@@ -10,36 +10,34 @@ from typing import NamedTuple
 from pydantic import Field
 
 from infra.artifacts import Artifact
-from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.database import DatabaseUnavailable
 from infra.erasures import Role
-from infra.identity import process_identity
-from infra.querylog import QueryLog
+from infra.home import home_secret
+from infra.machine import process_identity
+from infra.querylog import CapturedFiles, QueryLog
 from infra.regression_sets import SIZE, Conversation, plan
-from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.trigger_store import now_ms, since
 from infra.versions import Pair
 from infra.windows import Window
+from models.core.layers.kernels import is_out_of_memory
 from models.core.learning.hidden import Sample
-from models.precision import is_out_of_memory
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
-from tasks.stages import cached_step, json_sha256, stage_key
-from tasks.stages.imported import gate_by_own_answers
+from tasks.stages import cached_step, json_sha256, run_logger, stage_key, table, task
 from tasks.stages.samples import (
     SPLITS,
     Split,
     TrafficSplit,
     by_domain,
     draw_per_domain,
+    gate_by_own_answers,
     read_samples,
     usable,
     write_samples,
 )
 from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, rows_of_others, stands_for
-from tasks.stages.task import run_logger, table, task
 
 
 @task
@@ -125,7 +123,7 @@ class Parts(Frozen):
         shares: domain to its share of the traffic, what its keys' shares leave of it.
         fresh: ids of the conversations of regression sets that came with this traffic, by which no draft was gated.
         unlike: domain to how much less likely its imported answers are to the target than its own, in nats a token;
-            where that is shown, drafts are held to the target's own answers (`tasks.stages.imported`).
+            where that is shown, drafts are held to the target's own answers (`tasks.stages.samples`).
     """
 
     samples: Artifact

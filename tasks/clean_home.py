@@ -7,7 +7,7 @@ from infra.erase import erase_older_than, finish_erasures
 from infra.erasures import Certificate
 from infra.settings import load_settings
 from models.recipe import Keep
-from tasks.stages.task import run_logger, task
+from tasks.stages import run_logger, task
 
 
 @task

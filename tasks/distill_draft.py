@@ -11,29 +11,28 @@ from pydantic import JsonValue
 
 from infra.artifacts import Artifact, forget_others, open_artifact, publish, staged
 from infra.consent import row_of
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
 from models.core.drafting.draft_families import family_named, family_of, is_trained, name_of
+from models.core.layers.kernels import is_out_of_memory
 from models.core.learning import distill, fitted
 from models.core.learning.hidden import Sample, cut_ends, usual_length
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.drafts import Draft
 from models.params import BaseParams
-from models.precision import is_out_of_memory
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen
 from tasks.find_challenger import Start
 from tasks.prepare_target import prepare_target
-from tasks.stages import cached_step, stage_key
+from tasks.stages import cached_step, progress, run_logger, stage_key, task
 from tasks.stages.samples import captures_of, read_samples, tell_captured
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 from tasks.stages.workers import train_module
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from infra.files import renamed_when_complete, replacing
-from infra.lines import ancestors
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
-from infra.versions import Version
+from infra.versions import Version, ancestors
 from models.core.drafting.draft_families import family_of, name_of
 from models.drafts import Publisher
 from models.types import Frozen
-from tasks.stages.task import task
+from tasks.stages import task
 
 CARD = "README.md"
 POINTER = "champion.json"

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from infra.artifacts import Artifact, publish
-from infra.lines import best_versions, predecessors
 from infra.registry import open_registry
 from infra.regression_sets import scored_as
 from infra.settings import load_settings
-from infra.versions import Pair, is_usable
+from infra.versions import Pair, best_versions, is_usable, predecessors
 from infra.windows import Window
 from models.core.evaluation.gate import Evidence, decide, score_floor
 from models.core.evaluation.paired import Score
@@ -17,8 +16,8 @@ from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, Scorer, summarise, tau_of
+from tasks.stages import run_logger, table, task
 from tasks.stages.samples import by_domain, read_samples, regression_set_versions
-from tasks.stages.task import run_logger, table, task
 from tasks.stages.throttle import device_of
 
 CHAMPION, CANDIDATE = "champion", "candidate"

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder
@@ -22,9 +22,8 @@ from models.recipe import Generate, Recipe
 from models.sources import Prompt, encoded
 from tasks.prepare_text import in_turn
 from tasks.select_data import read_prompts
-from tasks.stages import cached_step
+from tasks.stages import cached_step, progress, task
 from tasks.stages.samples import SPLITS, append_samples, by_domain, read_written, write_samples
-from tasks.stages.task import progress, task
 
 ANSWERS = "answers.jsonl"
 

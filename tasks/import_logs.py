@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import load_settings
 from models.chats import ChatEncoder
 from models.conversations import Answer, Conversation, given, paired, read_conversation, structure
@@ -39,8 +39,7 @@ from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, r
 from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
-from tasks.stages import json_sha256
-from tasks.stages.task import progress, task
+from tasks.stages import json_sha256, progress, task
 
 BATCH_ROWS = 256
 DEFAULT_TEMPERATURE = 1.0

@@ -21,9 +21,8 @@ from models.drafts import Draft
 from models.engines import Rules
 from models.recipe import Recipe
 from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateReport
-from tasks.stages import cached_step, json_sha256
+from tasks.stages import cached_step, json_sha256, table, task
 from tasks.stages.samples import by_domain, captures_of, read_samples, tell_captured
-from tasks.stages.task import table, task
 from tasks.stages.throttle import throttled
 
 NUM_RESAMPLES = 2000

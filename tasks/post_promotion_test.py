@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.consent import ELSEWHERE, Consent, QueryRow
+from infra.home import home_secret
 from infra.post_promotion import (
     FAILED,
     PASSED,
@@ -23,19 +24,19 @@ from infra.post_promotion import (
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.rollout_store import note_tested
-from infra.secret import home_secret
 from infra.settings import Settings, load_settings
-from infra.versions import Kind, Version
+from infra.versions import Version
 from models.core.drafting.draft_families import open_draft
 from models.core.evaluation import post_promotion_test
 from models.core.evaluation.paired import Score
 from models.core.evaluation.scoring import score
 from models.core.learning.hidden import Sample
 from models.recipe import Recipe
+from models.types import Kind
 from tasks.measure_draft import tau_of
+from tasks.stages import run_logger, task
 from tasks.stages.samples import usable
 from tasks.stages.split import cluster_samples
-from tasks.stages.task import run_logger, task
 from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from infra.artifacts import Artifact, open_artifact
 from models import catalog
-from models.core.evaluation.golden import FILE
+from models.core.evaluation.golden import GOLDEN_FILE
 from models.params import BaseParams
 from models.types import MANIFEST_NAME
-from tasks.stages import cached_step, local_content
-from tasks.stages.task import task
+from tasks.stages import cached_step, local_content, task
 
 
 @task
@@ -42,8 +41,8 @@ def complete_target(target: Artifact, samples: Artifact) -> Artifact:
     """
 
     def make(directory: Path, _: Path) -> None:
-        files, own = open_artifact(target), shutil.ignore_patterns(MANIFEST_NAME, FILE)
+        files, own = open_artifact(target), shutil.ignore_patterns(MANIFEST_NAME, GOLDEN_FILE)
         shutil.copytree(files, directory, symlinks=True, ignore=own, copy_function=os.link, dirs_exist_ok=True)
-        shutil.copy(open_artifact(samples) / FILE, directory)
+        shutil.copy(open_artifact(samples) / GOLDEN_FILE, directory)
 
     return cached_step("complete_target", "target", {}, make, {"target": target, "samples": samples})

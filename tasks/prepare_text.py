@@ -15,9 +15,8 @@ from models import catalog
 from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded, named
 from models.stages import Text
-from tasks.stages import cached_step, content_of
+from tasks.stages import cached_step, content_of, task
 from tasks.stages.samples import SPLITS, TrafficSplit
-from tasks.stages.task import task
 
 T = TypeVar("T")
 

@@ -5,13 +5,12 @@ from typing import Literal
 
 from infra.artifacts import Artifact, publish
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
-from infra.lines import ancestors, trained_on
 from infra.registry import Outdated, open_registry
 from infra.settings import load_settings
-from infra.versions import COUNT, Lineage, Pair, Version, is_quarantined, same_files
+from infra.versions import COUNT, Lineage, Pair, Version, ancestors, is_quarantined, same_files, trained_on
 from infra.windows import Window
 from models.recipe import Recipe
-from tasks.stages.task import flow_run_id, run_logger, task
+from tasks.stages import flow_run_id, run_logger, task
 
 MADE_BY = "made_by"  # tag of a target: the tables of the recipes that it was made by
 Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval"]

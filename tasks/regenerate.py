@@ -23,16 +23,15 @@ from infra.versions import Pair
 from infra.windows import Window
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import answering
 from models.core.learning.answering import Ask
 from models.core.learning.hidden import Sample
-from models.precision import fast_dtype
 from models.recipe import Recipe, Regeneration
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION
-from tasks.stages import cached_step
+from tasks.stages import cached_step, progress, run_logger, task
 from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
-from tasks.stages.task import progress, run_logger, task
 from tasks.stages.throttle import device_of, throttled
 
 BATCH = 16

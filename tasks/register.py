@@ -7,25 +7,41 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import Artifact, open_artifact, stored
-from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
-from infra.versions import Kind, Lineage, Pair, Target, TrainedWindow, Version, same_files
+from infra.versions import Lineage, Pair, Target, TrainedWindow, Version, ancestors, same_files
 from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window
 from models.core.drafting.draft_families import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
-from models.types import Estimate, GateReport
-from tasks.adopt_draft import Adopted
+from models.types import Estimate, Frozen, GateReport, Kind
 from tasks.distill_draft import Trained, forget_states, teachers_in, trained_context
-from tasks.find_challenger import EVIDENCE, Start
-from tasks.find_past import Past
+from tasks.find_challenger import EVIDENCE, Past, Start
 from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
-from tasks.stages.task import flow_run_id, run_logger, task
+from tasks.stages import flow_run_id, run_logger, task
+
+
+class Adopted(Frozen):
+    """A draft from elsewhere: as it is served, and where it came from.
+
+    Attributes:
+        draft: kind "draft", as the engine loads it.
+        source_sha256: of the files of directory `source` that count.
+        source_layers: how many of its first layers were taken, None for all that it is.
+        source_reading: what was measured to be right where its files leave something open, "" where they don't.
+        trained_context: tokens that its files say it was made for, where that is less than the target reads.
+    """
+
+    draft: Artifact
+    source: str
+    source_sha256: str
+    source_layers: int | None = None
+    source_reading: str = ""
+    trained_context: int | None = None
 
 
 @task

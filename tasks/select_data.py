@@ -8,8 +8,7 @@ from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
 from models.sources import Prompt, digest, draw_parts, named, sample, split
-from tasks.stages import cached_step, content_of
-from tasks.stages.task import task
+from tasks.stages import cached_step, content_of, task
 
 PARTS = ("train", "held_out", "requests")
 

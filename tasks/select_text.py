@@ -15,9 +15,8 @@ from models.drafts import lm
 from models.stages import Select
 from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents
-from tasks.stages import cached_step
+from tasks.stages import cached_step, progress, table, task
 from tasks.stages.change_target import shown_by
-from tasks.stages.task import progress, table, task
 from tasks.stages.throttle import throttled
 
 

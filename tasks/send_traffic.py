@@ -15,7 +15,7 @@ from models.recipe import Recipe, Traffic
 from models.sources import Prompt
 from models.types import Frozen
 from tasks.select_data import as_chats, choose_more
-from tasks.stages.task import task
+from tasks.stages import task
 
 SENT = "sent-prompts.txt"
 

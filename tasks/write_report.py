@@ -18,7 +18,7 @@ from infra.views.report import MAX_GATES, Demonstration, Findings, page
 from models.core.evaluation.acceptance import Trace, summarise
 from models.types import GateReport
 from tasks.measure.cells import PHASES, RESULT, answers_of
-from tasks.stages.task import task
+from tasks.stages import task
 
 MAX_ROWS = 5000
 

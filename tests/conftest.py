@@ -20,7 +20,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from models.engines.vllm import child_environment
 from tests.forked import fork_engines
 

@@ -35,35 +35,38 @@ RESULTS = ROOT / "build" / "mutants.jsonl"  # commit, what was tried, outcome
 TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
-    "services": "access bodies capture config fair_queue questions reconciler recorder reverse_proxy stream",
-    "infra": "artifacts captured champions consent database events keys lines logwriter post_promotion querylog "
-    "registry regression_sets status store trigger_store triggers",
+    "services": "access capture config fair_queue http_server questions reconciler recorder",
+    "infra": "artifacts consent events keys post_promotion registry regression_sets scrub status store trigger_store "
+    "triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
-    "tasks/stages": "imported samples",
+    "tasks/stages": "samples throttle",
     "tasks/trigger": "acknowledge ask",
-    "models/core/evaluation": "acceptance betting canary clusters drift_detector gate golden own_answers paired "
-    "post_promotion_test scoring",
-    "models/core/learning": "answering background_throttle captured distill fitted teacher validation",
-    "models/core/throughput": "cost running speeds",
+    "models/core/evaluation": "acceptance betting clusters drift_detector gate golden paired post_promotion_test "
+    "scoring",
+    "models/core/learning": "captured distill fitted teacher validation",
+    "models/core/throughput": "cost running",
 }
 ENGINE = "models/engines/vllm"
 OTHERS = {
-    "services/request_middleware": "services/test_request_middleware_alone services/test_reverse_proxy",
+    "services/reverse_proxy": "services/test_request_middleware_alone services/test_reverse_proxy",
     "services/drafts services/swap": "services/test_swap services/test_reconciler",
-    "infra/scrub/keys infra/scrub/numbers": "infra/test_scrub",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
+    "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",
-    "infra/leases": "infra/test_trigger_store",
-    "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft",
+    "infra/database": "infra/test_database infra/test_trigger_store",
+    "tasks/find_challenger": "tasks/test_register tasks/test_distill_draft tasks/test_find_challenger",
     "tasks/stages/__init__": "tasks/stages/test_stages",
     "tasks/stages/split": "tasks/stages/test_split tasks/stages/test_shares",
-    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap models/core/throughput/options": " ".join(
+    f"{ENGINE}/capture {ENGINE}/fields {ENGINE}/planning {ENGINE}/tap": " ".join(
         f"models/engines/test_vllm_{name}" for name in ("capture", "interrupts", "planning", "tap")
     ),
     "models/core/learning/hidden models/core/learning/loop": (
         "models/core/learning/test_training models/core/learning/test_distill tasks/test_distill_draft"
     ),
-    "models/core/throughput/curves": "models/core/throughput/test_cost models/core/throughput/test_expected",
+    "models/core/learning/answering": "models/core/learning/test_answering models/core/learning/test_own_answers",
+    "models/core/throughput/steps": (
+        "models/core/throughput/test_cost models/core/throughput/test_expected models/engines/test_vllm_planning"
+    ),
 }
 TESTS = {f"{folder}/{name}": [f"{folder}/test_{name}"] for folder, names in MIRRORED.items() for name in names.split()}
 TESTS |= {module: tests.split() for modules, tests in OTHERS.items() for module in modules.split()}

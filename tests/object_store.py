@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.object_store import ObjectStore
 from infra.processes import free_port
+from infra.store import ObjectStore
 
 NAME = "shared"
 START_S = 120.0

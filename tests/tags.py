@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from infra.artifacts import staged
 from infra.registry import Registry
-from infra.versions import Kind, Lineage, Target, Version
+from infra.versions import Lineage, Target, Version
+from models.types import Kind
 
 if TYPE_CHECKING:
     from models.targets import TargetCard

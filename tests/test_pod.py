@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from infra.home import SERVED_NAME
 from infra.processes import answers, free_port, wait_until
-from infra.serving import SERVED_NAME
 from tests.pod import GROUP, HOME, USER, argv_in_pod, volume
 
 REDRAFT = (sys.executable, "-W", "ignore", "-m", "flows.cli")

@@ -15,8 +15,8 @@ import httpx
 import openai
 
 from infra.artifacts import staged
-from infra.installed import openmp_preload
 from infra.keys import add_key, bring_keys, operator_key
+from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import open_registry

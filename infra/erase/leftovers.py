@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from infra.captured import CapturedFiles
 from infra.erase.job import Job
 from infra.files import discard, files_under, lock_folder, sweep_staging
 from infra.post_promotion import PostPromotionTests
+from infra.querylog import CapturedFiles
 
 STATES = "states.bin"
 UNLOGGED_S = 60.0  # a row is logged within a second of its states

@@ -17,17 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, TypeVar
 
-from infra.captured import SUFFIX
 from infra.erase.job import Job
 from infra.erase.search import Search, redacted
 from infra.files import LEFTOVER
+from infra.querylog import STATES
 from models.types import MANIFEST_NAME
 
 ERRORS = "errors of attempts at windows"  # the name in a certificate of what is in the log itself
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
 SQLITE = b"SQLite format 3\x00"
 PACKED: dict[str, ModuleType] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-NO_TEXT = {".safetensors", ".bin", SUFFIX, ".gguf", ".grid", ".so", ".pyc", ".png"}
+NO_TEXT = {".safetensors", ".bin", STATES, ".gguf", ".grid", ".so", ".pyc", ".png"}
 BATCH_ROWS = 4000  # a row is some 5,000 different stretches
 BUSY_S, POLL_S = 30.0, 0.2
 Content = TypeVar("Content", str, bytes)

@@ -15,10 +15,9 @@ from infra.versions import Version
 from infra.views import MEANING, NONE, shown
 from infra.views.acceptance import Acceptance, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, line_chart
-from infra.views.dashboard import told_of
+from infra.views.dashboard import Card, Figure, Table, render, told_of
 from infra.views.gate import change_chart, evidence_table, explain, thresholds
 from infra.views.overview import absent, follows, last_gate, servers, taus_in_words
-from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
 TEMPLATE = "report.html"

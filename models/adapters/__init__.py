@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.core.checkpoints.checkpoint import read_tensors
+from models.core.checkpoints.loading import read_tensors
 from models.params import BaseParams
 
 KEEPS: tuple[str, ...] = ("frozen weights",)  # of every method

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from models.core.drafting.proposal import Proposal
-from models.core.layers.packed_product import pack
+from models.core.layers.kernels import pack
 from models.params import BaseParams
 from models.targets import TargetCard
 

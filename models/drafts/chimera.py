@@ -29,7 +29,7 @@ from models.core.drafting.borrowing import BorrowingDraft, Format
 from models.core.drafting.draft_format import LAYER_SIZES
 from models.core.drafting.features import FeatureDrafter, decoder_layer, linear, start_as
 from models.core.drafting.heads import Block
-from models.core.layers.packed_product import Borrowed
+from models.core.layers.kernels import Borrowed
 from models.drafts import Procedure, Rows
 from models.losses import feature_l2
 from models.params import BaseParams

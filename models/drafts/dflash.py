@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.drafting.drafters import step_by_step
 from models.core.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
 from models.core.drafting.features import PathDrafter, Scale, decoder_layer, start_as

@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.drafting.borrowing import Format, NoisyDraft
 from models.core.drafting.draft_format import engine_weights, require_whole_vocabulary
 from models.core.drafting.features import Scale, decoder_layer, linear

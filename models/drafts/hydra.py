@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.drafting.heads import SIZES, Format, Heads, HeadsParams
 from models.drafts import Procedure
 from models.losses import cross_entropy

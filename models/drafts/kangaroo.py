@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import HEAD_SIZES, require_llama_layout

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.core.checkpoints.checkpoint import read_tensors
-from models.core.checkpoints.loading import load_floats
+from models.core.checkpoints.loading import load_floats, read_tensors
 from models.core.drafting.draft_families import own, read_json
 from models.core.drafting.draft_format import (
     WEIGHTS,

@@ -29,8 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.core.checkpoints.checkpoint import read_tensor
-from models.core.checkpoints.loading import load_floats, moved
+from models.core.checkpoints.loading import load_floats, moved, read_tensor
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import read_params, require_llama_layout
 from models.core.drafting.drafters import Beside, draft_chain, step_by_step

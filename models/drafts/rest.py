@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from safetensors.torch import save_file
 
-from models.core.checkpoints.checkpoint import read_tensors
+from models.core.checkpoints.loading import read_tensors
 from models.core.drafting.lookup import Store
 from models.core.drafting.proposal import Proposal
 from models.core.drafting.weightless import Format, TextDraft, TextDrafter

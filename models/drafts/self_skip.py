@@ -28,9 +28,9 @@ from models.core.drafting.proposal import Proposal
 from models.core.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, read_ahead, read_aside, require_part
 from models.core.drafting.subset_search import Subset, SubsetSearch
 from models.core.layers.decoder import Cache, Decoder, Sublayers
+from models.core.layers.kernels import fast_dtype
 from models.drafts import Draw, GoOn
 from models.params import BaseParams, unread
-from models.precision import fast_dtype
 
 PAPER = "arXiv:2309.08168; on the fly: arXiv:2410.06916"
 ARCHITECTURES = ("SelfSkipDraft",)

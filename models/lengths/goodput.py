@@ -4,7 +4,7 @@
 
 with a_j from `models.core.throughput.running` and T from `models.core.throughput.cost`. The paper verifies the same
 number of tokens of each sequence; here look-up and head, and domains that the draft knows and such that it does not,
-are cut at different lengths in one step, see `models.core.throughput.options`.
+are cut at different lengths in one step, see `models.core.throughput.steps`.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
@@ -28,9 +28,8 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from models.core.throughput.cost import Cost
-from models.core.throughput.curves import Line
-from models.core.throughput.options import Group, Option, Price, everything, option_of, options_of
 from models.core.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
+from models.core.throughput.steps import Group, Line, Option, Price, everything, option_of, options_of
 from models.lengths import Plan, SequenceState, View
 from models.params import BaseParams
 

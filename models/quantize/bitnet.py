@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.core.layers.integers import product
+from models.core.layers.integers import HIGH, product, token_scales
 from models.core.layers.linears import linears, replace
-from models.core.layers.rounded_linear import HIGH, token_scales
 from models.params import BaseParams
 from models.quantize import Quantized, Rounding, assemble, check
 

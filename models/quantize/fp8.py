@@ -12,8 +12,8 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
+from models.core.layers.integers import Float8Linear, to_float8
 from models.core.layers.linears import linears, replace
-from models.core.layers.rounded_linear import Float8Linear, to_float8
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
 

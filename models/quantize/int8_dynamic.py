@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
 from models.core.layers import integers
+from models.core.layers.integers import IntegerLinear
 from models.core.layers.linears import linears, replace
-from models.core.layers.rounded_linear import IntegerLinear
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from models.core.checkpoints import compressed
 from models.core.layers import integers
+from models.core.layers.integers import HIGH, IntegerLinear
 from models.core.layers.linears import Rows, calibrate, replace
-from models.core.layers.rounded_linear import HIGH, IntegerLinear
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
 

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from models.core.layers.integers import HIGH, token_scales
 from models.core.layers.linears import blocks
-from models.core.layers.rounded_linear import HIGH, token_scales
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
 

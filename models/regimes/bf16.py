@@ -1,7 +1,7 @@
 """Mixed precision: products in bfloat16, weights, optimizer and loss in float32.
 
 bfloat16 has float32's exponent, so nothing is scaled to keep gradients from vanishing. On a CPU without bfloat16 units
-a step takes longer, not shorter (`models.precision`). What is held for the backward pass is less by the activations of
+a step takes longer, not shorter (see `fast_dtype`). What is held for the backward pass is less by the activations of
 products; the weights' bfloat16 copies are held as well, so it pays for batches of more tokens than a layer is wide.
 """
 

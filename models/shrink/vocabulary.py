@@ -17,8 +17,8 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.core.checkpoints.checkpoint import choose_vocabulary
 from models.core.checkpoints.invariants import note
+from models.core.checkpoints.loading import choose_vocabulary
 from models.core.layers.reshape import Kept, take_widths
 from models.params import BaseParams, TrainingParams
 from models.shrink import shape_of

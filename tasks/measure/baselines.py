@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from infra.client import Answer
-from infra.installed import INTERPRETER, openmp_preload
+from infra.machine import INTERPRETER, openmp_preload
 from infra.processes import Child
 from models import catalog
 from models.chats import ChatEncoder

@@ -39,9 +39,9 @@ from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import counting, out, working
 from models.core.evaluation.acceptance import CONFIDENCE
 from models.core.evaluation.spread import Mean, differences, spread
+from models.core.layers.kernels import gpu_name
 from models.core.layers.linears import ENOUGH
 from models.params import did_you_mean
-from models.precision import gpu_name
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Estimate

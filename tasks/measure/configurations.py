@@ -28,12 +28,12 @@ from models.core.drafting.draft_families import class_of, family_named, is_train
 from models.core.drafting.self_draft import TargetRunner
 from models.core.drafting.weightless import Weightless
 from models.core.layers.decoder import Decoder
+from models.core.layers.kernels import engine_dtype
 from models.core.learning import distill
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine, open_for
 from models.params import BaseParams, validate
-from models.precision import engine_dtype
 from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen

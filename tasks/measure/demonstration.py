@@ -23,7 +23,7 @@ from infra.client import Answer, Client, LogLevel, Speculation
 from infra.files import write_atomic
 from infra.keys import operator_key
 from infra.machine import git_commit
-from infra.memory import free_memory_gib
+from infra.priority import free_memory_gib
 from infra.registry import open_registry
 from infra.service_process import start_service, starting
 from infra.settings import Settings

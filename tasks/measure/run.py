@@ -17,20 +17,19 @@ from sqlalchemy import delete
 from infra.artifacts import Artifact, publish
 from infra.database import Database, copy_database
 from infra.environment import environment_of
-from infra.lines import ancestors
+from infra.home import SPLIT_KEY, home_secret
 from infra.machine import describe_machine, git_commit
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import NAME, home_secret
 from infra.settings import Settings, load_settings
 from infra.tables import OF_HOME
-from infra.versions import Kind, Pair
+from infra.versions import Pair, ancestors
 from infra.views.results import counting
-from models.precision import engine_dtype, gpu_name
+from models.core.layers.kernels import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
-from models.types import Frozen
+from models.types import Frozen, Kind
 from tasks.measure.cells import Cells
 from tasks.promote import MADE_BY
 from tasks.select_data import choose_prompts
@@ -211,7 +210,7 @@ def copy_log(source: Settings, home: Settings) -> None:
         nothing = f"there is nothing in query log {source.querylog}"
         raise ValueError(f"{nothing}; serve some requests first, or run: redraft demo")
     home_secret(source.home)  # one that was never drawn is drawn there, so that both split alike
-    shutil.copy(source.home / NAME, home.home / NAME)
+    shutil.copy(source.home / SPLIT_KEY, home.home / SPLIT_KEY)
     for path in home.beside_log.parent.glob(f"{home.beside_log.name}*"):
         path.unlink()
     copy_database(source.querylog, home.beside_log)

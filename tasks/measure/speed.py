@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from infra.installed import SUFFIX_PACKAGE, suffix_version
+from infra.machine import SUFFIX_PACKAGE, suffix_version
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
 from models.core.evaluation.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from models.core.evaluation.latency import spread as spread_of
+from models.core.layers.kernels import engine_dtype
 from models.core.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
-from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.baselines import LLAMACPP, SIDES, Job, run_llamacpp, run_offline, why_not
 from tasks.measure.compare_traffic import output_verdicts

@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 
-from infra.installed import SUFFIX_TREES, openmp_preload, suffix_version
+from infra.home import SERVED_NAME
+from infra.machine import SUFFIX_TREES, openmp_preload, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
-from infra.serving import SERVED_NAME
 from infra.settings import Settings, plain_path
 from models.core.drafting.draft_families import family_of
+from models.core.layers.kernels import engine_dtype
 from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
-from models.precision import engine_dtype
 from models.recipe import Recipe
 from tasks.measure.endpoint import ChatServer
 from tasks.measure.run import Served

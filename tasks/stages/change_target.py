@@ -19,8 +19,7 @@ from models.stages import Train
 from models.targets import target_config
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
-from tasks.stages import cached_step
-from tasks.stages.task import progress, run_logger, table
+from tasks.stages import cached_step, progress, run_logger, table
 from tasks.stages.throttle import throttled
 from tasks.stages.workers import Run, train_module
 

@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from infra.compiling import Compiling
-from infra.installed import openmp_preload
-from infra.memory import free_memory_gib
+from infra.home import compiled_folder
+from infra.machine import openmp_preload
+from infra.priority import free_memory_gib
 from infra.processes import Child, wait_until
 from infra.service_process import START_TIMEOUT_S
-from infra.serving import compiled_folder
 from infra.settings import Settings
 from infra.views.results import out, working
 from models.core.drafting.draft_families import family_named

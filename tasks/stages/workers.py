@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from infra.secret import home_secret
-from infra.serving import ray_folder
+from infra.home import home_secret, ray_folder
 from infra.settings import load_settings
 from models.core.learning import hidden
-from models.core.learning.parallel import ALONE, Workers
+from models.core.learning.loop import ALONE, Workers
 from models.stages import Train
 
 MAX_FAILURES = 3

@@ -11,17 +11,17 @@ from typing import Literal
 
 import torch
 
-from infra.memory import GIB, Watchdog, gives_way, own_gib, read_memory
+from infra.home import is_served
+from infra.priority import GIB, Watchdog, gives_way, own_gib, read_memory
 from infra.registry import open_registry
-from infra.serving import is_served
 from infra.settings import load_settings
 from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerState, TriggerStore
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version, cached
-from models.precision import is_out_of_memory, require_device
+from models.core.layers.kernels import is_out_of_memory, require_device
 from models.recipe import Recipe
 from tasks.promote import Outcome
-from tasks.stages.task import run_logger
+from tasks.stages import run_logger
 from tasks.stages.throttle import device_of
 
 RefreshOutcome = Outcome | Literal["nothing to do", "waits for memory"]

@@ -30,17 +30,17 @@ from safetensors.torch import load_file, save_file
 from infra.artifacts import open_artifact, staged
 from infra.client import Answer, Chat, Client
 from infra.files import last_lines
-from infra.installed import openmp_preload
+from infra.home import SERVED_NAME
+from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.serving import SERVED_NAME
 from infra.settings import ATTACH_TOKEN, load_settings
 from infra.supervisor import read_state
 from infra.trigger_store import TriggerStore
 from models.core.drafting.draft_families import family_of
+from models.core.layers.kernels import engine_dtype
 from models.engines.vllm import child_environment
-from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
 from tasks.measure.endpoint import dump

@@ -21,8 +21,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from infra.captured import CapturedFiles
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
+from infra.querylog import CapturedFiles
 from models.core.learning.captured import Captures
 from models.core.learning.hidden import HiddenStates, Sample
 from models.engines import Completion

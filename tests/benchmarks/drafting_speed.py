@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from models.chats import ChatEncoder
 from models.core.evaluation.golden import Golden, equal_output, load_golden
 from models.core.evaluation.latency import Decoded, compare_blocks

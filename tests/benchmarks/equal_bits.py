@@ -25,17 +25,17 @@ import numpy as np
 import vllm
 from transformers import AutoTokenizer
 
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from models.chats import ChatEncoder
 from models.core.drafting.draft_families import family_named
 from models.core.evaluation.golden import first_difference
+from models.core.layers.kernels import fast_dtype
 from models.core.throughput.cost import Cost, Time, save_cost
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measured_for
 from models.lengths import goodput
-from models.precision import fast_dtype
 from models.targets import smollm2
 from tests.conftest import shake
 

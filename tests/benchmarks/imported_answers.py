@@ -3,7 +3,7 @@
     python -m tests.benchmarks.imported_answers TARGET --data FOLDER [--seeds 20] [--found FILE]
 
 FOLDER holds files of chats with a person's answer (`reference`), of each of which the first hundred are read. People's
-answers are compared as `tasks.stages.imported` does. In each seed the target answers the same prompts at temperature 1,
+answers are compared as `tasks.stages.samples` does. In each seed the target answers the same prompts at temperature 1,
 and its answers stand for imported ones. FILE keeps a line for each seed, so that a run that was broken off goes on from
 there. Prints a line for each file, and one JSON line. Beside each difference stand the mean log-probability of a
 token and the target's entropy at it, since people's words can be as likely as the target's own and still not be such.
@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
 from models.core.checkpoints.loading import load_model
-from models.core.evaluation.own_answers import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
+from models.core.layers.kernels import fast_dtype
+from models.core.learning.answering import MOST_TOKENS, NUM_PROMPTS, answer, compare, unlike
 from models.core.learning.hidden import Sample
-from models.precision import fast_dtype
 from models.targets import stop_ids
 from models.types import Estimate
 

@@ -19,8 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from infra.consent import QueryRow
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from tests.benchmarks.scripts import show
 from tests.infra.rows import address, environment
 from tests.postgres import PostgresServer

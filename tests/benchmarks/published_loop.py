@@ -37,11 +37,11 @@ from infra.artifacts import publish
 from infra.machine import git_commit
 from models.core.checkpoints.loading import load_model
 from models.core.evaluation.acceptance import Trace, difference, mean_accepted_length
+from models.core.layers.kernels import fast_dtype
 from models.core.layers.linears import blocks
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, length_buckets
 from models.drafts import Rows, eagle3
-from models.precision import fast_dtype
 from tasks.stages.samples import read_samples
 from tests.benchmarks.distill_speed import newest, traces
 

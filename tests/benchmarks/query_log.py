@@ -24,8 +24,7 @@ from transformers import AutoTokenizer
 
 from infra.client import LogLevel
 from infra.consent import QueryRow
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.status import LogCounts
 from infra.views.results import interval
 from models.chats import ChatEncoder

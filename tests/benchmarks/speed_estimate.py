@@ -25,8 +25,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from infra.installed import openmp_preload
-from infra.machine import describe_machine
+from infra.machine import describe_machine, openmp_preload
 from models.chats import ChatEncoder
 from models.core.evaluation.latency import Decoded, compare_blocks
 from models.engines import Completion, LookUp

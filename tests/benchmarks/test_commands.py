@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.installed import suffix_version
+from infra.machine import suffix_version
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings

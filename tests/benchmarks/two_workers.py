@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from infra.machine import describe_machine
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.drafts import eagle3
-from tests.models.core.learning.test_parallel import Summed, Unweighted, of_one, of_two, off
+from tests.models.core.learning.test_loop import Summed, Unweighted, of_one, of_two, off
 
 NUM_DRAFT_TOKENS = 3
 PROMPT, WHOLE = 24, (64, 128)  # tokens

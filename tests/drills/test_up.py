@@ -24,10 +24,10 @@ import pytest
 
 from infra.auth_middleware import pages_login
 from infra.environment import environment_of
-from infra.identity import process_identity
+from infra.home import home_secret
+from infra.machine import process_identity
 from infra.overview import overview
 from infra.processes import wait_until
-from infra.secret import home_secret
 from infra.service_process import MLFLOW, PREFECT
 from infra.settings import Settings, load_settings
 from infra.supervisor import ProcessRecord, read_state

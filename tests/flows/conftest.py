@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from infra import secret
 from infra.consent import QueryRow
+from infra.home import SECRET_BYTES, SPLIT_KEY
 from infra.processes import Child, answers, free_port, wait_until
 from infra.registry import Registry, open_registry
 from infra.settings import Settings, load_settings
@@ -94,8 +94,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
     cli = Cli(tmp_path_factory.mktemp("built") / ODD_NAME, HOME=str(user), TMPDIR=str(temporary), **proxies)
     cli.home.mkdir()
-    (cli.home / secret.NAME).touch(0o600)
-    (cli.home / secret.NAME).write_bytes(bytes(secret.NUM_BYTES))  # every split is the same each time
+    (cli.home / SPLIT_KEY).touch(0o600)
+    (cli.home / SPLIT_KEY).write_bytes(bytes(SECRET_BYTES))  # every split is the same each time
     return cli, cli.run("build", "--recipe", "tiny")
 
 

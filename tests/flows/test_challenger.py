@@ -17,10 +17,10 @@ from prefect import Task
 from infra import priority
 from infra.artifacts import staged
 from infra.consent import QueryRow
+from infra.home import SECRET_BYTES, SPLIT_KEY
 from infra.overview import overview
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from infra.secret import NAME, NUM_BYTES
 from infra.settings import Settings
 from infra.trigger_store import TriggerStore
 from infra.triggers import Fell, Recovered
@@ -30,10 +30,10 @@ from models.engines import torch as reference
 from models.recipe import Recipe, load_recipe
 from models.sources import synthetic
 from tasks.claim_window import claim_window, hold_out, leave_window
-from tasks.find_past import find_past
+from tasks.find_challenger import find_past
 from tasks.promote import open_champions, promote_version, roll_back
 from tasks.register import first_samples
-from tasks.stages.task import task
+from tasks.stages import task
 from tests.conftest import shake
 from tests.flows.conftest import answered, registry_of
 from tests.tasks.made import changed
@@ -70,8 +70,8 @@ def tiny_build(recipe: Recipe, store: Path, tmp_path_factory: pytest.TempPathFac
         patch.setenv("REDRAFT_HOME", str(home))
         home.mkdir()
         shutil.copy(store, home)
-        (home / NAME).touch(0o600)
-        (home / NAME).write_bytes(bytes(NUM_BYTES))  # every split is the same each time
+        (home / SPLIT_KEY).touch(0o600)
+        (home / SPLIT_KEY).write_bytes(bytes(SECRET_BYTES))  # every split is the same each time
         idle = priority.Busy(home)
         idle.occupy(())  # a service that is on no core of ours, so that no operation looks whether it answers
         idle.close()

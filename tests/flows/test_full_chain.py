@@ -9,11 +9,10 @@ import openai
 import pytest
 import torch
 
+from infra.home import config_path
 from infra.processes import answers, wait_until
-from infra.serving import config_path
 from infra.settings import load_settings
-from models.core.checkpoints.checkpoint import read_tensors
-from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.loading import load_model, read_tensors
 from tests.flows.conftest import Cli, registry_of
 
 pytestmark = pytest.mark.engine

@@ -15,11 +15,9 @@ import pytest
 from infra import erase
 from infra.artifacts import check_manifest, staged
 from infra.backup import CONTENTS, back_up, restore
-from infra.home import open_home
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.home import home_secret, open_home
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import Settings
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine

@@ -15,10 +15,10 @@ from infra import history
 from infra.artifacts import staged
 from infra.clean import DAY_S, clean_up
 from infra.files import lock_folder
+from infra.home import ray_folder
 from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.serving import ray_folder
 from infra.settings import Settings
 from infra.trigger_store import TriggerStore
 from infra.triggers import Retry

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.doctor import Check, check_environment, said_of_suffix, torch_build
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from infra.settings import Settings
 from tests.infra.rows import run_python
 

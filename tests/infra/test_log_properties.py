@@ -13,8 +13,7 @@ from starlette.datastructures import Headers
 
 from infra import consent
 from infra.consent import CONSENT_LEVELS, Consent, QueryRow, consent_level, redact, require_loggable
-from infra.logwriter import BackgroundWriter
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.windows import Window
 from services.access import Caller
 from services.questions import describe_origin

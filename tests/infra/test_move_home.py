@@ -11,10 +11,10 @@ from sqlalchemy import select, text
 from infra import tables
 from infra.artifacts import staged
 from infra.database import Database, OtherSchema
+from infra.home import serving
 from infra.move_home import Moved, move_home
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.serving import serving
 from infra.settings import Settings, sqlite_address
 from infra.trigger_store import TriggerStore
 from infra.triggers import Retry

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact, forget_others, get, open_artifact, publish, put, staged, stored
-from infra.object_store import ObjectMissing, ObjectStore, ObjectsUnavailable
 from infra.processes import free_port
 from infra.settings import load_settings
+from infra.store import ObjectMissing, ObjectStore, ObjectsUnavailable
 from tests.object_store import Bucket
 
 Machine = Callable[[str], None]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.identity import process_identity
+from infra.home import serving
+from infra.machine import process_identity
 from infra.overview import Gated, links, overview
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.rollout_store import RolloutStore
 from infra.rollouts import Joined, Seen
-from infra.serving import serving
 from infra.settings import Settings
 from infra.supervisor import STATE, UpState
 from infra.trigger_store import LastLook, TriggerStore, now_ms

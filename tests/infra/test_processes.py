@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.processes import Child, answers, free_port, hold_port, port_is_free, require_port_free, wait_until
 from tests.infra.rows import running_python
 

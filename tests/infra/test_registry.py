@@ -4,10 +4,9 @@ import pytest
 
 from infra.artifacts import check_manifest
 from infra.database import Database
-from infra.object_store import ObjectStore
 from infra.processes import free_port, hold_port
 from infra.registry import Outdated, Registry
-from infra.store import StoreUnavailable
+from infra.store import ObjectStore, StoreUnavailable
 from infra.versions import ForeignVersion, is_quarantined
 from tests.infra.conftest import champion_number
 from tests.tags import draft_tags

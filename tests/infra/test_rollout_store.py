@@ -8,8 +8,7 @@ import pytest
 from sqlalchemy import update
 
 from infra.artifacts import staged
-from infra.database import Database
-from infra.leases import LEASE_S
+from infra.database import LEASE_S, Database
 from infra.registry import Registry
 from infra.rollout_store import Member, RolloutStore, fleets_of, note_tested
 from infra.rollouts import Away, Fleet, Joined, Left, Loading, Named, Seen, Told

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from infra import service_process
+from infra.home import compiled_folder, config_path, serving
 from infra.keys import keys_path, operator_key, read_keys, sha256_of
 from infra.processes import free_port
 from infra.service_process import client_of, last_status, last_url, require_startable, starting, write_config
-from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
 from tests.conftest import ODD_NAME

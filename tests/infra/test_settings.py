@@ -10,7 +10,7 @@ import httpx
 import pytest
 import requests
 
-from infra.serving import compiled_folder
+from infra.home import compiled_folder
 from infra.settings import LOOPBACK_HOSTS, NO_PROXY, Settings, is_plain, load_settings, sqlite_file
 from tests.conftest import ODD_NAME
 from tests.infra.collector import QuietHandler, running

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.identity import process_identity
+from infra.machine import process_identity
 from infra.processes import answers, free_port, wait_until
 from infra.supervisor import STATE, ProcessRecord, UpState, read_state
 from tests.infra.rows import environment

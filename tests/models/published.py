@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.drafts.eagle3.layouts import TAPS
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

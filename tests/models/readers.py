@@ -10,7 +10,7 @@ flows/clean.py: recipe.Recipe = keep
 flows/demo.py: recipe.Recipe = demo
 flows/deployments.py: recipe.Recipe = schedule; recipe.Schedule = build_cron retain_days
 flows/refresh.py: recipe.Gate = promote
-flows/post_promotion.py: evaluation.post_promotion_test = period_s
+flows/post_promotion.py: recipe.PostPromotionTest = period_s
 infra/clean.py: recipe.Keep = num_drafts days gib log_mib
 models/core/drafting/eagle3_heads.py: drafts.dflash = vocab_size aux_layers; drafts.eagle3 = aux_layers; drafts.hydra =
     vocab_size; drafts.parallel_eagle = vocab_size aux_layers
@@ -47,14 +47,14 @@ models/targets/scratch.py: targets.scratch = tokenizer
 models/targets/pretrained.py: targets.pretrained = path revision dtype chat_template
 models/verify/judge.py: verify.judge = head threshold marks bad_weight
 models/verify/relaxed_nearest.py: verify.relaxed_nearest = neighbours delta
-services/bodies.py: serving.Limits = max_body_bytes max_held_bytes body_timeout_s
+services/http_server.py: serving.Limits = max_body_bytes max_held_bytes body_timeout_s
 services/capture.py: serving.Capture = share max_disk_mib max_memory_mib keep_days
 services/reverse_proxy.py: serving.Serve = front port
 infra/rollouts.py: types.RolloutParams = waves pause_s test_s
 services/reasoning.py: serving.Reasoning = model engine methods
 services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = num_prompts
-    tolerance timeout_s put_back_s; evaluation.canary = timeout_s
-services/swap.py: serving.Serve = min_swap_interval_s; evaluation.canary = period_s max_in_flight
+    tolerance timeout_s put_back_s; evaluation.golden.CanaryParams = timeout_s
+services/swap.py: serving.Serve = min_swap_interval_s; evaluation.golden.CanaryParams = period_s max_in_flight
 services/replica.py: serving.Serve = num_replicas
 services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector
     capture reasoning; evaluation.drift_detector = period_s
@@ -65,7 +65,7 @@ tasks/claim_window.py: recipe.Recipe = refresh; recipe.Refresh = min_rows max_ro
 tasks/check_recipe.py: recipe.Recipe = engine serve
 tasks/distill_draft.py: learning.distill = max_length; recipe.Recipe = draft distill; learning.teacher.TeacherParams =
     model
-tasks/find_past.py: recipe.Refresh = pool
+tasks/find_challenger.py: recipe.Refresh = pool
 tasks/change_model.py: recipe.Recipe = pretrain shrink prune finetune quantize; stages.Finetune = method domain regimes
     second; stages.Second = domain weight; stages.Pretrain = regimes; stages.Prune = method pattern num_documents
     max_length; stages.Quantize = method num_documents exceptions; stages.Shrink = method
@@ -80,7 +80,7 @@ tasks/stages/throttle.py: learning.distill = device
 tasks/stages/split.py: recipe.Refresh = share_wait_s
 tasks/trigger/ask.py: recipe.Schedule = refresh_interval_s
 tasks/trigger/acknowledge.py: recipe.Schedule = retry_s max_retry_s min_free_memory_gib
-tasks/post_promotion_test.py: recipe.Recipe = post_promotion_test; evaluation.post_promotion_test = alpha num_requests
+tasks/post_promotion_test.py: recipe.Recipe = post_promotion_test; recipe.PostPromotionTest = alpha num_requests
     per_look max_wait_s
 """
 

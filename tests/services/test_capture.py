@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.captured import CapturedFiles
+from infra.querylog import CapturedFiles
 from models.engines.vllm.capture import Claim, Ring
 from models.serving import Capture as Params
 from services import capture

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from infra.home import is_served
 from infra.processes import Child, free_port, wait_until
-from infra.serving import is_served
 from infra.settings import Settings
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_as

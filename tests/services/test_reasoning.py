@@ -18,8 +18,8 @@ from models.engines.vllm.tap import EngineEnded
 from models.serving import Reasoning as Settings
 from services.access import UNAVAILABLE, RequestError
 from services.app import from_error, routes
+from services.http_server import opened
 from services.reasoning import DONE, HEADER, Reasoning
-from services.stream import opened
 from tests.models.reasoning.thinking import make_small
 
 pytestmark = pytest.mark.engine

@@ -23,8 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infra.artifacts import write_manifest
-from infra.cache import remove_unheld
+from infra.artifacts import remove_unheld, write_manifest
 from infra.database import Database
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.processes import free_port
@@ -37,8 +36,7 @@ from models import catalog
 from models.core.drafting.draft_families import family_named
 from models.core.drafting.proposal import Proposal
 from models.core.evaluation.acceptance import AcceptanceCount
-from models.core.evaluation.canary import Params as CanaryParams
-from models.core.evaluation.golden import Golden
+from models.core.evaluation.golden import CanaryParams, Golden
 from models.engines import Completion, NotSwitchable, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.params import BaseParams

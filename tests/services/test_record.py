@@ -19,11 +19,11 @@ import pytest
 from infra import scrub
 from infra.consent import QueryRow
 from infra.database import DatabaseTorn
+from infra.home import RECORDER_HEALTH
 from infra.keys import add_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.service_process import record_program
-from infra.serving import RECORDER_HEALTH
 from infra.settings import Settings
 from infra.supervisor import ProcessRecord, read_state
 from models.chats import ChatEncoder

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from infra.consent import OTHER_DOMAINS, QueryRow
-from infra.logwriter import BackgroundWriter
 from infra.processes import wait_until
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from infra.status import LogCounts, RecentAcceptance
 from infra.views.acceptance import from_log
 from models.chats import ChatEncoder

@@ -22,7 +22,7 @@ from infra.versions import label
 from models.types import RolloutParams
 from services.failures import VLLM_LOGGING
 from services.replica import application, serve_log_kept
-from services.request_middleware import CONFIG_VARIABLE
+from services.reverse_proxy import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.world import PROMPTS, World, ask
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infra.keys import add_key
 from models.serving import Limits
 from services.access import Keys
-from services.request_middleware import HEADER_BYTES, HEADER_LINES, RequestMiddleware
+from services.reverse_proxy import HEADER_BYTES, HEADER_LINES, RequestMiddleware
 from tests.services import asgi
 
 MARK = {"x-redraft-request": "1"}

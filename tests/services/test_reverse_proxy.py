@@ -20,8 +20,7 @@ import pytest
 from infra.processes import Child, free_port, wait_until
 from infra.settings import Settings
 from services.config import ServiceConfig
-from services.request_middleware import LOST_FRAMES
-from services.reverse_proxy import ReverseProxy
+from services.reverse_proxy import LOST_FRAMES, ReverseProxy
 from tests.infra.rows import ROOT
 
 NUM_EVENTS = 6000
@@ -34,7 +33,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from services.listener import Listener
+from services.http_server import Listener
 
 async def events(number, gap_s):
     for _ in range(number):

@@ -8,11 +8,10 @@ import httpx
 import openai
 import pytest
 
-from infra.captured import CapturedFiles
+from infra.home import ray_folder
 from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
-from infra.querylog import QueryLog
-from infra.serving import ray_folder
+from infra.querylog import CapturedFiles, QueryLog
 from models.core.learning.captured import read
 from models.targets import describe
 from tests.drills.load import Client, Load, quiet_answers

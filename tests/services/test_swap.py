@@ -13,8 +13,7 @@ import pytest
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version, label
-from models.core.evaluation.canary import Answer, Finding
-from models.core.evaluation.canary import Params as CanaryParams
+from models.core.evaluation.golden import Answer, CanaryParams, Finding
 from models.serving import Probation, Serve
 from services import swap
 from services.drafts import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftHistory, DraftState, Loaded

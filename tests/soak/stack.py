@@ -13,11 +13,11 @@ from typing import NamedTuple
 import httpx
 import psutil
 
+from infra.home import is_served
 from infra.keys import bring_keys
 from infra.processes import free_port, port_is_free, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from infra.serving import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
 from models.core.evaluation.golden import Golden

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact
+from infra.home import SECRET_BYTES, SPLIT_KEY
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
 from tests.tasks.made import target_files
 
@@ -26,8 +26,8 @@ def home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def log(home: Path) -> QueryLog:
     """The query log of the home, whose secret, and so every split, is the same each time."""
-    (home / NAME).touch(0o600)
-    (home / NAME).write_bytes(bytes(NUM_BYTES))
+    (home / SPLIT_KEY).touch(0o600)
+    (home / SPLIT_KEY).write_bytes(bytes(SECRET_BYTES))
     return QueryLog(load_settings().querylog)
 
 

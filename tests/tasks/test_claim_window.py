@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from infra.artifacts import Artifact
-from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.erase.job import Job
 from infra.erase.snapshots import rewrite_snapshots
-from infra.querylog import QueryLog
+from infra.querylog import CapturedFiles, QueryLog
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.windows import Window

@@ -13,9 +13,9 @@ from pyarrow import parquet
 
 from infra.consent import group_of, subject_of
 from infra.erase import erase_subject
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder

@@ -8,7 +8,7 @@ import pytest
 from infra.artifacts import Artifact, check_manifest, open_artifact, publish, staged
 from infra.registry import Registry
 from infra.settings import load_settings
-from models.core.evaluation.golden import FILE
+from models.core.evaluation.golden import GOLDEN_FILE
 from models.params import BaseParams
 from models.targets import describe, pretrained, random
 from tasks.prepare_target import complete_target, prepare_target
@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 def samples(tmp_path: Path) -> Artifact:
     """A directory of answers, of which the reference outputs go to the target."""
     with staged(tmp_path / "samples") as directory:
-        (directory / FILE).write_text("{}")
+        (directory / GOLDEN_FILE).write_text("{}")
     return publish(tmp_path / "samples", "samples")
 
 
@@ -36,7 +36,7 @@ def registered(params: BaseParams, samples: Artifact, registry: Registry) -> Pat
 @pytest.mark.slow
 def test_a_target_that_was_made_lies_in_a_home_once(home: Path, registry: Registry, samples: Artifact) -> None:
     served = registered(random.Params(), samples, registry)
-    assert (served / FILE).is_file()
+    assert (served / GOLDEN_FILE).is_file()
     assert check_manifest(served)
     files = [path for path in home.rglob(WEIGHTS) if not path.is_symlink()]
     assert len(files) == 2  # names, of one file

@@ -11,9 +11,10 @@ from infra.processes import free_port
 from infra.registry import Registry
 from infra.service_process import Attached
 from infra.settings import ATTACH_TOKEN, Settings, load_settings
-from infra.versions import Kind, Version, is_quarantined
+from infra.versions import Version, is_quarantined
 from models.recipe import Recipe, load_recipe, toml
 from models.targets import pretrained, random
+from models.types import Kind
 from services.attach import AttachConfig
 from services.config import read_as
 from services.record import RecordConfig

@@ -21,10 +21,10 @@ from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.windows import Window
 from models.core.checkpoints.loading import load_model
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import answering
 from models.core.learning.answering import Ask
 from models.core.learning.hidden import Sample
-from models.precision import fast_dtype
 from models.recipe import Recipe, Regeneration, load_recipe
 from tasks import regenerate as module
 from tasks.regenerate import choose, merge, regenerate

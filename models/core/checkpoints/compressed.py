@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.core.layers import integers
-from models.core.layers.integers import Integers
-from models.core.layers.rounded_linear import Float8Linear, IntegerLinear
+from models.core.layers.integers import Float8Linear, IntegerLinear, Integers
 
 METHOD = "compressed-tensors"
 INTEGER, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor
+from models.core.checkpoints.loading import choose_vocabulary, read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import require_llama_layout, require_vocab_size
 from models.core.drafting.drafters import require_width
 from models.core.drafting.features import FeatureDraft, layer_config
-from models.core.layers.packed_product import Borrowed
+from models.core.layers.kernels import Borrowed
 from models.targets import target_config
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import read_stored, tensor_names
+from models.core.checkpoints.loading import read_stored, tensor_names
 from models.core.drafting.draft_families import own, read_json
 from models.drafts import Draft, EngineWeights
 from models.params import BaseParams, validate

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import choose_vocabulary, read_tensor, tensor_names
+from models.core.checkpoints.loading import choose_vocabulary, read_tensor, tensor_names
 from models.core.checkpoints.readout import Readout
 from models.core.drafting import draft_format
 from models.core.drafting.draft_format import WEIGHTS, fused, require_llama_layout, require_vocab_size

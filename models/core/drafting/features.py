@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.checkpoints.readout import input_embedding
 from models.core.drafting.drafters import draft_chain
 from models.core.drafting.proposal import Proposal

@@ -22,14 +22,12 @@ from collections.abc import Sequence
 from typing import Annotated, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from models.core.evaluation.acceptance import Floats
 from models.types import Frozen, Positive
 
 PAPER = "arXiv:2010.09686, sections 4.1 and 4.3, with bets held constant"
-
-Floats = NDArray[np.float64]
 
 NUM_BINS = 2048  # even, so that 0 is the edge of a bin and stays itself
 BETS = np.array([0.95, 0.5, 0.2, 0.08, 0.03])

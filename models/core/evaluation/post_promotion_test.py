@@ -14,29 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from pydantic import Field
 
 from models.core.evaluation.acceptance import Floats
 from models.core.evaluation.betting import MeanTest
-from models.types import ALL, Finding, Frozen
-
-
-class Params(Frozen):
-    """Table [post_promotion_test]: what a draft is held to after it was promoted.
-
-    Attributes:
-        alpha: chance that a draft which is no worse is ever rolled back.
-        num_requests: compared without a loss, the draft passes.
-        per_look: the most requests that are compared at a time.
-        period_s: seconds between looks.
-        max_wait_s: seconds after which fewer than `per_look` new requests are compared too.
-    """
-
-    alpha: float = Field(0.01, gt=0, lt=0.5)
-    num_requests: int = Field(500, ge=1)
-    per_look: int = Field(16, ge=1)
-    period_s: float = Field(30.0, gt=0, allow_inf_nan=False)
-    max_wait_s: float = Field(300.0, ge=0, allow_inf_nan=False)
+from models.core.evaluation.gate import allowed_error
+from models.types import ALL, Finding
 
 
 def findings(
@@ -64,7 +46,7 @@ def allowed_errors(alpha: float) -> Iterator[float]:
     """Yield the error of the finding on all requests, then of the first domain that appears, the second, and so on."""
     yield alpha / 2
     for place in itertools.count(1):
-        yield alpha / 2 * 6 / (math.pi * place) ** 2
+        yield allowed_error(place, alpha / 2)
 
 
 def _finding(costs: Floats, least: float, allowed: float, alpha: float) -> Finding:

@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.core.checkpoints.checkpoint import read_parts
-from models.core.layers import factors
-from models.core.layers.kernels import gated, rms_norm, rotated
-from models.core.layers.packed_product import Product, product
+from models.core.checkpoints.loading import LEFT, RIGHT, read_parts, stacked
+from models.core.layers.kernels import Product, gated, product, rms_norm, rotated
 from models.targets import MODEL_TYPES, target_config
 
 CHUNK = 512
@@ -343,9 +341,9 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _product(tensors: dict[str, Tensor], *layers: str) -> Product:
-    if f"{layers[0]}.{factors.LEFT}" in tensors:
-        left, right = ([_take(tensors, f"{name}.{side}") for name in layers] for side in (factors.LEFT, factors.RIGHT))
-        return factors.stacked(left, right)
+    if f"{layers[0]}.{LEFT}" in tensors:
+        left, right = ([_take(tensors, f"{name}.{side}") for name in layers] for side in (LEFT, RIGHT))
+        return stacked(left, right)
     return product(torch.cat([_take(tensors, f"{name}.weight") for name in layers]))
 
 

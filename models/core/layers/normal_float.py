@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.core.layers.rounded_linear import to_float8
+from models.core.layers.integers import to_float8
 
 OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2
 SCALE_BLOCK = 256

@@ -19,16 +19,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models import catalog
 from models.answers import RolloutSource, require_labels, target, token_counts
+from models.core.layers.kernels import require_device
 from models.core.learning import fitted
 from models.core.learning.captured import Captures
 from models.core.learning.hidden import HiddenStates, Sample, hidden_states, length_buckets, pack
-from models.core.learning.loop import Averaged, Loop
-from models.core.learning.parallel import ALONE, Workers
+from models.core.learning.loop import ALONE, Averaged, Loop, Workers
 from models.core.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.core.learning.validation import Validation, split
 from models.drafts import Draft, Procedure, Unrolled
 from models.params import BaseParams
-from models.precision import require_device
 from models.types import MIN_COMPLETION
 
 

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 
 from models.core.checkpoints.loading import load_model
 from models.core.checkpoints.readout import Readout, decoder_layers
+from models.core.layers.kernels import fast_dtype
 from models.core.learning.captured import Captured, Captures
 from models.drafts import Draft, Rows
-from models.precision import fast_dtype
 from models.targets import target_config
 from models.types import MIN_COMPLETION
 

@@ -24,10 +24,10 @@ from models.answers import OnProgress, RolloutParams
 from models.core.drafting.drafters import SelfDrafter
 from models.core.drafting.sampling import draw
 from models.core.layers.decoder import Cache, Decoder
+from models.core.layers.kernels import fast_dtype
 from models.core.learning.hidden import HiddenStates, Sample, hidden_states
 from models.drafts import Draft
 from models.engines import Sampling
-from models.precision import fast_dtype
 from models.targets import stop_ids
 from models.types import MIN_COMPLETION
 

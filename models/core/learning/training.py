@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from models import catalog
 from models.core.checkpoints.invariants import Holding, note_zeroes
 from models.core.learning.hidden import batches_of
-from models.core.learning.loop import Loop
-from models.core.learning.parallel import ALONE, Workers
+from models.core.learning.loop import ALONE, Loop, Workers
 from models.params import BaseParams, TrainingParams
 from models.regimes import Batch, Regime
 from models.together import Declared, declared, require_compatible, require_kept

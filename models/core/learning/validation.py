@@ -17,8 +17,7 @@ from typing import Any
 
 from models.core.evaluation import scoring
 from models.core.learning.hidden import Sample
-from models.core.learning.loop import Loop
-from models.core.learning.parallel import ALONE, Workers
+from models.core.learning.loop import ALONE, Loop, Workers
 from models.drafts import Draft
 from models.types import MIN_COMPLETION
 

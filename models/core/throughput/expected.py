@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from models.core.throughput.curves import on_line
+from models.core.throughput.steps import on_line
 from models.types import Frozen, Positive
 
 

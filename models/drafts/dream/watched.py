@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.core.checkpoints.checkpoint import read_tensor, tensor_names
+from models.core.checkpoints.loading import read_tensor, tensor_names
 
 # […, heads·width], number of heads, positions […] → […, heads, width], turned.
 Rotate = Callable[[Tensor, int, Tensor], Tensor]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.core.checkpoints.checkpoint import read_stored
+from models.core.checkpoints.loading import read_stored
 from models.core.checkpoints.readout import Readout, input_embedding, output_embedding
 from models.core.drafting.draft_families import read_json
 from models.core.drafting.draft_format import WEIGHTS, check_made_for

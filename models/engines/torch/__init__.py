@@ -22,6 +22,7 @@ from models import catalog
 from models.core.drafting.draft_families import class_of, family_named, family_of, open_draft
 from models.core.drafting.self_draft import TargetRunner
 from models.core.layers.decoder import Decoder, require_known
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import fitted
 from models.core.throughput.cost import Cost, Time
 from models.drafts import Draft
@@ -29,7 +30,6 @@ from models.engines import Completion, EngineParams, LookUp, OnFirstToken, Rules
 from models.engines.torch.request import Joined, Overlapped, Request, Took
 from models.lengths import fixed
 from models.params import BaseParams, require_unsaid
-from models.precision import fast_dtype
 from models.targets import describe, stop_ids
 from models.trees import chain
 from models.verify import greedy, rejection

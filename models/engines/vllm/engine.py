@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from models.core.drafting.draft_families import family_of, require_family
+from models.core.layers.kernels import fast_dtype
 from models.drafts import EngineWeights
 from models.engines import Completion, OnFirstToken, Sampling
 from models.engines.vllm import Params
@@ -25,7 +26,6 @@ from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of, pl
 from models.engines.vllm.redraft_vllm import file_digest
 from models.engines.vllm.redraft_vllm.swapper import MOST_CHARS, Broken, Order, Refused, Swapper
 from models.engines.vllm.tap import InstrumentedLLM
-from models.precision import fast_dtype
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from models import catalog
 from models.core.throughput.cost import Cost, Time, save_cost
-from models.core.throughput.curves import passes_made
-from models.core.throughput.running import Acceptance, Source
-from models.core.throughput.speeds import DomainShare, Speeds
+from models.core.throughput.running import Acceptance, DomainShare, Source, Speeds
+from models.core.throughput.steps import passes_made
 from models.engines.vllm.fields import MEASURE, Choice, DraftOptions, Passes, PlannedThroughput, Row, Setup, StepPlan
 from models.lengths import Plan, SequenceState
 from models.params import BaseParams

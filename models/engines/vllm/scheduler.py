@@ -20,7 +20,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.core.evaluation.acceptance import UNDRAFTED
-from models.core.throughput.speeds import DomainShare
+from models.core.throughput.running import DomainShare
 from models.engines.vllm import fields
 from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, DraftOptions, Row, Setup
 from models.engines.vllm.planning import Planner, RequestState, Step

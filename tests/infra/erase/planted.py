@@ -14,11 +14,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from infra.artifacts import path_of, publish, staged
-from infra.captured import CapturedFiles
 from infra.consent import QueryRow, subject_of
 from infra.environment import environment_of
 from infra.post_promotion import POST_PROMOTION, WORK
-from infra.querylog import QueryLog
+from infra.querylog import CapturedFiles, QueryLog
 from infra.registry import open_registry
 from infra.regression_sets import Change
 from infra.settings import Settings, load_settings

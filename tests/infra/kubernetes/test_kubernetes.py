@@ -15,8 +15,8 @@ import yaml
 from typer.main import get_command
 
 from flows import cli
+from infra.home import RECORDER_HEALTH
 from infra.service_process import END_TIMEOUT_S
-from infra.serving import RECORDER_HEALTH
 from infra.settings import load_settings
 from infra.supervisor import Program
 from models.engines.vllm import child_environment
@@ -24,7 +24,7 @@ from models.recipe import load_recipe
 from services.access import OPEN_PATHS
 from services.config import ServiceConfig, read_as
 from services.replica import CLOSE_S, application
-from services.request_middleware import CONFIG_VARIABLE
+from services.reverse_proxy import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.imports import ROOT
 

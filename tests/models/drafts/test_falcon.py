@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.drafts import Rows, falcon
 from tests.models.drafts.tiny import library_layer, make_tiny
 

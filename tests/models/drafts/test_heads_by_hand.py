@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from models import catalog
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.drafts import Rows, chimera, clover, eagle, hydra, medusa
 from tests.models.drafts.tiny import library_layer, make_tiny, params_of, rows_at, save_tiny

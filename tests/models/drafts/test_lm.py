@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models import catalog, quantize
-from models.core.checkpoints.checkpoint import read_tensor, read_tensors
+from models.core.checkpoints.loading import read_tensor, read_tensors
 from models.core.drafting.draft_families import open_draft
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, hidden_states, pack

@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from infra.installed import openmp_preload
+from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.rollout_store import note_tested

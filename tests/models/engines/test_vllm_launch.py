@@ -29,9 +29,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from models import catalog
 from models.core.throughput.cost import Cost, Time, save_cost
-from models.engines.vllm import OWNED, Params, installed
+from models.engines.vllm import OWNED, Params, hands_out_states, offered_arguments, tool_parsers
 from models.engines.vllm.fields import OPTIONS, DraftOptions, Setup
-from models.engines.vllm.installed import hands_out_states, tool_parsers
 from models.engines.vllm.launch import RUNNER, VLLM_DRAFTS, Speculation, engine_arguments, scheduler_of
 from models.engines.vllm.measuring import Times, mode_of, place_of
 from models.engines.vllm.scheduler import AsyncDraftScheduler
@@ -40,7 +39,7 @@ from tests.models.changed import parsed, require_refused
 
 def test_the_arguments_are_those_of_the_installed_engine() -> None:
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
-    assert installed.engine_arguments() == fields
+    assert offered_arguments() == fields
     assert OWNED.keys() - fields == {"enable_auto_tool_choice", "tool_call_parser"}
 
 

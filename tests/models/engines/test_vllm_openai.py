@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from models.engines.vllm.installed import tool_parsers
+from models.engines.vllm import tool_parsers
 from models.engines.vllm.openai import TOOL_MARKS, EngineStopped, Handlers, Refused, tool_parser_of
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Structured

@@ -13,8 +13,7 @@ import pytest
 
 from models.core.layers import quantized_weights
 from models.core.throughput.cost import Cost, Time
-from models.core.throughput.running import Acceptance
-from models.core.throughput.speeds import DomainShare
+from models.core.throughput.running import Acceptance, DomainShare
 from models.engines import LookUp
 from models.engines.vllm.fields import MEASURE, NOTHING, OPTIONS, Choice, DraftOptions, Passes, Row, Setup, StepPlan
 from models.engines.vllm.measuring import measured_for

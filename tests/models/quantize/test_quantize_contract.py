@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import catalog, quantize
-from models.core.checkpoints.checkpoint import read_tensor, read_tensors
-from models.core.checkpoints.loading import load_model
+from models.core.checkpoints.loading import load_model, read_tensor, read_tensors
 from models.core.layers.linears import linears
 from models.params import BaseParams, TrainingParams
 from models.quantize import Quantized

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.lines import predecessors
+from infra.home import home_secret
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.secret import home_secret
 from infra.settings import Settings
 from infra.trigger_store import TriggerStore
 from infra.triggers import Retry
+from infra.versions import predecessors
 from tasks.measure.run import copy_log, copy_served
 from tests.infra.rows import row
 from tests.tags import register

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.compiling import Compiling
-from infra.serving import compiled_folder
+from infra.home import compiled_folder
 from infra.settings import Settings, load_settings
 from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe, load_recipe

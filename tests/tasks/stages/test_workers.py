@@ -12,7 +12,7 @@ import torch
 
 from models.core.learning import distill
 from models.core.learning.hidden import Sample
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.drafts import eagle3
 from models.stages import Train
 from tasks.stages.workers import train_module

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from infra.memory import PERIOD_S
+from infra.priority import PERIOD_S
 from infra.trigger_store import WAITS_FOR_MEMORY, Need, TriggerStore
 from infra.triggers import Fallen, Fell, Running
 from infra.versions import Version

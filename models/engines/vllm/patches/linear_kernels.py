@@ -1,6 +1,6 @@
 """Linear layers on CPUs where vLLM's own products are missing, slow or wrong, most of all without AVX-512.
 
-**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/core/layers/packed_product.py`);
+**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/core/layers/kernels.py`);
 others stay with oneDNN.
 
 **8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
@@ -44,9 +44,8 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from models.core.layers import integers
-from models.core.layers.integers import Integers
-from models.core.layers.packed_product import Product, fits_half, half_is_faster, half_product
-from models.core.layers.rounded_linear import token_scales
+from models.core.layers.integers import Integers, token_scales
+from models.core.layers.kernels import Product, fits_half, half_is_faster, half_product
 from models.engines.vllm.patches import replace
 
 fbgemm = torch.ops.quantized

@@ -6,9 +6,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from models import adapters, catalog, quantize
-from models.core.checkpoints.checkpoint import read_tensors
 from models.core.checkpoints.invariants import PreservedStructure, keep_zeroes, noted, require, require_noted
-from models.core.checkpoints.loading import load_model, save_model
+from models.core.checkpoints.loading import load_model, read_tensors, save_model
 from models.core.checkpoints.sparsity import Pattern
 from models.core.layers.decoder import Cache, Decoder
 from models.core.layers.linears import linears

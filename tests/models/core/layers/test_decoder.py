@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from models.core.checkpoints.checkpoint import read_tensors
+from models.core.checkpoints.loading import read_tensors
 from models.core.layers.decoder import CHUNK, Begun, Cache, Decoder, Sublayers, WideDecoder
 
 SHAPE = {

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from models.core.layers import packed_product as packed
-from models.core.layers.packed_product import Borrowed, fits_half, pack, takes_int8, takes_onednn
+from models.core.layers import kernels
+from models.core.layers.kernels import Borrowed, fits_half, pack, takes_int8, takes_onednn
 
 ROWS = (1, 4, 40)
 needs_int8 = pytest.mark.skipif(not takes_int8(torch.zeros(32, 32)), reason="no int8 products here")
@@ -35,14 +35,14 @@ def planted(num_rows: int, weight: torch.Tensor, dtype: torch.dtype) -> tuple[to
 def test_a_product_in_half_is_exact_to_the_rounding_of_its_smallest_weights(num_rows: int) -> None:
     weight = matrix().bfloat16().float()
     x, bias, exact, size = planted(num_rows, weight, torch.float32)
-    allowed = packed.HALF_STEP * x.abs().double().sum(1, keepdim=True) + 1e-6 * size
-    assert bool(((packed.half_product(weight)(x, bias).double() - exact).abs() <= allowed + 1e-6).all())
+    allowed = kernels.HALF_STEP * x.abs().double().sum(1, keepdim=True) + 1e-6 * size
+    assert bool(((kernels.half_product(weight)(x, bias).double() - exact).abs() <= allowed + 1e-6).all())
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_a_matrix_that_float16_does_not_hold_keeps_its_values(num_rows: int) -> None:
     x, bias, exact, size = planted(num_rows, matrix(), torch.float32)
-    assert bool(((packed.product(matrix())(x, bias).double() - exact).abs() <= 1e-6 * size).all())
+    assert bool(((kernels.product(matrix())(x, bias).double() - exact).abs() <= 1e-6 * size).all())
 
 
 @pytest.mark.skipif(not takes_onednn(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no bfloat16 products here")
@@ -51,7 +51,7 @@ def test_a_packed_matrix_in_bfloat16_gives_the_rounded_product(num_rows: int) ->
     weight = matrix().bfloat16()
     x, bias, exact, size = planted(num_rows, weight, torch.bfloat16)
     allowed = 2.0**-8 * exact.abs() + 1e-6 * size
-    assert bool(((packed.onednn_product(weight)(x, bias).double() - exact).abs() <= allowed).all())
+    assert bool(((kernels.onednn_product(weight)(x, bias).double() - exact).abs() <= allowed).all())
 
 
 def test_onednn_packs_matrices_of_a_processor_in_float32_or_bfloat16_alone_and_int8_whole_blocks() -> None:
@@ -72,9 +72,9 @@ def test_a_product_in_int8_is_off_by_no_more_than_rounding_makes_it(shape: tuple
     weight[3] = 0
     x = torch.randn(num_rows, shape[1], generator=rng).bfloat16()
     x[0] = 0  # has no largest value
-    got = packed.int8_product(weight)(x, bias).double()
+    got = kernels.int8_product(weight)(x, bias).double()
     read, exact, added = x.double(), weight.double(), bias.double()
-    step, row_step = (one.abs().amax(1, keepdim=True) / packed.BYTE for one in (exact, read))
+    step, row_step = (one.abs().amax(1, keepdim=True) / kernels.BYTE for one in (exact, read))
     wanted = read @ exact.T + added
     rounded = (read.abs().sum(1, keepdim=True) @ step.T + row_step @ (exact.abs() + step).sum(1)[None]) / 2
     assert bool(((got - wanted).abs() <= 1.01 * rounded + 2.0**-8 * wanted.abs() + 1e-5).all())
@@ -85,7 +85,7 @@ def test_a_product_in_int8_is_off_by_no_more_than_rounding_makes_it(shape: tuple
 def test_rows_are_rounded_each_by_itself() -> None:
     rng = torch.Generator().manual_seed(0)
     weight, x = torch.randn(64, 32, generator=rng), torch.randn(2, 3, 32, generator=rng).bfloat16()
-    multiply = packed.int8_product(weight)
+    multiply = kernels.int8_product(weight)
     alone = torch.stack([multiply(row) for row in x.view(6, 32)]).view(2, 3, 64)
     x[1] *= 1000
     assert torch.equal(multiply(x)[0], alone[0])

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from models.core.layers.kernels import fast_dtype
 from models.core.learning import distill
 from models.core.learning.hidden import HiddenStates, Sample, length_buckets
 from models.drafts import Procedure, eagle3
 from models.losses import cross_entropy, forward_kl
-from models.precision import fast_dtype
 from tests.models.core.learning.runs import killed_at, require_equal, short
 from tests.models.drafts.answered import answers_of, prompts, tau_of
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from models.core.drafting.draft_families import family_named
 from models.core.learning import distill
 from models.core.learning.hidden import Sample, hidden_states
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.core.learning.validation import Validation, split
 from models.drafts import Draft
 from tests.models.core.learning.runs import killed_at, require_equal, short

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.core.learning import distill
 from models.drafts import Rows, dream

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.core.checkpoints.checkpoint import read_tensor
+from models.core.checkpoints.loading import read_tensor
 from models.core.checkpoints.readout import output_embedding
 from models.drafts import eagle3
 from models.drafts.eagle3.layouts import NORMS, TAPS, read_published

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.core.checkpoints.loading import load_model
-from models.core.evaluation.own_answers import BATCH, NUM_PROMPTS, UNLIKE, answer, compare, difference, unlike
+from models.core.learning.answering import BATCH, NUM_PROMPTS, UNLIKE, answer, compare, difference, unlike
 from models.core.learning.hidden import Sample
 from models.targets import stop_ids
 

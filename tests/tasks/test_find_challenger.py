@@ -9,7 +9,7 @@ import pytest
 from infra.artifacts import Artifact, publish
 from infra.registry import Registry
 from infra.versions import Pair, Version
-from tasks.find_past import fitting
+from tasks.find_challenger import fitting
 from tests.conftest import make_draft
 from tests.tags import draft_tags
 

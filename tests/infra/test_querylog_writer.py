@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.logwriter import BackgroundWriter
 from infra.processes import wait_until
-from infra.querylog import QueryLog
+from infra.querylog import BackgroundWriter, QueryLog
 from tests.infra.rows import row, run_python
 from tests.postgres import PostgresServer
 
@@ -72,7 +71,7 @@ def locked(place: Path | str) -> Iterator[None]:
 def busy(log: QueryLog, place: Path | str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
     """A log of one row that another one writes to for as long as the context lasts, and which is soon given up."""
     monkeypatch.setattr("infra.database.BUSY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("infra.logwriter.RETRY_S", 0.05)
+    monkeypatch.setattr("infra.querylog.RETRY_S", 0.05)
     log.append([row("first")])
     log.close()
     return locked(place)
@@ -147,7 +146,7 @@ def test_rows_wait_for_room_on_a_full_disk(file: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from infra.logwriter import BackgroundWriter
+from infra.querylog import BackgroundWriter
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from tests.infra.rows import row

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from models.core.learning import distill, training
 from models.core.learning.hidden import Sample
-from models.core.learning.parallel import Workers
+from models.core.learning.loop import Workers
 from models.drafts import eagle3
 from models.params import TrainingParams
 from models.regimes import layer_dropout
