@@ -1,14 +1,21 @@
 """Which replica may load which draft, and when: the rows of a fleet, events, and which rows follow from which.
 
     canary ──proven──► tested ──pause──► wave 1 ──pause──► wave 2 ──► … ──► good, for every replica
-       └──failed──► another canary ──failed──► refused, for every replica
+       └──failed──► the last good draft again ──proven──► the candidate is refused, for every replica
+                                              └──failed──► another canary
 
 A fleet is what follows one registry for one target: replicas of a service, or attached vLLM servers. A new champion is
 its *candidate*. One replica, the canary, gets it first: its probation must pass there, and the post-promotion test on
 what it serves, which is waited for. Then come waves, each when all replicas of the one before have the candidate or
-left the rollout. A replica in which it fails leaves alone. The candidate is refused when a canary and one more replica
-failed, or more than half of those whose turn came; of one replica alone, when that failed. A replica that was lost
-while it loaded the candidate counts as failed, but blames nothing by itself.
+left the rollout.
+
+A replica in which the candidate fails leaves, and goes back to its last good draft, which is the *control*: it was
+proven there, and must pass the same probation again before the failure is told. If it passes on the canary, the
+candidate is refused at once. If it fails, the replica is sick, and another canary tries the candidate; so it is where
+nothing tells replica and candidate apart: there was no last good draft, the replica was lost while it loaded, or the
+files were bad and never loaded. When a canary and one more replica fail so, the candidate is refused, for it may be
+what broke them. In waves it is refused when more than half of those whose turn came failed; the sick do not count
+there. One replica alone refuses what fails there, unless it is sick.
 
 All that is known is in the rows, so whoever reads them next decides the same: no process has to stay. Whatever was good
 once may be loaded at once, so the way back has no waves. Times are by the clock of `infra.rollout_store`'s database.
@@ -55,6 +62,7 @@ class Replica(Frozen):
         version: the draft that it serves, "" before that is known.
         proven: whether that passed its probation there.
         failed: the drafts that have a fault there, and which.
+        controls: of those, whether the last good draft passed right after; without those that had no control.
         logged_as: the name that rows of the query log have for it, "" before that is known.
         counts: None where its metrics are not read.
     """
@@ -65,11 +73,16 @@ class Replica(Frozen):
     version: str = ""
     proven: bool = False
     failed: dict[str, str] = {}  # noqa: RUF012 - pydantic copies defaults
+    controls: dict[str, bool] = {}  # noqa: RUF012
     logged_as: str = ""
     counts: DraftCounts | None = None
 
     def has(self, draft: str) -> bool:
         return self.proven and self.version == draft
+
+    def control(self, draft: str) -> bool | None:
+        """Whether its last good draft passed right after this one failed; None without a control."""
+        return self.controls.get(draft) if draft in self.failed else None
 
 
 class Fleet(Frozen):
@@ -171,6 +184,7 @@ class Seen(Frozen):
     version: str
     proven: bool
     failed: dict[str, str]
+    controls: dict[str, bool] = {}  # noqa: RUF012
     logged_as: str = ""
     counts: DraftCounts | None = None
 
@@ -289,23 +303,34 @@ def _settled(fleet: Fleet, params: RolloutParams, now_ms: int) -> Fleet:
 
 
 def _with_refusals(fleet: Fleet) -> Fleet:
-    """Refuse the drafts that failed in too many replicas for it to be the replicas' fault."""
+    """Refuse the drafts that a control shows to be at fault, or that failed in too many replicas to be sound."""
     blamed = {draft: why for row in reversed(fleet.rows) for draft, why in row.failed.items()}
     if fleet.lost:
         blamed.setdefault(fleet.candidate, "lost while they loaded it")
     for draft, why in blamed.items():
-        if draft in fleet.refused:
-            continue
-        on_the_way = draft == fleet.candidate
-        failed = fleet.left() if on_the_way else {row.name: row.wave for row in fleet.rows if draft in row.failed}
-        by_canary = on_the_way and CANARY in failed.values()
-        turns = {row.name for row in fleet.rows if not on_the_way or row.wave <= fleet.wave}
-        num_turns = len(turns | failed.keys())
-        if len(fleet.rows) == len(failed) == 1 and draft in fleet.rows[0].failed:
-            fleet = _refuse(fleet, draft, why)
-        elif len(failed) > 1 and (by_canary or 2 * len(failed) > num_turns):
-            fleet = _refuse(fleet, draft, f"{len(failed)} of {num_turns} replicas failed: {why}")
+        if draft not in fleet.refused and (refusal := _refusal(fleet, draft, why)):
+            fleet = _refuse(fleet, draft, refusal)
     return fleet
+
+
+def _refusal(fleet: Fleet, draft: str, why: str) -> str:
+    """Return why a draft that failed somewhere, and `why` it did, is refused everywhere; "" if it is not."""
+    on_the_way = draft == fleet.candidate
+    nobody_has = on_the_way and not any(row.has(draft) for row in fleet.rows)
+    canaries = [row for row in fleet.rows if nobody_has and row.wave == CANARY]
+    if shown := [row.failed[draft] for row in canaries if row.control(draft)]:
+        return f"failed where the last good draft passed right after: {shown[0]}"
+    maybe_broken = canaries if len(fleet.rows) > 1 else []  # by the draft, which nobody showed to be sound
+    sick = {row.name for row in fleet.rows if row.control(draft) is False and row not in maybe_broken}
+    left = fleet.left() if on_the_way else {row.name: row.wave for row in fleet.rows if draft in row.failed}
+    failed = {name: wave for name, wave in left.items() if name not in sick}
+    if len(fleet.rows) == len(failed) == 1 and draft in fleet.rows[0].failed and not sick:
+        return why
+    by_canary = on_the_way and CANARY in failed.values()
+    turns = {row.name for row in fleet.rows if not on_the_way or row.wave <= fleet.wave}
+    num_turns = len((turns | failed.keys()) - sick)
+    is_many = len(failed) > 1 and (by_canary or 2 * len(failed) > num_turns)
+    return f"{len(failed)} of {num_turns} replicas failed: {why}" if is_many else ""
 
 
 def _refuse(fleet: Fleet, draft: str, why: str) -> Fleet:

@@ -147,6 +147,9 @@ class DraftState:
         boot: what the engine was started with; only its like can be swapped in.
         serving: the draft in the engine that answers may rely on; None also while only speculation off is safe.
         proof: what `serving` showed on probation.
+        in_fleet: whether other replicas may try a draft that failed here.
+        control: the draft that failed here last, while it is open whether the one before it still passes, "" for none.
+        controls: of drafts that failed here, whether the one before them passed once more, right after.
         candidate: the draft that is being tried.
         champion: the number that the registry named last.
         wanted: whether the operator wants speculation.
@@ -167,6 +170,9 @@ class DraftState:
     memory: DraftHistory
     fallback: str | None
     proof: Proof | None = None
+    in_fleet: bool = False
+    control: str = ""
+    controls: Mapping[str, bool] = field(default_factory=dict)
     candidate: Loaded | None = None
     champion: int | None = None
     wanted: bool = True
@@ -198,8 +204,8 @@ class DraftState:
 
     @property
     def unreported(self) -> dict[str, str]:
-        """Why versions were refused that the registry was not told of."""
-        return {name: self.memory.refused[name] for name in self.memory.unreported}
+        """Why versions were refused that the registry was not told of, but for one whose control is open."""
+        return {name: self.memory.refused[name] for name in self.memory.unreported if name != self.control}
 
     @property
     def speculates(self) -> bool:
@@ -348,6 +354,7 @@ def standing(member: Member, state: DraftState) -> Seen:
         version="" if state.serving is None else label(state.serving.version),
         proven=state.proof is not None,
         failed=state.unreported,
+        controls={name: passed for name, passed in state.controls.items() if name in state.unreported},
         logged_as=member.logged_as,
         counts=member.counts,
     )

@@ -89,7 +89,8 @@ class Reconciler:
         self._engine, self._source, self._config = engine, source, config
         self._prompts = GoldenPrompts(engine, goldens, threshold)
         postponed = memory.postponed(config.serve, time.monotonic())
-        self.state = replace(DraftState.started(boot, memory), postponed=postponed)
+        started = DraftState.started(boot, memory)
+        self.state = replace(started, postponed=postponed, in_fleet=source.member is not None)
         self.has_looked = False  # after the first look the draft it started with is proven, postponed or refused
         self._trial: asyncio.Task[Event] | None = None
 

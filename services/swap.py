@@ -12,7 +12,7 @@ services/reconciler.py executes the actions, each of which may bring the next ev
                                                            └──failed, undecided, called off──► REVERTING
     SERVING ──the canary prompts are due──► CHECKING ──the pair is broken──► REVERTING
                                                 └──anything else──► SERVING
-    REVERTING ──the last good draft restored──► SERVING, or UNPROVEN if it was not proven here
+    REVERTING ──the last good draft restored──► SERVING, or UNPROVEN if it was not proven here, or is a control
     REVERTING ──none can be──► OFF; not in time ──► REVERTING, with speculation off
     UNPROVEN, SERVING ──the draft was quarantined elsewhere, and there is no champion──► OFF
     started without a draft ──► EMPTY: a champion that comes needs another replica
@@ -26,6 +26,10 @@ with goes on serving meanwhile, and another champion is followed at once.
 A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
 again (`fault`) none is refused for what it shows on probation.
+
+In a fleet the last good draft is a *control* after a candidate failed: it was proven here, and is put on probation
+again. If it passes, the candidate was at fault. If not, this replica is: it says that the pair broke, and the last good
+draft waits. Until then the fleet is not told that the candidate failed.
 
 A version whose quarantine somebody cleared is tried like any other when it is promoted again.
 
@@ -198,7 +202,7 @@ def switched(state: DraftState, serve: Serve, on: bool) -> Step:
 
     A trial is called off; switched on again, it decides itself when is drafted, and `called_off` does once it ended.
     """
-    state = replace(state, wanted=on)
+    state = replace(state, wanted=on, control=state.control if on else "")
     if state.phase not in TRIALS:
         return Step(state, (SetSpeculation(state.speculates),))
     return Step(state, () if on else (CallOff(), SetSpeculation(False)))
@@ -283,7 +287,7 @@ def passed(state: DraftState, serve: Serve, proof: Proof, answers: tuple[Answer,
     """The draft on probation showed what it had to, in these answers."""
     version = (draft := _present(state.candidate or state.serving)).version
     state = replace(
-        state,
+        _controlled(state, True),
         phase=Phase.SERVING,
         serving=draft,
         proof=proof,
@@ -303,14 +307,21 @@ def passed(state: DraftState, serve: Serve, proof: Proof, answers: tuple[Answer,
 def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     """A draft has a fault of its own, in its files or on probation; the registry is told now or at a later tick."""
     on_trial = state.phase in TRIALS
+    if on_trial and state.control:
+        text = f"draft {version.number} was proven here and fails after draft {state.control}: {reason}"
+        state, actions = undecided(replace(state, fault=text), serve, reason, now_s)
+        return Step(state, (*actions, Count("broken_pairs", text), Tell(PAIR_BROKE, text)))
     if on_trial and state.fault is not None:
         return undecided(state, serve, reason, now_s)
     memory = state.memory.with_refused(version, reason)
-    state = replace(state, memory=memory, postponed=without(state.postponed, version))
+    postponed, controls = without(state.postponed, version), without(state.controls, version)
+    state = replace(state, memory=memory, postponed=postponed, controls=controls)
     told = (Count("refused", f"draft {version.number} is refused: {reason}"), Remember(), Report())
     if not on_trial:
         return Step(state, told)
     serving = None if state.phase is Phase.PROVING else state.serving
+    if state.in_fleet and state.wanted and serving is not None and state.proof is not None:
+        state = replace(state, control=label(version), proof=None, answers=())
     state = replace(state, phase=Phase.REVERTING, candidate=None, serving=serving)
     return Step(state, (Count("reverts"), PutBack(), *told))  # the engine comes before the books
 
@@ -318,6 +329,7 @@ def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s
 @_in(*TRIALS)
 def undecided(state: DraftState, serve: Serve, reason: str, now_s: float) -> Step:
     """The draft on trial could not be tested; the trial may have ended with speculation off."""
+    state = _controlled(state, False)
     if state.phase is Phase.TRYING:
         return _give_up_for_now(state, serve, reason, now_s)
     if state.phase is Phase.PROVING and state.fault is not None:
@@ -358,7 +370,7 @@ def checked(state: DraftState, serve: Serve, finding: Finding, text: str, now_s:
 def restored(state: DraftState, serve: Serve, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
     if state.serving is None or label(state.serving.version) != label(draft.version):
-        state = replace(state, proof=None, answers=())
+        state = replace(_controlled(state, False), proof=None, answers=())
     phase = Phase.UNPROVEN if state.proof is None else Phase.SERVING
     return Step(replace(state, phase=phase, serving=draft, fallback=None))
 
@@ -373,7 +385,7 @@ def exhausted(state: DraftState, serve: Serve) -> Step:
 def late(state: DraftState, serve: Serve) -> Step:
     """The last good draft was not put back in time."""
     text = "the last good draft is not back in time; speculation is off until it is"
-    state = replace(state, fallback="the last good draft is being put back")
+    state = replace(_controlled(state, False), fallback="the last good draft is being put back")
     return Step(state, (SetSpeculation(False), Count("late", text)))
 
 
@@ -427,7 +439,13 @@ def _check_later(state: DraftState, now_s: float, serve: Serve) -> DraftState:
 
 
 def _off(state: DraftState, reason: str) -> DraftState:
+    state = _controlled(state, False)
     return replace(state, phase=Phase.OFF, serving=None, proof=None, answers=(), fallback=reason)
+
+
+def _controlled(state: DraftState, passed: bool) -> DraftState:
+    """End the control that is open, if one is."""
+    return replace(state, control="", controls={**state.controls, state.control: passed}) if state.control else state
 
 
 def _present(draft: Loaded | None) -> Loaded:

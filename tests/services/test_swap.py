@@ -380,6 +380,55 @@ def test_after_a_pair_broke_no_draft_is_blamed_until_one_passes(ended: Event) ->
     assert (none.refused, none.fallbacks(), follow(none, swap.exhausted).speculates) == ({}, (), False)
 
 
+FAILED = replace(TRYING, in_fleet=True, memory=DraftHistory(good=(version(1), version(4))))
+FAILED = follow(FAILED, event(swap.failed, version(2), "bad", 100.0))
+CONTROL = follow(FAILED, event(swap.restored, draft(1)), event(swap.ticked, 110.0))
+BAD = label(version(2))
+
+
+def test_in_a_fleet_the_last_good_draft_is_proven_again_before_a_refusal_is_told() -> None:
+    assert (FAILED.refused, FAILED.unreported, FAILED.serving) == ({BAD: "bad"}, {}, draft(1))
+    assert (CONTROL.phase, CONTROL.control, CONTROL.proof) == (Phase.PROVING, BAD, None)
+    passed = follow(CONTROL, PASSED)
+    assert (passed.phase, passed.controls, passed.unreported) == (Phase.SERVING, {BAD: True}, {BAD: "bad"})
+    assert passed.fault is None
+    anew = follow(replace(passed, phase=Phase.TRYING, candidate=draft(2)), event(swap.failed, version(2), "bad", 130.0))
+    assert (anew.control, anew.controls) == (BAD, {})
+
+
+def test_a_last_good_draft_that_fails_as_a_control_is_not_refused_and_the_replica_says_so() -> None:
+    failed, actions = step(CONTROL, event(swap.failed, version(1), "promised 1.5", 120.0))
+    assert (failed.refused, failed.controls, failed.unreported) == ({BAD: "bad"}, {BAD: False}, {BAD: "bad"})
+    assert (set(failed.postponed), failed.fallbacks()) == ({label(version(1))}, (version(4),))
+    assert kinds(actions) == [SetSpeculation, "postponed", "reverts", PutBack, "broken_pairs", Tell]
+    assert failed.fault is not None and actions[-1] == Tell(PAIR_BROKE, failed.fault)
+
+
+@pytest.mark.parametrize(
+    ("state", "happened"),
+    [
+        (CONTROL, event(swap.undecided, "took more than 300 s", 120.0)),
+        (FAILED, event(swap.restored, draft(4))),
+        (FAILED, swap.exhausted),
+        (FAILED, swap.late),
+    ],
+    ids=["not proven in time", "another draft", "no draft", "not back in time"],
+)
+def test_a_last_good_draft_that_can_not_be_proven_again_is_as_one_that_fails(
+    state: DraftState, happened: Event
+) -> None:
+    after = follow(state, happened)
+    assert (after.control, after.controls, after.unreported) == ("", {BAD: False}, {BAD: "bad"})
+
+
+def test_without_a_last_good_draft_or_speculation_there_is_no_control() -> None:
+    off = follow(CONTROL, event(swap.switched, on=False))
+    first = follow(replace(PROVING, in_fleet=True), event(swap.failed, version(1), "bad", 100.0))
+    unproven = follow(replace(TRYING, in_fleet=True, proof=None), event(swap.failed, version(2), "bad", 100.0))
+    for state in (off, follow(off, swap.called_off), first, unproven):
+        assert (state.control, state.controls, len(state.unreported)) == ("", {}, 1)
+
+
 def test_only_the_last_good_versions_are_remembered() -> None:
     memory = DraftHistory()
     for number in (1, 2, 3, 2, 4):
@@ -430,11 +479,15 @@ def engine_speculates(before: bool, happened: Event, state: DraftState, actions:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boot", [None, draft(1)], ids=["without a draft", "with one"])
-def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) -> None:
+@pytest.mark.parametrize(
+    ("boot", "in_fleet"),
+    [(None, False), (draft(1), False), (draft(1), True)],
+    ids=["without a draft", "with one", "in a fleet"],
+)
+def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None, in_fleet: bool) -> None:
     seen = set()
     for seed in range(100):
-        rng, state = random.Random(seed), DraftState.started(boot, DraftHistory())
+        rng, state = random.Random(seed), replace(DraftState.started(boot, DraftHistory()), in_fleet=in_fleet)
         speculating = state.speculates
         for now_s in range(60):
             happened = something(rng, state, float(now_s * 20))
@@ -445,6 +498,8 @@ def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) ->
             proven, unproven = state.phase is Phase.SERVING, state.phase in (Phase.UNPROVEN, Phase.PROVING)
             silent = state.phase in (Phase.EMPTY, Phase.OFF)
             assert (state.candidate is not None) is (state.phase is Phase.TRYING)
+            controlled = state.phase in (Phase.REVERTING, Phase.UNPROVEN, Phase.PROVING) and in_fleet and state.wanted
+            assert not state.control or (controlled and state.serving is not None and state.proof is None)
             assert not proven or (state.serving and state.proof and state.fallback is None)
             assert not unproven or (state.serving and state.proof is None and state.fallback is None)
             assert not silent or (state.serving is None and state.proof is None and state.fallback)

@@ -273,7 +273,8 @@ def test_servers_follow_the_registry_one_first_and_a_draft_that_lies_is_taken_ba
                 "a quarantine",
             )
             quarantined = world.registry.get("draft", liar).quarantined
-            assert quarantined.startswith("2 of 2 replicas failed") and "promised 3.900" in quarantined
+            assert quarantined.startswith("failed where the last good draft passed right after: ")
+            assert "promised 3.900" in quarantined and str(liar) not in {later for _, later in seen}
             wait_for(second)
             assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
             wait_for(second)
