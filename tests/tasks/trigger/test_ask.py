@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra import memory
+from infra import priority
 from infra.querylog import QueryLog
 from infra.trigger_store import WAITS_FOR_MEMORY, LastLook, Need, RunRequest, TriggerStore
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
@@ -130,7 +130,7 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
-    monkeypatch.setattr(memory, "TRAINER_ENDS_AT", 1.0)  # or who else uses the machine's memory would decide
+    monkeypatch.setattr(priority, "TRAINER_ENDS_AT", 1.0)  # or who else uses the machine's memory would decide
     made = Home(tmp_path)
     made.ask_with("schedule", min_free_memory_gib=0.0)
     yield made
