@@ -19,7 +19,7 @@ from infra.home import close_to_others, open_home
 from infra.keys import bring_keys, require_client
 from infra.processes import hold_port
 from infra.secret import home_secret
-from infra.serving import serving
+from infra.serving import require_cluster, serving
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_as
 
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.engine_params()
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
             require_client(config.keys, config.settings.host)
+            require_cluster(config.settings)
             home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
             # Ray takes many ports before the proxy starts.
             held.enter_context(hold_port(config.settings.host, config.serve.port))

@@ -54,28 +54,25 @@ def run(config: ServiceConfig) -> int:
 
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
     """
-    home = config.settings.home
+    home, cluster = config.settings.home, config.settings.ray_address
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
     os.environ |= HELD_OFF
-    # By default a token lies in the user's folder, where another program's umask may have left it open.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
+    if cluster:
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 wait a quarter of an hour for what is no cluster
+    else:
+        # By default a token lies in the user's folder, where another program's umask may have left it open.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
     import ray  # reads the variables when it is imported
     from ray import serve
 
     from services.replica import deployment
 
-    ray_dir, front = ray_folder(home), ReverseProxy.find(config, home)
-    ended, is_lost = threading.Event(), False
-    threading.Thread(target=_keep_closed, args=(ray_dir,), name="closes Ray's folder", daemon=True).start()
-    ray.init(
-        address="local",
-        num_cpus=max(NUM_CPUS, config.serve.num_replicas + 1),
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(ray_dir),
-    )
-    node = children_named(*NODE)
+    front, ended, is_lost = ReverseProxy.find(config, home), threading.Event(), False
+    if cluster:
+        _join(cluster)
+    else:
+        _start_ray(ray_folder(home), config.serve.most_replicas)
+    node = children_named(*NODE)  # of a cluster none; Ray ends this process a minute after its head was lost
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())  # after ray.init, which puts in its own and ends at once
     try:
@@ -100,10 +97,46 @@ def run(config: ServiceConfig) -> int:
     finally:
         if front is not None:
             front.stop(config.serve.drain_s if is_lost else FLUSH_S)  # a replica that is left answers on meanwhile
-        if not is_lost:  # else both wait for who can't answer
-            serve.shutdown()
+        if not is_lost:  # else all wait for who can't answer
+            if serve.status().applications.keys() - {APP_NAME}:  # of others, in the cluster
+                serve.delete(APP_NAME)
+            else:
+                serve.shutdown()
             ray.shutdown()
     return 0
+
+
+def _start_ray(folder: Path, num_replicas: int) -> None:
+    """Start Ray on this machine, for this process alone."""
+    import ray
+
+    threading.Thread(target=_keep_closed, args=(folder,), name="closes Ray's folder", daemon=True).start()
+    ray.init(
+        address="local",
+        num_cpus=max(NUM_CPUS, num_replicas + 1),
+        include_dashboard=False,
+        _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+    )
+
+
+def _join(address: str) -> None:
+    """Join a running cluster; ValueError if it lets nobody in, or Serve runs there, whose proxies would lack ours."""
+    import ray
+    from ray import serve
+
+    ours = {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+    try:
+        ray.init(address, runtime_env={"env_vars": {**ours, CONFIG_VARIABLE: os.environ[CONFIG_VARIABLE]}})
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(
+            f"{str(error).splitlines()[0]}; is it of this version of Ray, and RAY_AUTH_TOKEN its token?"
+        ) from error
+    if serve.status().proxies:
+        raise ValueError(
+            f"Serve runs in the cluster at {address} already; end it, or deploy services.replica:application"
+        )
 
 
 def _keep_closed(ray_dir: Path) -> None:

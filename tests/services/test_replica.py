@@ -10,6 +10,7 @@ from collections.abc import Callable
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import pytest
@@ -18,10 +19,13 @@ from infra.processes import Child, answers, wait_until
 from infra.querylog import QueryLog
 from infra.rollout_store import fleets_of, note_tested
 from infra.rollouts import Replica
+from infra.settings import Settings
 from infra.versions import label
+from models.serving import Serve
 from models.types import RolloutParams
+from services.config import ServiceConfig
 from services.failures import VLLM_LOGGING
-from services.replica import application, serve_log_kept
+from services.replica import application, deployment, serve_log_kept
 from services.request_middleware import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.world import PROMPTS, World, ask
@@ -42,6 +46,20 @@ def test_serves_log_keeps_its_file_while_vllm_configures_logging(tmp_path: Path)
         handler.close()
         file.close()
     assert (tmp_path / "replica.log").read_text() == "taken over\n"
+
+
+@pytest.mark.parametrize(("said", "target"), [({}, 8.0), ({"target_ongoing_requests": 3.0}, 3.0)])
+def test_serve_scales_by_the_recipes_table_and_by_half_of_a_full_batch_if_that_says_no_target(
+    tmp_path: Path, said: dict[str, Any], target: float
+) -> None:
+    scaling = {"min_replicas": 2, "max_replicas": 5, "upscale_delay_s": 7.0, "downscale_delay_s": 9.0}
+    engine, settings = {"name": "vllm", "max_num_seqs": 16}, Settings(home=tmp_path)
+    serve = Serve.model_validate({"autoscaling": {**scaling, **said}})
+    config = ServiceConfig(target_dir=tmp_path, engine=engine, settings=settings, serve=serve)
+    told = deployment(config, None)._bound_deployment._deployment_config.autoscaling_config
+    assert told is not None
+    wanted = {**scaling, "target_ongoing_requests": target}
+    assert told.model_dump(include=wanted.keys()) == wanted
 
 
 @pytest.mark.engine
