@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_client(config.keys, config.settings.host)
             require_cluster(config.settings)
             home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
-            # Ray takes many ports before the proxy starts.
-            held.enter_context(hold_port(config.settings.host, config.serve.port))
+            if not config.settings.ray_address:  # Ray takes many ports before the proxy starts.
+                held.enter_context(hold_port(config.settings.host, config.serve.port))
             held.enter_context(serving(settings.home, config.url))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)

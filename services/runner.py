@@ -1,6 +1,7 @@
 """The front, Ray, Serve and its replicas, from start to drained end; started by services/main.py, which cleans up."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -55,8 +56,9 @@ def run(config: ServiceConfig) -> int:
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
     """
     home, cluster = config.settings.home, config.settings.ray_address
-    os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
-    os.environ |= HELD_OFF
+    # What is no variable of Serve's is of a node, and a cluster's nodes are started by others.
+    told = (name for name in RAY_VARIABLES if name.startswith("RAY_SERVE_") or not cluster)
+    os.environ |= {name: os.environ.get(name, RAY_VARIABLES[name]) for name in told} | HELD_OFF
     if cluster:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 wait a quarter of an hour for what is no cluster
     else:
@@ -67,9 +69,10 @@ def run(config: ServiceConfig) -> int:
 
     from services.replica import deployment
 
-    front, ended, is_lost = ReverseProxy.find(config, home), threading.Event(), False
+    front, ended, is_lost, app = ReverseProxy.find(config, home), threading.Event(), False, APP_NAME
     if cluster:
-        _join(cluster)
+        app = f"{APP_NAME}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
+        _join(cluster, app)
     else:
         _start_ray(ray_folder(home), config.serve.most_replicas)
     node = children_named(*NODE)  # of a cluster none; Ray ends this process a minute after its head was lost
@@ -83,7 +86,7 @@ def run(config: ServiceConfig) -> int:
             http_options={"host": config.settings.host, "port": config.serve.port, "request_timeout_s": None},
         )
         deployed = deployment(config, None if front is None else front.socket)
-        handle = serve.run(deployed, name=APP_NAME, route_prefix="/", blocking=False)
+        handle = serve.run(deployed, name=app, route_prefix="/", blocking=False)
         by = "Ray's proxy" if front is None else "HAProxy"
         print(f"serving {SERVED_NAME} on {config.url} by {by}", flush=True)
         while not ended.wait(LOOK_S):
@@ -98,8 +101,8 @@ def run(config: ServiceConfig) -> int:
         if front is not None:
             front.stop(config.serve.drain_s if is_lost else FLUSH_S)  # a replica that is left answers on meanwhile
         if not is_lost:  # else all wait for who can't answer
-            if serve.status().applications.keys() - {APP_NAME}:  # of others, in the cluster
-                serve.delete(APP_NAME)
+            if serve.status().applications.keys() - {app}:  # of others, in the cluster
+                serve.delete(app)
             else:
                 serve.shutdown()
             ray.shutdown()
@@ -121,8 +124,11 @@ def _start_ray(folder: Path, num_replicas: int) -> None:
     )
 
 
-def _join(address: str) -> None:
-    """Join a running cluster; ValueError if it lets nobody in, or Serve runs there, whose proxies would lack ours."""
+def _join(address: str, app: str) -> None:
+    """Join a running cluster, and end what a killed service of this home left there.
+
+    ValueError if it lets nobody in, or Serve runs there for others, whose proxies lack what ours have.
+    """
     import ray
     from ray import serve
 
@@ -133,7 +139,10 @@ def _join(address: str) -> None:
         raise ValueError(
             f"{str(error).splitlines()[0]}; is it of this version of Ray, and RAY_AUTH_TOKEN its token?"
         ) from error
-    if serve.status().proxies:
+    found = serve.status()
+    if found.applications.keys() == {app}:
+        serve.shutdown()
+    elif found.applications or found.proxies:
         raise ValueError(
             f"Serve runs in the cluster at {address} already; end it, or deploy services.replica:application"
         )

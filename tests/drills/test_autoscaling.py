@@ -18,13 +18,13 @@ __all__ = ["make_world"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 MOST = 3
-SCALING = {"max_replicas": MOST, "target_ongoing_requests": 1.0, "upscale_delay_s": 0.0, "downscale_delay_s": 4.0}
+SCALING = {"max_replicas": MOST, "target_ongoing_requests": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 4.0}
 
 
 def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_forgets_who_went(
     make_world: Callable[..., World], tiny_target: Path
 ) -> None:
-    world = make_world(tiny_target, serve={"autoscaling": SCALING})
+    world = make_world(tiny_target, serve={"autoscaling": SCALING, "drain_s": 300.0})
     first, second = world.versions
     log, served = QueryLog(world.querylog), dict[str, set[int | None]]()
 
@@ -38,7 +38,7 @@ def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_for
             time.sleep(0.5)
 
     def all_answered() -> bool:
-        for row in log.rows(1, 10**6, "metadata"):
+        for row in log.rows(1, 10**6):
             served.setdefault(row.server or "", set()).add(row.draft_version)
         return {row.name for row in rows()} <= served.keys()
 
@@ -48,7 +48,7 @@ def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_for
         world.registry.promote("draft", second)
         world.wait_for_draft(second)
         with Load(world.url, {}, [Client()]) as always:
-            with Load(world.url, {}, [Client()] * 5) as crowd:
+            with Load(world.url, {}, [Client()] * 6) as crowd:
                 champion = label(world.registry.get("draft", second))
                 wait_for("three with the champion", lambda: sum(row.has(champion) for row in rows()) == MOST)
                 wait_for("answers of all", all_answered)
