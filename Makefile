@@ -9,6 +9,7 @@ OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 GRIDS := tests/models/engines/test_torch_families.py tests/models/drafts/test_learning.py \
 	tests/models/lengths/test_goodput.py
 SWAPS := tests/drills/test_served_swaps.py
+SCALING := tests/drills/test_autoscaling.py
 ALONE := tests/drills/test_strangers.py tests/drills/test_up.py
 # What took longest is said at the end, so that it is seen when the tests get slow.
 PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
@@ -29,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-postgres test-pairs test-front drills test-swaps families soak \
-	attach-demo mutants test-bench baselines references compat clients docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-postgres test-pairs test-front drills test-swaps test-scaling families \
+	soak attach-demo mutants test-bench baselines references compat clients docs tutorial clean
 
 install: $(STAMP)
 
@@ -81,12 +82,16 @@ test-pairs: install
 # Those that measure how long others wait, and what trains beside a whole stack in the time that nobody else takes, have the
 # machine to themselves; each worker of the rest keeps to one core.
 drills: install
-	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(ALONE:%=--ignore=%) $(WORKERS)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) --ignore=$(SCALING) $(ALONE:%=--ignore=%) $(WORKERS)
 	$(PYTEST) $(ALONE)
 
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.
 test-swaps: install
 	$(BIN)/python -m pytest $(SWAPS)
+
+# From one replica to three and back under load: three engines start, for minutes on two cores, so outside of CI.
+test-scaling: install
+	$(BIN)/python -m pytest $(SCALING)
 
 # Small random targets of each family with each draft that reads them; goes on where it was stopped, PAIRS= names some.
 families: install

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +41,7 @@ MAX_RAY_DIR, MAX_FRONT_DIR = 40, 80
 LOCK = ".service.lock"
 # Who only looks whether the home is served holds the lock for a moment.
 LET_GO_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 def open_home(settings: Settings) -> None:
@@ -157,6 +159,16 @@ def ray_folder(home: Path) -> Path:
     """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts."""
     folder = home / "ray"
     return folder if len(str(folder)) <= MAX_RAY_DIR and is_plain(folder) else short_folder() / "ray"
+
+
+def require_cluster(settings: Settings) -> None:
+    """Raise ValueError if a Ray cluster is to be joined and nothing listens at its address."""
+    host, _, port = settings.ray_address.rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"REDRAFT_RAY_ADDRESS: nothing listens at {settings.ray_address}: {error}") from error
 
 
 def front_folder(home: Path) -> Path:

@@ -23,6 +23,7 @@ from infra.home import (
     config_path,
     is_served,
     ray_folder,
+    require_cluster,
     served_by,
 )
 from infra.keys import bring_keys, keys_path, operator_key, require_client
@@ -70,8 +71,8 @@ class Attached(Frozen):
 def require_startable(settings: Settings, port: int) -> None:
     """Refuse what can't be served, by the name of what to change, before anything is started.
 
-    ValueError if the home is served already, the address can't be bound, its clients would need a key, or neither the
-    home nor the folder of temporary files is short enough for a socket.
+    ValueError if the home is served already, the address can't be bound, no cluster is at the one to join, its clients
+    would need a key, or neither the home nor the folder of temporary files is short enough for a socket.
     """
     home = settings.home
     if (state := read_state(home)) is not None and (url := state.url(SERVICE)):
@@ -83,6 +84,7 @@ def require_startable(settings: Settings, port: int) -> None:
             require_port_free(settings.host, tried)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    require_cluster(settings)
     if (length := len(os.fsencode(folder := ray_folder(home)))) > MAX_RAY_DIR:
         raise ValueError(f"{folder} is {length} bytes long, wanted {MAX_RAY_DIR} for Ray's sockets; shorten TMPDIR")
     bring_keys(keys_path(settings), [(key, None) for key in settings.api_keys])

@@ -125,6 +125,12 @@ def _folder_or_bucket(value: object) -> Path | str:
     return address.rstrip("/")
 
 
+def _host_and_port(value: str) -> str:
+    if value and re.fullmatch(r"[^\s/]+:\d{1,5}", value) is None:
+        raise ValueError(f"got {value!r}, wanted HOST:PORT")
+    return value
+
+
 class Settings(Frozen):
     """What a process of redraft needs to know about the machine that it runs on.
 
@@ -138,6 +144,8 @@ class Settings(Frozen):
         cache_gib: size in GiB from which versions in the cache go that no process uses, least recently used first.
         artifacts: where tasks and MLflow keep checkpoints and snapshots. In an object store, `s3://bucket/prefix`, lies
             what other machines need: versions, what training goes on from, and reports.
+        ray_address: of the Ray cluster, HOST:PORT of its head, that a service on the head's node joins; by default it
+            starts a Ray of its own.
         api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
@@ -159,6 +167,7 @@ class Settings(Frozen):
     api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_keys)] = Field(
         default=(), repr=False
     )
+    ray_address: Annotated[str, AfterValidator(_host_and_port)] = ""
     host: str = Field(default="127.0.0.1", min_length=1)
     hub: bool = False
 

@@ -137,12 +137,43 @@ class Reasoning(Frozen):
         return self
 
 
+class Autoscaling(Frozen):
+    """How many replicas Ray Serve starts, by the requests that they answer; its own names.
+
+    Attributes:
+        min_replicas: these always run.
+        max_replicas: more never run; 1 leaves the number to `num_replicas`.
+        target_ongoing_requests: requests for each replica, those included that wait in it, averaged over half a minute.
+            By default half of the engine's `max_num_seqs`, so that one more starts before requests wait.
+        upscale_delay_s: how long more replicas must be needed before one is started.
+        downscale_delay_s: how long fewer must be needed before one is drained, for `drain_s` at most, and ended.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)
+    target_ongoing_requests: Positive | None = None
+    upscale_delay_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    downscale_delay_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _is_on(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas is {self.min_replicas}, wanted at most max_replicas, {self.max_replicas}")
+        if self.max_replicas == 1:
+            require_unsaid(self, type(self).model_fields, "autoscaling", "max_replicas is 1")
+        return self
+
+
 class Serve(Frozen):
     """The endpoint. The address to bind is the machine's: REDRAFT_HOST.
 
     Attributes:
         port: TCP port, 0 takes a free one.
         num_replicas: engines that serve it, each with the whole model, behind Ray's own proxy if there are several.
+        autoscaling: as many as the load needs, in the place of `num_replicas`.
+        num_gpus: GPUs that Ray reserves for each replica: as many as its engine spreads over, a share below 1 of one
+            that engines share (then limit each one's `gpu_memory_utilization`), or 0, so that it sees all. By default 0
+            for one replica on a Ray of its own, else as many.
         poll_s: seconds between looks at the registry.
         min_swap_interval_s: seconds between two swaps, at least.
         min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
@@ -167,6 +198,8 @@ class Serve(Frozen):
 
     port: int = Field(default=8000, ge=0, le=65535)
     num_replicas: int = Field(default=1, ge=1)
+    autoscaling: Autoscaling = Autoscaling()
+    num_gpus: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     poll_s: Positive = 5.0
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
@@ -184,10 +217,19 @@ class Serve(Frozen):
     capture: Capture = Capture()
     reasoning: Reasoning = Reasoning()
 
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas run at once, at most."""
+        return max(self.num_replicas, self.autoscaling.max_replicas)
+
     @model_validator(mode="after")
     def _can_be_reached(self) -> Self:
-        if self.num_replicas > 1 and self.front == "haproxy":
+        if self.num_replicas > 1 and (most := self.autoscaling.max_replicas) > 1:
             raise ValueError(
-                f'front is "haproxy", which passes requests on to one replica; of {self.num_replicas}, "ray"'
+                f"num_replicas is {self.num_replicas} and autoscaling.max_replicas is {most}; wanted one of them"
+            )
+        if self.most_replicas > 1 and self.front == "haproxy":
+            raise ValueError(
+                f'front is "haproxy", which passes requests on to one replica; of {self.most_replicas}, "ray"'
             )
         return self

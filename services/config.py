@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.keys import keys_path
 from infra.settings import AbsolutePath, Settings, load_settings
@@ -46,6 +46,22 @@ class ServiceConfig(Frozen):
             require_tool_parser(serve.tool_parser)
         return serve
 
+    @model_validator(mode="after")
+    def _can_be_placed(self) -> Self:
+        target, gpus = self.serve.autoscaling.target_ongoing_requests, self.serve.num_gpus
+        if target is not None and target > (most := self.max_requests - OTHER_REQUESTS):
+            raise ValueError(
+                f"serve.autoscaling.target_ongoing_requests is {target:g}; a replica takes {most} at most and refuses "
+                "the rest, so no other would start"
+            )
+        if gpus and self.settings.device == "cpu":
+            raise ValueError(f"serve.num_gpus is {gpus:g}, and REDRAFT_DEVICE is cpu")
+        if gpus and gpus != (devices := self.engine_params().num_devices) and (devices > 1 or gpus > 1):
+            raise ValueError(f"serve.num_gpus is {gpus:g}; the engine takes {devices}, or 0 stands for all of a node")
+        if self.settings.ray_address and self.serve.front == "haproxy":
+            raise ValueError('serve.front is "haproxy", and in the cluster of REDRAFT_RAY_ADDRESS only "ray" can serve')
+        return self
+
     @property
     def keys(self) -> Path:
         return keys_path(self.settings)
@@ -68,6 +84,14 @@ class ServiceConfig(Frozen):
     def max_requests(self) -> int:
         """How many requests a replica takes at once: those that run, those that wait by key, and some of operators."""
         return self.engine_params().max_num_seqs + self.serve.limits.max_queued_requests + OTHER_REQUESTS
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that Ray reserves for a replica; one alone, with a Ray of its own, sees all without that."""
+        if self.serve.num_gpus is not None:
+            return self.serve.num_gpus
+        reserved = self.serve.most_replicas > 1 or self.settings.ray_address != ""
+        return self.engine_params().num_devices if reserved and self.settings.device != "cpu" else 0
 
     def engine_params(self) -> Params:
         """Return the engine's parsed settings; ValueError names a wrong key, or an engine that has no endpoint."""

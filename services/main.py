@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from infra.home import close_to_others, home_secret, open_home, serving
+from infra.home import close_to_others, home_secret, open_home, require_cluster, serving
 from infra.keys import bring_keys, require_client
 from infra.processes import hold_port
 from infra.settings import load_settings
@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.engine_params()
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
             require_client(config.keys, config.settings.host)
+            require_cluster(config.settings)
             home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
-            # Ray takes many ports before the proxy starts.
-            held.enter_context(hold_port(config.settings.host, config.serve.port))
+            if not config.settings.ray_address:  # Ray takes many ports before the proxy starts.
+                held.enter_context(hold_port(config.settings.host, config.serve.port))
             held.enter_context(serving(settings.home, config.url))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)

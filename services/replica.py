@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
@@ -56,7 +56,7 @@ class Replica:
             logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
             for name in ("services", "models.engines"):
                 logging.getLogger(name).setLevel(logging.INFO)
-            several = config.serve.num_replicas > 1
+            several = config.serve.most_replicas > 1
             replica = serve.get_replica_context().replica_id.unique_id if several else ""
             self._service = await Service.start(config, replica)
             self._socket = socket
@@ -96,12 +96,9 @@ def serve_log_kept() -> Iterator[None]:
 def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     """Return the Serve application of one configuration; without a socket Serve's own proxy stands before it."""
     environment = {**openmp_preload(), **VLLM_LOGGING}  # what a process must be started with
-    # One replica sees all GPUs; of several, each gets its own of Ray.
-    several_on_gpus = config.serve.num_replicas > 1 and config.settings.device != "cpu"
-    num_gpus = config.engine_params().num_devices if several_on_gpus else 0
     deployed = serve.deployment(
         name="replica",
-        num_replicas=config.serve.num_replicas,
+        **_num_replicas(config),
         # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.
         max_ongoing_requests=config.max_requests,
         max_queued_requests=config.serve.limits.max_queued_requests,
@@ -110,10 +107,29 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
         graceful_shutdown_timeout_s=config.serve.drain_s + CLOSE_S,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config={"enable_access_log": False},
-        ray_actor_options={"num_cpus": REPLICA_CPUS, "num_gpus": num_gpus, "runtime_env": {"env_vars": environment}},
+        ray_actor_options={
+            "num_cpus": REPLICA_CPUS,
+            "num_gpus": config.num_gpus,
+            "runtime_env": {"env_vars": environment},
+        },
     )
     # Settings that the file does not have are each node's own.
     return deployed(Replica).bind(config.model_dump_json(exclude_unset=True), socket)
+
+
+def _num_replicas(config: ServiceConfig) -> dict[str, Any]:
+    """Return what Serve is told of their number."""
+    scaling = config.serve.autoscaling
+    if scaling.max_replicas == 1:
+        return {"num_replicas": config.serve.num_replicas}
+    told = {
+        "min_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+        "target_ongoing_requests": scaling.target_ongoing_requests or config.engine_params().max_num_seqs / 2,
+        "upscale_delay_s": scaling.upscale_delay_s,
+        "downscale_delay_s": scaling.downscale_delay_s,
+    }
+    return {"autoscaling_config": told}
 
 
 def application(args: dict[str, str]) -> serve.Application:

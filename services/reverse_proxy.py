@@ -183,7 +183,7 @@ class ReverseProxy:
     @classmethod
     def find(cls, config: ServiceConfig, home: Path) -> "ReverseProxy | None":
         """Return what stands before the replica, None for Serve's own proxy; ValueError if the wanted one can't run."""
-        if config.serve.front == "ray" or config.serve.num_replicas > 1:
+        if config.serve.front == "ray" or config.serve.most_replicas > 1 or config.settings.ray_address:
             return None
         if (binary := haproxy_binary()) is not None:
             return cls(binary, config, front_folder(home))

@@ -1,6 +1,7 @@
 """The front, Ray, Serve and its replicas, from start to drained end; started by services/main.py, which cleans up."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -51,28 +52,27 @@ def run(config: ServiceConfig) -> int:
 
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
     """
-    home = config.settings.home
-    os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
-    os.environ |= HELD_OFF
-    # By default a token lies in the user's folder, where another program's umask may have left it open.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
+    home, cluster = config.settings.home, config.settings.ray_address
+    # What is no variable of Serve's is of a node, and a cluster's nodes are started by others.
+    told = (name for name in RAY_VARIABLES if name.startswith("RAY_SERVE_") or not cluster)
+    os.environ |= {name: os.environ.get(name, RAY_VARIABLES[name]) for name in told} | HELD_OFF
+    if cluster:
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 wait a quarter of an hour for what is no cluster
+    else:
+        # By default a token lies in the user's folder, where another program's umask may have left it open.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
     import ray  # reads the variables when it is imported
     from ray import serve
 
     from services.replica import deployment
 
-    ray_dir, front = ray_folder(home), ReverseProxy.find(config, home)
-    ended, is_lost = threading.Event(), False
-    threading.Thread(target=_keep_closed, args=(ray_dir,), name="closes Ray's folder", daemon=True).start()
-    ray.init(
-        address="local",
-        num_cpus=max(NUM_CPUS, config.serve.num_replicas + 1),
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(ray_dir),
-    )
-    node = children_named(*NODE)
+    front, ended, is_lost, app = ReverseProxy.find(config, home), threading.Event(), False, APP_NAME
+    if cluster:
+        app = f"{APP_NAME}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
+        _join(cluster, app)
+    else:
+        _start_ray(ray_folder(home), config.serve.most_replicas)
+    node = children_named(*NODE)  # of a cluster none; Ray ends this process a minute after its head was lost
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())  # after ray.init, which puts in its own and ends at once
     try:
@@ -83,7 +83,7 @@ def run(config: ServiceConfig) -> int:
             http_options={"host": config.settings.host, "port": config.serve.port, "request_timeout_s": None},
         )
         deployed = deployment(config, None if front is None else front.socket)
-        handle = serve.run(deployed, name=APP_NAME, route_prefix="/", blocking=False)
+        handle = serve.run(deployed, name=app, route_prefix="/", blocking=False)
         by = "Ray's proxy" if front is None else "HAProxy"
         print(f"serving {SERVED_NAME} on {config.url} by {by}", flush=True)
         while not ended.wait(LOOK_S):
@@ -97,10 +97,52 @@ def run(config: ServiceConfig) -> int:
     finally:
         if front is not None:
             front.stop(config.serve.drain_s if is_lost else FLUSH_S)  # a replica that is left answers on meanwhile
-        if not is_lost:  # else both wait for who can't answer
-            serve.shutdown()
+        if not is_lost:  # else all wait for who can't answer
+            if serve.status().applications.keys() - {app}:  # of others, in the cluster
+                serve.delete(app)
+            else:
+                serve.shutdown()
             ray.shutdown()
     return 0
+
+
+def _start_ray(folder: Path, num_replicas: int) -> None:
+    """Start Ray on this machine, for this process alone."""
+    import ray
+
+    threading.Thread(target=_keep_closed, args=(folder,), name="closes Ray's folder", daemon=True).start()
+    ray.init(
+        address="local",
+        num_cpus=max(NUM_CPUS, num_replicas + 1),
+        include_dashboard=False,
+        _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+    )
+
+
+def _join(address: str, app: str) -> None:
+    """Join a running cluster, and end what a killed service of this home left there.
+
+    ValueError if it lets nobody in, or Serve runs there for others, whose proxies lack what ours have.
+    """
+    import ray
+    from ray import serve
+
+    ours = {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+    try:
+        ray.init(address, runtime_env={"env_vars": {**ours, CONFIG_VARIABLE: os.environ[CONFIG_VARIABLE]}})
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(
+            f"{str(error).splitlines()[0]}; is it of this version of Ray, and RAY_AUTH_TOKEN its token?"
+        ) from error
+    found = serve.status()
+    if found.applications.keys() == {app}:
+        serve.shutdown()
+    elif found.applications or found.proxies:
+        raise ValueError(
+            f"Serve runs in the cluster at {address} already; end it, or deploy services.replica:application"
+        )
 
 
 def _keep_closed(ray_dir: Path) -> None:

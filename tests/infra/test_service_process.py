@@ -79,7 +79,7 @@ def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: 
     write_config({"serve": {"port": 0}}, settings)
 
 
-def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
+def test_f42_what_can_not_be_bound_or_joined_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -90,6 +90,8 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
             require_startable(Settings(home=tmp_path, host=host), 0)
     with pytest.raises(ValueError, match=r"^REDRAFT_HOST 0\.0\.0\.0 is reachable from other machines"):
         require_startable(Settings(home=tmp_path, host="0.0.0.0"), 0)
+    with pytest.raises(ValueError, match=r"^REDRAFT_RAY_ADDRESS: nothing listens at 127\.0\.0\.1:1: .*refused$"):
+        require_startable(Settings(home=tmp_path, ray_address="127.0.0.1:1"), 0)
     require_startable(Settings(home=tmp_path, host="0.0.0.0", api_keys=("a-clients-key",)), 0)
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
 

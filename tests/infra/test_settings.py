@@ -62,6 +62,7 @@ MISSPELT = "is not a setting; did you mean REDRAFT_"
         ("PORT_HTTP_TCP", "tcp://10.96.0.17:8000", f" {MISSPELT}"),
         ("service_host", "10.96.0.17", f" {MISSPELT}"),
         ("DEVICE", "gpu", ": Input should be 'cpu' or 'cuda'$"),
+        ("RAY_ADDRESS", "ray://head:10001", ": got 'ray://head:10001', wanted HOST:PORT"),
         ("HUB", "perhaps", r": .*boolean[^\n]*$"),
         ("ARTIFACTS", "gs://bucket/x", ": .* is neither a folder nor s3://bucket/prefix"),
     ],

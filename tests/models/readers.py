@@ -55,7 +55,9 @@ services/reasoning.py: serving.Reasoning = model engine methods
 services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = num_prompts
     tolerance timeout_s put_back_s; evaluation.golden.CanaryParams = timeout_s
 services/swap.py: serving.Serve = min_swap_interval_s; evaluation.golden.CanaryParams = period_s max_in_flight
-services/replica.py: serving.Serve = num_replicas
+services/config.py: serving.Serve = num_gpus
+services/replica.py: serving.Serve = num_replicas autoscaling; serving.Autoscaling = min_replicas max_replicas
+    target_ongoing_requests upscale_delay_s downscale_delay_s
 services/service.py: serving.Serve = rollout drain_s merge_streams tool_parser limits structured seeded drift_detector
     capture reasoning; evaluation.drift_detector = period_s
 services/fair_queue.py: serving.Limits = max_share_per_key max_queued_requests max_queued_tokens_per_key

@@ -12,7 +12,10 @@ from infra.settings import Settings
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_as
 from services.main import main
+from services.replica import deployment
 from tests.infra.rows import ROOT
+
+SPREAD = {"name": "vllm", "extra": {"tensor_parallel_size": 2}}
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -50,6 +53,18 @@ def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> Non
             {"serve": {"port": 1, "num_replicas": 2, "front": "haproxy"}},
             'to one replica; of 2, "ray"',
         ),
+        ({"serve": {"port": 1, "num_replicas": 2, "autoscaling": {"max_replicas": 3}}}, "wanted one of them"),
+        ({"serve": {"port": 1, "front": "haproxy", "autoscaling": {"max_replicas": 3}}}, 'of 3, "ray"'),
+        ({"serve": {"autoscaling": {"min_replicas": 2}}}, "min_replicas is 2, wanted at most max_replicas, 1"),
+        ({"serve": {"autoscaling": {"upscale_delay_s": 1}}}, '"upscale_delay_s" would do nothing'),
+        (
+            {"serve": {"autoscaling": {"max_replicas": 2, "target_ongoing_requests": 289}}},
+            "a replica takes 288 at most",
+        ),
+        ({"serve": {"num_gpus": 0.5}}, "num_gpus is 0.5, and REDRAFT_DEVICE is cpu"),
+        ({"serve": {"num_gpus": 1.5}, "settings": {"device": "cuda"}}, "num_gpus is 1.5; the engine takes 1, or 0"),
+        ({"serve": {"num_gpus": 0.5}, "settings": {"device": "cuda"}, "engine": SPREAD}, "the engine takes 2, or 0"),
+        ({"serve": {"front": "haproxy"}, "settings": {"ray_address": "head:6379"}}, "REDRAFT_RAY_ADDRESS"),
         ({"serve": {"port": 1, "rollout": {"waves": [0.5]}}}, "wanted shares that grow from above 0 to 1"),
         ({"settings": {"hom": "here"}}, r"settings\.hom"),
     ],
@@ -57,6 +72,27 @@ def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> Non
 def test_a_wrong_key_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read_as(ServiceConfig, write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("serve", "settings", "engine", "wanted"),
+    [
+        ({}, {}, {"name": "vllm"}, 0),
+        ({"num_replicas": 2}, {}, {"name": "vllm"}, 0),
+        ({}, {"device": "cuda"}, SPREAD, 0),  # it sees all
+        ({"num_replicas": 2}, {"device": "cuda"}, SPREAD, 2),
+        ({"autoscaling": {"max_replicas": 2}}, {"device": "cuda"}, {"name": "vllm"}, 1),
+        ({}, {"device": "cuda", "ray_address": "head:6379"}, {"name": "vllm"}, 1),
+        ({"num_gpus": 0.5, "num_replicas": 2}, {"device": "cuda"}, {"name": "vllm"}, 0.5),
+        ({"num_gpus": 0}, {"device": "cuda", "ray_address": "head:6379"}, {"name": "vllm"}, 0),
+    ],
+)
+def test_a_replica_gets_the_gpus_of_its_engine_or_the_share_that_is_said(
+    tmp_path: Path, serve: dict[str, Any], settings: dict[str, Any], engine: dict[str, Any], wanted: float
+) -> None:
+    config = read_as(ServiceConfig, write(tmp_path, serve=serve, settings=settings, engine=engine))
+    options = deployment(config, None)._bound_deployment.ray_actor_options
+    assert (options or {})["num_gpus"] == wanted
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a":'])
@@ -73,6 +109,7 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
         ({"settings": {"host": "0.0.0.0"}}, "no client has a key; make one: redraft keys add NAME"),
         ({"engine": {"name": "vllm", "max_len": 1}}, "max_len"),
         ({"engine": {"name": "torch"}}, "has no endpoint"),
+        ({"settings": {"ray_address": "127.0.0.1:1"}}, "REDRAFT_RAY_ADDRESS: nothing listens at 127.0.0.1:1"),
     ],
 )
 def test_the_service_does_not_start_with_a_wrong_config(

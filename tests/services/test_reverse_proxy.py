@@ -255,12 +255,15 @@ def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_pat
 def test_without_haproxy_rays_own_serves_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(**serve: object) -> ReverseProxy | None:
-        config = ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve=serve)
+    def find(ray_address: str = "", **serve: object) -> ReverseProxy | None:
+        settings = Settings(home=tmp_path, ray_address=ray_address)
+        config = ServiceConfig(target_dir=tmp_path, settings=settings, serve=serve)
         return ReverseProxy.find(config, tmp_path)
 
     assert find(front="ray") is None
     assert find(num_replicas=2) is None
+    assert find(autoscaling={"max_replicas": 2}) is None
+    assert find(ray_address="head:6379") is None
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
     assert find(front="auto") is None
     with pytest.raises(ValueError, match="redraft doctor"):
