@@ -38,7 +38,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     of_rows = f"refresh {window.first_seq}–{window.last_seq}"
     name_run(of_rows)
     with hold_window(window):
-        candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _gate(recipe, pair, window)
+        candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _make_candidate(recipe, pair, window)
         outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
         if outcome == "outdated" or candidate.lineage.returns:
             leave_window(window)
@@ -48,7 +48,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     return outcome, candidate
 
 
-def _gate(recipe: Recipe, pair: Pair, window: Window) -> Version:
+def _make_candidate(recipe: Recipe, pair: Pair, window: Window) -> Version:
     parts = hold_out(recipe, pair, window, first_samples(pair.draft))
     past = find_past(recipe, pair, window, parts)
     if past is not None:

@@ -355,7 +355,7 @@ class Registry:
 
     def _move(self, kind: Kind, row: Champion, number: int | None, previous: int | None) -> Champion:
         """Replace the champion of a row; Outdated where somebody else did it meanwhile."""
-        if (moved := self._champions.swap(kind, row.version, number, previous)) is None:
+        if (moved := self._champions.replace(kind, row.version, number, previous)) is None:
             raise Outdated(f"{kind} {row.version} is no longer the champion: another process replaced it just now")
         return self._copy(kind, moved)
 

@@ -190,7 +190,7 @@ class Champions:
                 connection.execute(insert(champions).values(kind=kind, **row.model_dump()))
             return row
 
-    def swap(self, kind: Kind, expected: int | None, version: int | None, previous: int | None) -> Champion | None:
+    def replace(self, kind: Kind, expected: int | None, version: int | None, previous: int | None) -> Champion | None:
         """Replace the expected version by another one, and return the row; None where it is no longer there."""
         of_kind, is_expected = champions.c.kind == kind, champions.c.version.is_not_distinct_from(expected)
         with translated(f"changing the champion of {kind}"), self._database.writing() as connection:

@@ -115,7 +115,7 @@ def routes(service: Service) -> FastAPI:
     async def chat(raw: Request) -> Response:
         """OpenAI's chat completions, whole or streamed; `usage.redraft` says what speculation did."""
         if HEADER in raw.headers:
-            return await _in_turn(service, raw)
+            return await _reason(service, raw)
         return await _generate(service, service.handlers.chat, raw)
 
     @app.post("/v1/completions")
@@ -168,6 +168,7 @@ async def _body(raw: Request) -> dict[str, Any]:
 
 
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
+    """Check a request, wait for its turn, let vLLM's handler answer, and have the recorder expect what comes of it."""
     path = raw.scope["path"]
     if HEADER in raw.headers:
         raise RequestError(400, f"{HEADER} is for /v1/chat/completions", HEADER, "unsupported")
@@ -214,7 +215,7 @@ def _stream(frames: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _in_turn(service: Service, raw: Request) -> Response:
+async def _reason(service: Service, raw: Request) -> Response:
     """Answer by a small model and the target in turn; the recorder never hears of it."""
     if service.reasoning is None:
         message = "no small model is served beside the target: the recipe has to name one in [serve.reasoning]"

@@ -1,4 +1,4 @@
-"""What may be asked: a request's JSON, its limits, and what its headers say of it."""
+"""What a request may ask, whom it is from, and how many domains a key has."""
 
 import json
 from collections import defaultdict

@@ -4,8 +4,8 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-Acceptance is that of requests which the draft was drawn to draft alone (services/drift.py), and is kept by
-the draft that a request began with. A request that asks to be drafted so does not count, or a client could choose what
+Acceptance is that of requests which the acceptance sampler drew, head-only (services/drift.py), kept by the draft
+that a request began with. A request that asks to be drafted so does not count, or a client could choose what
 a draft is measured by, nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
@@ -263,12 +263,12 @@ class Recorder:
             return
         if completion.draft_version not in self._rolling and len(self._rolling) >= MAX_DRAFTS:
             self._rolling.popitem(last=False)
-        windows = self._rolling.setdefault(completion.draft_version, Tallies({}, {}))
+        of_draft = self._rolling.setdefault(completion.draft_version, Tallies({}, {}))
         self._rolling.move_to_end(completion.draft_version)
-        domain = _bounded(domain, windows.by_domain)
+        domain = _bounded(domain, of_draft.by_domain)
         tally = AcceptanceCount(next(self._serial), domain, len(drafted), sum(drafted), sum(accepted))
         length = next((str(most) for most in CONTEXTS if _num_tokens(completion) <= most), LONGER)
-        for tallies, name in ((windows.by_domain, domain), (windows.by_context, length)):
+        for tallies, name in ((of_draft.by_domain, domain), (of_draft.by_context, length)):
             tallies.setdefault(name, deque(maxlen=ROLLING)).append(tally)
 
     def _of(self, draft_version: str) -> Tallies:

@@ -50,7 +50,10 @@ class Trained(Frozen):
 
 @task
 def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifact:
-    """Train a new draft on the samples' training part; an artifact of kind "draft", as the engine loads it."""
+    """Train a first draft on the samples' training part; an artifact of kind "draft", as the engine loads it.
+
+    A refresh calls `train_challenger`.
+    """
     assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
     return _train(recipe, recipe.distill, target, samples, None, None).draft
 

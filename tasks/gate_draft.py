@@ -74,10 +74,10 @@ def gate_draft(
     drafts = {CHAMPION: pair.draft_files, CANDIDATE: candidate}
     past = best_past(pair)
     held_out, regression = (read_samples(parts.samples, part) for part in ("held_out", "regression"))
-    window = scorer.scores(drafts, held_out)
+    of_window = scorer.scores(drafts, held_out)
     of_sets = scorer.scores(drafts | {one.sha256: one for one in past.values()}, regression)
     fresh = set(parts.fresh)  # held out as well, and never looked at before
-    champion, candidates = (window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
+    champion, candidates = (of_window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
     evidence = before.after(champion, candidates, parts.shares) if champion else before
     groups = scored_as(one.domain for one in regression)
     grouped = {
@@ -92,7 +92,7 @@ def gate_draft(
     floors = score_floors(best, grouped[CANDIDATE], params, seed)
     large = {domain for domain, group in groups.items() if group == domain}
     # What a draft is measured by: its scores on the regression sets and, where a set is small, of the window.
-    measured_by = ([*of_sets[name], *(one for one in window[name] if one.domain not in large)] for name in drafts)
+    measured_by = ([*of_sets[name], *(one for one in of_window[name] if one.domain not in large)] for name in drafts)
     parent, measured = (summarise(scores, 1.0, seed) for scores in measured_by)
     left_out = tuple(sorted(pair.draft.lineage.tau.keys() - measured.tau.keys()))
     gated = GateResult(

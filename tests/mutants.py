@@ -49,7 +49,7 @@ MIRRORED = {
 ENGINE = "models/engines/vllm"
 OTHERS = {
     "services/reverse_proxy": "services/test_request_middleware_alone services/test_reverse_proxy",
-    "services/drafts services/swap": "services/test_swap services/test_reconciler",
+    "services/drafts services/probation services/swap": "services/test_swap services/test_reconciler",
     "infra/versions": "infra/test_versions infra/test_registry infra/test_waiting tasks/test_promote",
     "infra/querylog": "infra/test_querylog infra/test_querylog_writer",
     "infra/erasures infra/windows": "infra/test_querylog infra/test_clean tasks/test_claim_window",

@@ -180,7 +180,7 @@ def test_of_fifty_processes_of_two_homes_one_promotes(registry, promote, place, 
 def test_a_process_that_lost_the_lock_replaces_no_other_champion_than_it_saw(registry, promote, place) -> None:
     promote(1)
     rows = Champions(Database(place))
-    slow = Elsewhere(registry, place, lambda: rows.swap("draft", 1, 3, 1))
+    slow = Elsewhere(registry, place, lambda: rows.replace("draft", 1, 3, 1))
     with pytest.raises(Outdated, match="draft 1 is no longer the champion"):
         slow.promote("draft", 2, forced="I want it")
     assert champion_number(registry) == alias_of(registry) == 3

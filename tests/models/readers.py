@@ -52,8 +52,9 @@ services/capture.py: serving.Capture = share max_disk_mib max_memory_mib keep_da
 services/reverse_proxy.py: serving.Serve = front port
 infra/rollouts.py: types.RolloutParams = waves pause_s test_s
 services/reasoning.py: serving.Reasoning = model engine methods
-services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = num_prompts
-    tolerance timeout_s put_back_s; evaluation.golden.CanaryParams = timeout_s
+services/reconciler.py: serving.Serve = poll_s min_free_memory_gib probation canary; serving.Probation = timeout_s
+    put_back_s; evaluation.golden.CanaryParams = timeout_s
+services/probation.py: serving.Probation = num_prompts tolerance
 services/swap.py: serving.Serve = min_swap_interval_s; evaluation.golden.CanaryParams = period_s max_in_flight
 services/config.py: serving.Serve = num_gpus
 services/replica.py: serving.Serve = num_replicas autoscaling; serving.Autoscaling = min_replicas max_replicas

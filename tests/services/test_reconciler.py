@@ -53,7 +53,8 @@ from services.drafts import (
     remember,
     start_engine,
 )
-from services.reconciler import FIRST, LAST, Reconciler, ReplicaHooks
+from services.probation import FIRST, LAST
+from services.reconciler import Reconciler, ReplicaHooks
 from services.swap import Fetch
 from tests.conftest import make_draft
 from tests.drills.spoiled import NAN, config_changed

@@ -134,7 +134,7 @@ class VllmEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: OnFirstToken | None = None
     ) -> Completion:
-        """See `models.engines.Engine`."""
+        """See `models.engines.Engine`. For callers in this process; HTTP's requests reach `llm` through `openai`."""
         wanted = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,

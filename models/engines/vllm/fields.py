@@ -40,8 +40,8 @@ TOLD, STEPS = "redraft_told", "redraft_steps"
 ROW, DRAFTED, GAPS = "redraft_row", "redraft_drafted", "redraft_gaps"
 # Of a runner: how many residual streams the draft reads, where the target hands out one more.
 NUM_READ = "redraft_num_read"
-# A way of drafting that measures what rows and passes cost; the planner's `Turn` says how, step by step. The request's
-# domain says how many there are.
+# A way of drafting that measures what rows and passes cost; the planner's `MeasuredStep` says how, step by step. The
+# request's domain says how many there are.
 MEASURE = "measure"
 # Kind of traffic of answers that a grammar constrains, behind a domain and a "/", which no domain's name has.
 STRUCTURED = "structured"

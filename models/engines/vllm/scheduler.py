@@ -27,7 +27,7 @@ from models.engines.vllm.planning import Planner, RequestState, Step
 
 
 class TracingScheduler(Scheduler):
-    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `fields.Row` for the match."""
+    """Plans each decoding step, and records (match, number of emitted tokens, drafted ids) of it; see `fields.Row`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; made in the engine's process, also in one that was forked and unpickled nothing."""

@@ -1,7 +1,7 @@
-"""vLLM's worker, and what redraft adds: replace the draft, prove what was loaded, stop and resume speculation.
+"""vLLM's worker, and what redraft's own engine adds to `redraft_vllm`: plans, captured states, a switch.
 
 Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
-How a draft is replaced is in `redraft_vllm/`, which stock servers use as well.
+How a draft is read, checked and replaced is in `redraft_vllm/`, which stock servers use as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence

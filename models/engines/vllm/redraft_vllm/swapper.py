@@ -91,7 +91,7 @@ class Swapper:
         return None if self._loads % 2 or self.state == "unknown" else (self._loads, self.version)
 
     async def swap(self, order: Order) -> dict[str, Any]:
-        """Serve another draft; raises Refused, NotFetched or Broken."""
+        """Stage, commit and verify another draft, as stock servers do; raises Refused, NotFetched or Broken."""
         async with self.lock:
             began = time.monotonic()
             if await self._engine.is_sleeping():
