@@ -135,7 +135,7 @@ def _check_suffix() -> Check:
 
 
 def said_of_suffix(vllm: Path | None) -> str:
-    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none machine."""
+    """Return the error that vLLM's check of a configuration for suffix trees ends with; None is none installed."""
     if vllm is None:
         return "vLLM is not installed"
     try:

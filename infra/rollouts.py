@@ -15,7 +15,7 @@ candidate is refused at once. If it fails, the replica is sick, and another cana
 nothing tells replica and candidate apart: there was no last good draft, the replica was lost while it loaded, or the
 files were bad and never loaded. When a canary and one more replica fail so, the candidate is refused, for it may be
 what broke them. In waves it is refused when more than half of those whose turn came failed; the sick do not count
-there. One replica alone refuses what fails there, unless it is sick.
+there, until more than half of the fleet left. One replica alone refuses what fails there, unless it is sick.
 
 All that is known is in the rows, so whoever reads them next decides the same: no process has to stay. Whatever was good
 once may be loaded at once, so the way back has no waves. Times are by the clock of `infra.rollout_store`'s database.
@@ -329,8 +329,11 @@ def _refusal(fleet: Fleet, draft: str, why: str) -> str:
     by_canary = on_the_way and CANARY in failed.values()
     turns = {row.name for row in fleet.rows if not on_the_way or row.wave <= fleet.wave}
     num_turns = len((turns | failed.keys()) - sick)
-    is_many = len(failed) > 1 and (by_canary or 2 * len(failed) > num_turns)
-    return f"{len(failed)} of {num_turns} replicas failed: {why}" if is_many else ""
+    if len(failed) > 1 and (by_canary or 2 * len(failed) > num_turns):
+        return f"{len(failed)} of {num_turns} replicas failed: {why}"
+    if len(left) > 1 and 2 * len(left) > (num_all := len(left.keys() | {row.name for row in fleet.rows})):
+        return f"{len(left)} of {num_all} replicas left: {why}"  # it may be what makes them sick
+    return ""
 
 
 def _refuse(fleet: Fleet, draft: str, why: str) -> Fleet:

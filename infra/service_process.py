@@ -19,6 +19,7 @@ from infra.files import write_atomic
 from infra.home import (
     MAX_RAY_DIR,
     RECORDER_HEALTH,
+    SERVED_NAME,
     compiled_folder,
     config_path,
     is_served,
@@ -39,6 +40,8 @@ START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S, TELL_S = 2.0, 1.0
+# What the service prints before it answers. In a cluster one that was killed may answer until then.
+SERVING = f"serving {SERVED_NAME} ".encode()
 # Programs of `redraft up`.
 PREFECT, MLFLOW, SERVICE, RUNNER, ATTACH, RECORD = "prefect", "mlflow", "service", "runner", "attach", "record"
 # Answers of a proxy whose application is still starting.
@@ -79,7 +82,8 @@ def require_startable(settings: Settings, port: int) -> None:
         raise ValueError(f"this home is served already, at {url}, by `redraft up`")
     if is_served(home):
         raise ValueError(served_by(home))
-    for name, tried in (("REDRAFT_HOST", 0), ("[serve] port", port)):
+    # In a cluster it may be a killed service of this home that holds the port, which the next one ends.
+    for name, tried in (("REDRAFT_HOST", 0), ("[serve] port", 0 if settings.ray_address else port)):
         try:
             require_port_free(settings.host, tried)
         except ValueError as error:
@@ -130,16 +134,17 @@ def start_service(
     """
     url = write_config(config, settings)
     said, compiling = starting(config, settings), Compiling(compiled_folder(settings.cache))
-    told_s = time.monotonic()
+    told_s, log = time.monotonic(), settings.home / "logs" / "service.log"
+    begins = log.stat().st_size if log.exists() else 0
 
     def ready() -> bool:
         nonlocal told_s
         if tell is not None and time.monotonic() - told_s >= TELL_S:
             told_s = time.monotonic()
             tell(f"{said} ({compiling.told()})")
-        return answers(health_url(url))
+        return answers(health_url(url)) and SERVING in log.read_bytes()[begins:]
 
-    child = Child.start(service_argv(settings), openmp_preload(), settings.home / "logs" / "service.log", "the service")
+    child = Child.start(service_argv(settings), openmp_preload(), log, "the service")
     return _once(ready, START_TIMEOUT_S, child, health_url(url)), url
 
 

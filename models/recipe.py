@@ -150,7 +150,7 @@ class Gate(GateParams):
     )
 
 
-class PostPromotionTest(Frozen):
+class PostPromotionParams(Frozen):
     """What a draft is held to after it was promoted.
 
     Attributes:
@@ -263,7 +263,7 @@ class Recipe(Frozen):
     )
     refresh: Refresh = Refresh()
     gate: Gate = Gate()
-    post_promotion_test: PostPromotionTest = PostPromotionTest()
+    post_promotion_test: PostPromotionParams = PostPromotionParams()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     keep: Keep = Keep()

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"services.main: {error}", file=sys.stderr)
             return 2
         settings.prepare_environment()
-        grace_s = config.serve.drain_s + SHUTDOWN_GRACE_S
+        # Once for the replicas that there are, and once more for one that came while they drained.
+        grace_s = config.serve.drain_s * (2 if config.serve.autoscaling.max_replicas > 1 else 1) + SHUTDOWN_GRACE_S
         return _watch([sys.executable, "-m", "services.runner", str(arguments.config)], grace_s)
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from infra.home import SERVED_NAME, close_to_others, home_secret, ray_folder
@@ -63,6 +64,7 @@ def run(config: ServiceConfig) -> int:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
     import ray  # reads the variables when it is imported
     from ray import serve
+    from ray.exceptions import RayError
 
     from services.replica import deployment
 
@@ -98,10 +100,11 @@ def run(config: ServiceConfig) -> int:
         if front is not None:
             front.stop(config.serve.drain_s if is_lost else FLUSH_S)  # a replica that is left answers on meanwhile
         if not is_lost:  # else all wait for who can't answer
-            if serve.status().applications.keys() - {app}:  # of others, in the cluster
-                serve.delete(app)
-            else:
-                serve.shutdown()
+            with suppress(RayError):  # a cluster's head may be gone, and all with it
+                if serve.status().applications.keys() - {app}:  # of others
+                    serve.delete(app)
+                else:
+                    serve.shutdown()
             ray.shutdown()
     return 0
 
@@ -128,18 +131,22 @@ def _join(address: str, app: str) -> None:
     """
     import ray
     from ray import serve
+    from ray.exceptions import RayError
 
     ours = {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
     try:
         ray.init(address, runtime_env={"env_vars": {**ours, CONFIG_VARIABLE: os.environ[CONFIG_VARIABLE]}})
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, RayError) as error:
         raise ValueError(
             f"{str(error).splitlines()[0]}; is it of this version of Ray, and RAY_AUTH_TOKEN its token?"
         ) from error
     found = serve.status()
     if found.applications.keys() == {app}:
         serve.shutdown()
-    elif found.applications or found.proxies:
+        return
+    if app in found.applications:
+        serve.delete(app)
+    if found.applications or found.proxies:
         raise ValueError(
             f"Serve runs in the cluster at {address} already; end it, or deploy services.replica:application"
         )

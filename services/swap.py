@@ -18,27 +18,24 @@ services/reconciler.py executes the actions, each of which may bring the next ev
     started without a draft ──► EMPTY: a champion that comes needs another replica
 
 A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be tested,
-because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
-too: it is postponed, and tried again after a wait that doubles each time. So is one that there is no memory to load, or
-that the engine did not start with (see `services.drafts.DraftHistory.after_start`). The draft that a replica booted
-with goes on serving meanwhile, and another champion is followed at once.
+because the engine failed, was too busy, or answers the golden prompts otherwise without a draft too: it is postponed,
+and tried again after a wait that doubles each time. So is one that there is no memory to load, or that the engine did
+not start with. The draft that a replica booted with serves on meanwhile, and another champion is followed at once.
 
 A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
 again (`fault`) none is refused for what it shows on probation.
 
 In a fleet the last good draft is a *control* after a candidate failed: it was proven here, and is put on probation
-again. If it passes, the candidate was at fault. If not, this replica is: it says that the pair broke, and the last good
-draft waits. Until then the fleet is not told that the candidate failed.
+again. If it passes, the candidate was at fault. If it fails, this replica is: the pair broke, and the last good draft
+waits. If it can't be tested, its proof still holds, and nobody knows whose fault it was. Only then the fleet is told.
 
 A version whose quarantine somebody cleared is tried like any other when it is promoted again.
 
-Two things are no phases, since they hold in several of them. While an operator has speculation switched off (`wanted`)
-nothing is proven or swapped: a probation would have nothing to measure, and one that is on its way is called off. It is
-the one event that comes at any time, also between the actions of another. A champion that can't be swapped in, of
-another family, shape or K, makes the replica ask for its own `replacement`; it goes on with what it has, and follows
-nothing. Not so one that is champion again because a newer one was quarantined: nobody asked for it, and while a replica
-is replaced nothing is served. It waits for the next start, and is told of among those that are left alone.
+Two things are no phases, since they hold in several. While an operator has speculation off (`wanted`) nothing is proven
+or swapped, and a probation on its way is called off; this event alone comes at any time. A champion that can't be
+swapped in, of another family, shape or K, makes the replica ask for its own `replacement`; it goes on with what it has,
+and follows nothing. One that is champion again because a newer one was quarantined waits for the next start.
 """
 
 from collections.abc import Callable
@@ -188,7 +185,7 @@ def ticked(state: DraftState, serve: Serve, now_s: float, in_flight: int = 0) ->
     if state.phase is Phase.UNPROVEN and state.wanted and state.is_due(_present(serving).version, now_s):
         return Step(replace(state, phase=Phase.PROVING), (Prove(_present(serving)), *LOOK))
     if state.phase is Phase.SERVING and state.check_s is None:
-        return Step(_check_later(state, now_s, serve), LOOK)
+        return Step(replace(state, check_s=now_s + serve.canary.period_s), LOOK)
     if state.phase is Phase.SERVING and state.check_s is not None and state.wanted and state.answers:
         waits = in_flight > serve.canary.max_in_flight and now_s < state.check_s + serve.canary.period_s
         if now_s >= state.check_s and not waits:
@@ -307,9 +304,11 @@ def passed(state: DraftState, serve: Serve, proof: Proof, answers: tuple[Answer,
 def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s: float) -> Step:
     """A draft has a fault of its own, in its files or on probation; the registry is told now or at a later tick."""
     on_trial = state.phase in TRIALS
-    if on_trial and state.control:
-        text = f"draft {version.number} was proven here and fails after draft {state.control}: {reason}"
-        state, actions = undecided(replace(state, fault=text), serve, reason, now_s)
+    if state.phase is Phase.PROVING and state.proof is not None:
+        after = f"after draft {state.control}" if state.control else "now"
+        text = f"draft {version.number} was proven here and fails {after}: {reason}"
+        state = replace(_controlled(state, False), fault=text, proof=None, answers=())
+        state, actions = _pass_over_serving(state, serve, reason, now_s)
         return Step(state, (*actions, Count("broken_pairs", text), Tell(PAIR_BROKE, text)))
     if on_trial and state.fault is not None:
         return undecided(state, serve, reason, now_s)
@@ -321,7 +320,7 @@ def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s
         return Step(state, told)
     serving = None if state.phase is Phase.PROVING else state.serving
     if state.in_fleet and state.wanted and serving is not None and state.proof is not None:
-        state = replace(state, control=label(version), proof=None, answers=())
+        state = replace(state, control=label(version))
     state = replace(state, phase=Phase.REVERTING, candidate=None, serving=serving)
     return Step(state, (Count("reverts"), PutBack(), *told))  # the engine comes before the books
 
@@ -329,16 +328,19 @@ def failed(state: DraftState, serve: Serve, version: Version, reason: str, now_s
 @_in(*TRIALS)
 def undecided(state: DraftState, serve: Serve, reason: str, now_s: float) -> Step:
     """The draft on trial could not be tested; the trial may have ended with speculation off."""
-    state = _controlled(state, False)
     if state.phase is Phase.TRYING:
         return _give_up_for_now(state, serve, reason, now_s)
     if state.phase is Phase.PROVING and state.fault is not None:
         return _pass_over_serving(state, serve, reason, now_s)
+    if state.phase is Phase.PROVING and state.proof is not None:
+        said = Say(f"draft {_present(state.serving).version.number} could not be proven again: {reason}")
+        state = replace(state, phase=Phase.SERVING, control="")
+        return Step(state, (SetSpeculation(state.speculates), said))
     if state.phase is Phase.PROVING:
         proven_later = replace(state, phase=Phase.UNPROVEN)
         state, actions = _postpone(proven_later, serve, _present(state.serving).version, reason, now_s)
         return Step(state, (SetSpeculation(state.speculates), *actions))
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
+    state = replace(state, phase=Phase.SERVING, check_s=now_s + serve.canary.period_s)
     text = f"the canary prompts were not answered: {reason}"
     return Step(state, (SetSpeculation(state.speculates), Count("canaries_undecided", text)))
 
@@ -348,7 +350,7 @@ def called_off(state: DraftState, serve: Serve) -> Step:
     """A probation or a canary was ended, because an operator wants speculation off."""
     if state.phase is Phase.TRYING:
         return Step(replace(state, phase=Phase.REVERTING, candidate=None), (Count("called_off"), PutBack()))
-    state = replace(state, phase=Phase.UNPROVEN if state.phase is Phase.PROVING else Phase.SERVING)
+    state = replace(state, phase=Phase.SERVING if state.proof is not None else Phase.UNPROVEN)
     return Step(state, (SetSpeculation(state.speculates), Count("called_off")))
 
 
@@ -357,7 +359,7 @@ def checked(state: DraftState, serve: Serve, finding: Finding, text: str, now_s:
     """The canary prompts were answered by the draft that serves; the look may have ended with speculation off."""
     if finding is Finding.PAIR:
         return _reload(state, serve, text, now_s)
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, serve)
+    state = replace(state, phase=Phase.SERVING, check_s=now_s + serve.canary.period_s)
     state = replace(state, fault=text if finding is Finding.TARGET else None)
     told: dict[Finding, tuple[Action, ...]] = {
         Finding.FELL: (Count("canaries_fell", text),),
@@ -370,8 +372,8 @@ def checked(state: DraftState, serve: Serve, finding: Finding, text: str, now_s:
 def restored(state: DraftState, serve: Serve, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
     if state.serving is None or label(state.serving.version) != label(draft.version):
-        state = replace(_controlled(state, False), proof=None, answers=())
-    phase = Phase.UNPROVEN if state.proof is None else Phase.SERVING
+        state = replace(state, control="", proof=None, answers=())
+    phase = Phase.UNPROVEN if state.proof is None or state.control else Phase.SERVING
     return Step(replace(state, phase=phase, serving=draft, fallback=None))
 
 
@@ -385,7 +387,7 @@ def exhausted(state: DraftState, serve: Serve) -> Step:
 def late(state: DraftState, serve: Serve) -> Step:
     """The last good draft was not put back in time."""
     text = "the last good draft is not back in time; speculation is off until it is"
-    state = replace(_controlled(state, False), fallback="the last good draft is being put back")
+    state = replace(state, control="", fallback="the last good draft is being put back")
     return Step(state, (SetSpeculation(False), Count("late", text)))
 
 
@@ -434,13 +436,8 @@ def _reload(state: DraftState, serve: Serve, text: str, now_s: float) -> Step:
     return Step(replace(state, phase=Phase.REVERTING), (SetSpeculation(False), PutBack(), *said))
 
 
-def _check_later(state: DraftState, now_s: float, serve: Serve) -> DraftState:
-    return replace(state, check_s=now_s + serve.canary.period_s)
-
-
 def _off(state: DraftState, reason: str) -> DraftState:
-    state = _controlled(state, False)
-    return replace(state, phase=Phase.OFF, serving=None, proof=None, answers=(), fallback=reason)
+    return replace(state, phase=Phase.OFF, serving=None, proof=None, answers=(), control="", fallback=reason)
 
 
 def _controlled(state: DraftState, passed: bool) -> DraftState:

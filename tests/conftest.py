@@ -55,6 +55,8 @@ LONG = (
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Serve's controller looks as often as by default; ours looks seldom, which each start and end of a service waits for.
 _ENGINE_ENVIRONMENT["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] = "0.1"
+# Workers of Ray that train give way to a service; a test of theirs would wait on a busy core for minutes.
+_ENGINE_ENVIRONMENT["RAY_worker_niceness"] = "0"
 # What is compiled of our own kernels is the same for all homes of tests; otherwise each has its own.
 _ENGINE_ENVIRONMENT["TORCH_EXTENSIONS_DIR"] = str(Path.home() / ".cache" / "torch_extensions")
 # Where the browser, its pictures and a Postgres are is the tests' business; settings refuse names that they don't know.

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from infra.home import home_secret, ray_folder
+from infra.priority import NICENESS
 from infra.settings import load_settings
 from models.core.learning import hidden
 from models.core.learning.loop import ALONE, Workers
@@ -124,6 +125,7 @@ def _cluster(settings: Train) -> Iterator[None]:
     home = load_settings().home
     if not named:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
+        os.environ.setdefault("RAY_worker_niceness", str(NICENESS))  # at Ray's 15 whatever is busy leaves 3% of a core
     import ray  # reads the variables when it is imported
 
     if named:

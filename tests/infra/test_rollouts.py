@@ -140,6 +140,18 @@ def test_in_waves_a_draft_is_refused_by_the_replicas_that_are_not_sick() -> None
     assert after(two, fails("e", control=True)).refused == {NEW: f"3 of 5 replicas failed: {FAULT}"}
 
 
+def test_a_draft_that_breaks_most_replicas_of_its_waves_is_refused_though_each_fails_its_control() -> None:
+    opened = after(fleet_of("abcd"), Named(champion=NEW), serves("a", NEW), Passed(draft=NEW))
+    one = after(after(opened, serves("b"), now_s=10), fails("b", control=False))
+    two = after(after(one, serves("c"), now_s=30), fails("c", control=False))
+    assert (one.refused, two.refused) == ({}, {})  # two of four
+    assert (
+        after(after(two, serves("d"), now_s=50), fails("d", control=False))
+        .refused[NEW]
+        .startswith("3 of 4 replicas left")
+    )
+
+
 def test_where_nothing_tells_a_canary_from_its_draft_one_more_replica_does() -> None:
     failed = after(fleet_of("abcde"), Named(champion=NEW), fails("a"))
     assert (waves(failed)[:5], may_load(failed), failed.refused) == ("a0 b0", "b", {})

@@ -33,6 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+print("serving target on loopback", flush=True)
 http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["serve"]["port"]), Handler).serve_forever()
 """
 
@@ -162,3 +163,18 @@ def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, mon
     child.stop()
     assert re.fullmatch(rf"{COMPILES} \(\d+ s, 1 kernel\)", told[-1])
     assert len(told) >= 3
+
+
+@pytest.mark.slow
+def test_in_a_cluster_what_a_killed_service_left_is_not_refused_for_its_port_nor_taken_for_the_one_that_starts(
+    tmp_path: Path, server: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = (200, b"")
+    port = server.server_address[1]
+    joined = Settings(home=tmp_path, ray_address=f"127.0.0.1:{port}")
+    code = "import time; time.sleep(0.5); print('serving target on loopback', flush=True); time.sleep(60)"
+    monkeypatch.setattr(service_process, "service_argv", lambda _: [sys.executable, "-c", code])
+    child, url = service_process.start_service({"engine": {"name": "vllm"}, "serve": {"port": port}}, joined)
+    child.stop()
+    assert url == f"http://127.0.0.1:{port}"
+    assert (tmp_path / "logs" / "service.log").read_text() == "serving target on loopback\n"

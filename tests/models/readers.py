@@ -10,7 +10,7 @@ flows/clean.py: recipe.Recipe = keep
 flows/demo.py: recipe.Recipe = demo
 flows/deployments.py: recipe.Recipe = schedule; recipe.Schedule = build_cron retain_days
 flows/refresh.py: recipe.Gate = promote
-flows/post_promotion.py: recipe.PostPromotionTest = period_s
+flows/post_promotion.py: recipe.PostPromotionParams = period_s
 infra/clean.py: recipe.Keep = num_drafts days gib log_mib
 models/core/drafting/eagle3_heads.py: drafts.dflash = vocab_size aux_layers; drafts.eagle3 = aux_layers; drafts.hydra =
     vocab_size; drafts.parallel_eagle = vocab_size aux_layers
@@ -83,7 +83,7 @@ tasks/stages/throttle.py: learning.distill = device
 tasks/stages/split.py: recipe.Refresh = share_wait_s
 tasks/trigger/ask.py: recipe.Schedule = refresh_interval_s
 tasks/trigger/acknowledge.py: recipe.Schedule = retry_s max_retry_s min_free_memory_gib
-tasks/post_promotion_test.py: recipe.Recipe = post_promotion_test; recipe.PostPromotionTest = alpha num_requests
+tasks/post_promotion_test.py: recipe.Recipe = post_promotion_test; recipe.PostPromotionParams = alpha num_requests
     per_look max_wait_s
 """
 

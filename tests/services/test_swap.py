@@ -388,7 +388,7 @@ BAD = label(version(2))
 
 def test_in_a_fleet_the_last_good_draft_is_proven_again_before_a_refusal_is_told() -> None:
     assert (FAILED.refused, FAILED.unreported, FAILED.serving) == ({BAD: "bad"}, {}, draft(1))
-    assert (CONTROL.phase, CONTROL.control, CONTROL.proof) == (Phase.PROVING, BAD, None)
+    assert (CONTROL.phase, CONTROL.control, CONTROL.proof) == (Phase.PROVING, BAD, PROOF)
     passed = follow(CONTROL, PASSED)
     assert (passed.phase, passed.controls, passed.unreported) == (Phase.SERVING, {BAD: True}, {BAD: "bad"})
     assert passed.fault is None
@@ -405,20 +405,27 @@ def test_a_last_good_draft_that_fails_as_a_control_is_not_refused_and_the_replic
 
 
 @pytest.mark.parametrize(
-    ("state", "happened"),
+    ("state", "happened", "serving"),
     [
-        (CONTROL, event(swap.undecided, "took more than 300 s", 120.0)),
-        (FAILED, event(swap.restored, draft(4))),
-        (FAILED, swap.exhausted),
-        (FAILED, swap.late),
+        (CONTROL, (event(swap.undecided, "took more than 300 s", 120.0),), draft(1)),
+        (FAILED, (swap.late, event(swap.restored, draft(1))), draft(1)),
+        (CONTROL, (event(swap.switched, on=False), swap.called_off, event(swap.switched, on=True)), draft(1)),
+        (FAILED, (event(swap.restored, draft(4)), event(swap.ticked, 110.0), PASSED), draft(4)),
     ],
-    ids=["not proven in time", "another draft", "no draft", "not back in time"],
+    ids=["not proven in time", "not back in time", "switched off and on", "another draft"],
 )
-def test_a_last_good_draft_that_can_not_be_proven_again_is_as_one_that_fails(
-    state: DraftState, happened: Event
+def test_a_last_good_draft_that_is_not_tested_again_serves_on_and_tells_of_no_fault(
+    state: DraftState, happened: tuple[Event, ...], serving: Loaded
 ) -> None:
-    after = follow(state, happened)
-    assert (after.control, after.controls, after.unreported) == ("", {BAD: False}, {BAD: "bad"})
+    after = follow(state, *happened)
+    assert (after.phase, after.serving, after.proof) == (Phase.SERVING, serving, PROOF)
+    assert (after.control, after.controls, after.unreported, after.fault) == ("", {}, {BAD: "bad"}, None)
+
+
+def test_a_proven_draft_that_fails_once_its_control_was_called_off_is_not_refused_either() -> None:
+    off = follow(CONTROL, event(swap.switched, on=False), event(swap.failed, version(1), "promised 1.5", 120.0))
+    assert (off.refused, off.controls, off.fallbacks()) == ({BAD: "bad"}, {}, (version(4),))
+    assert off.fault is not None
 
 
 def test_without_a_last_good_draft_or_speculation_there_is_no_control() -> None:
@@ -499,9 +506,10 @@ def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None, in
             silent = state.phase in (Phase.EMPTY, Phase.OFF)
             assert (state.candidate is not None) is (state.phase is Phase.TRYING)
             controlled = state.phase in (Phase.REVERTING, Phase.UNPROVEN, Phase.PROVING) and in_fleet and state.wanted
-            assert not state.control or (controlled and state.serving is not None and state.proof is None)
+            assert not state.control or (controlled and state.serving is not None and state.proof is not None)
             assert not proven or (state.serving and state.proof and state.fallback is None)
-            assert not unproven or (state.serving and state.proof is None and state.fallback is None)
+            assert not unproven or (state.serving and state.fallback is None)
+            assert not unproven or state.proof is None or in_fleet  # a control
             assert not silent or (state.serving is None and state.proof is None and state.fallback)
             assert state.serving is None or label(state.serving.version) not in state.memory.refused
             assert not {label(good) for good in state.memory.good} & state.memory.refused.keys()

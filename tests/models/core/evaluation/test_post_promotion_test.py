@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from models.core.evaluation.post_promotion_test import Floats, findings
-from models.recipe import PostPromotionTest, load_recipe
+from models.recipe import PostPromotionParams, load_recipe
 from models.types import ALL
 from tests.benchmarks.rollback_delay import SHARES, WITHIN, Rules, Truth, requests_until_rolled_back
 
 K = 3
-ALPHA = PostPromotionTest().alpha
+ALPHA = PostPromotionParams().alpha
 
 
 def costs(tau: float, share: float, num_requests: int, rng: np.random.Generator) -> Floats:
@@ -69,7 +69,7 @@ def test_what_is_no_pair_of_costs_is_refused(domains: list[str], drawn: Floats, 
 
 # On simulated requests: how often it errs, and how soon it finds a loss.
 RECIPE = load_recipe("smollm2-cpu")
-RULES = Rules(RECIPE.num_draft_tokens, RECIPE.gate.floor, PostPromotionTest().alpha, PostPromotionTest().per_look)
+RULES = Rules(RECIPE.num_draft_tokens, RECIPE.gate.floor, PostPromotionParams().alpha, PostPromotionParams().per_look)
 
 
 def taken_back(tau: float, kept: float, num_looks: int, rules: Rules = RULES) -> Floats:
