@@ -89,7 +89,7 @@ drills: install
 test-swaps: install
 	$(BIN)/python -m pytest $(SWAPS)
 
-# From one replica to three and back under load: three engines start, for minutes on two cores, so outside of CI.
+# From one replica to three and back under load, and a service in a Ray cluster: minutes on two cores, so outside of CI.
 test-scaling: install
 	$(BIN)/python -m pytest $(SCALING)
 

@@ -1,22 +1,44 @@
-"""Replicas that come with the load and go with it, which no client notices."""
+"""Replicas that come and go with the load, which no client notices, and a service in a Ray cluster of others."""
 
+import json
+import os
+import re
+import secrets
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import run
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from infra.processes import Child, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.rollout_store import fleets_of
 from infra.rollouts import Replica
+from infra.settings import Settings
 from infra.versions import label
 from tests.drills.load import Client, Load
 from tests.services.conftest import make_world
+from tests.services.test_replica import require_served
 from tests.world import World
 
 __all__ = ["make_world"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
+OTHERS = """
+import sys
+
+import ray
+from ray import serve
+
+ray.init(sys.argv[1], log_to_driver=False)
+if "deploy" in sys.argv:
+    other = serve.deployment(name="other", ray_actor_options={"num_cpus": 0})(type("Other", (), {}))
+    serve.run(other.bind(), name="other", route_prefix="/other")
+print([name for name, app in serve.status().applications.items() if app.status == "RUNNING"])
+"""
 MOST = 3
 SCALING = {"max_replicas": MOST, "target_ongoing_requests": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 4.0}
 
@@ -65,3 +87,50 @@ def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_for
     assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
     assert fleets_of(world.querylog) == {}
     log.close()
+
+
+def test_a_service_joins_a_ray_cluster_and_ends_there_what_a_killed_one_left_and_then_itself_alone(
+    make_world: Callable[..., World], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, address = make_world(tiny_target), f"127.0.0.1:{free_port()}"
+    world.settings = world.settings.model_copy(update={"ray_address": address})
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+    def apps(*deploy: str) -> str:
+        """Return the names of the cluster's applications, asked by somebody else."""
+        told = run([sys.executable, "-c", OTHERS, address, *deploy], capture_output=True, text=True, check=False)
+        assert told.returncode == 0, told.stderr
+        return told.stdout.splitlines()[-1]
+
+    def refused(**environment: str) -> str:
+        """Start another home's service there, and return how it says that it can't be."""
+        home, port = tmp_path / "other", free_port()
+        told = json.loads(world.config().read_text())
+        told |= {"settings": Settings(home=home, ray_address=address).model_dump(mode="json"), "serve": {"port": port}}
+        (file := tmp_path / "other.json").write_text(json.dumps(told))
+        argv, env = [sys.executable, "-m", "services.main", "--config", str(file)], {**os.environ, **environment}
+        ended = run(argv, env={**env, "REDRAFT_HOME": str(home)}, capture_output=True, text=True, check=False)
+        assert ended.returncode == 2, ended.stderr
+        return ended.stderr.splitlines()[-1]
+
+    ports = ("port", "ray-client-server-port", "dashboard-port", "dashboard-agent-listen-port")
+    numbers = (address.rpartition(":")[2], *(str(free_port()) for _ in ports[1:]))
+    options = "start --head --block --num-cpus=2 --include-dashboard=false"
+    argv = [str(Path(sys.executable).with_name("ray")), *options.split()]
+    argv += [f"--{name}={number}" for name, number in zip(ports, numbers, strict=True)]
+    with (
+        TemporaryDirectory() as short,  # for sockets
+        Child.start([*argv, f"--temp-dir={short}"], {}, tmp_path / "log", "Ray") as cluster,
+    ):
+        wait_until(lambda: "block forever" in (tmp_path / "log").read_text(), 120, cluster, "the cluster")
+        assert refused(RAY_AUTH_TOKEN="0" * 64).endswith("and RAY_AUTH_TOKEN its token?")
+        with world.start() as killed:
+            killed.stop(0)
+        with world.start() as service:
+            require_served(world, service)
+            assert refused().startswith(f"services.runner: Serve runs in the cluster at {address} already")
+            assert re.fullmatch(r"\['redraft-[0-9a-f]{12}', 'other'\]", apps("deploy"))
+            service.stop(120)
+        assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
+        assert apps() == "['other']"

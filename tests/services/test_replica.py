@@ -3,22 +3,19 @@
 import json
 import logging
 import logging.config
-import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Callable
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
-from subprocess import run
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import pytest
 
-from infra.processes import Child, answers, free_port, wait_until
+from infra.processes import Child, answers, wait_until
 from infra.querylog import QueryLog
 from infra.rollout_store import fleets_of, note_tested
 from infra.rollouts import Replica
@@ -82,68 +79,6 @@ def test_a_ray_cluster_of_others_serves_the_application_of_a_file_behind_the_sam
         node = RAY_VARIABLES | {CONFIG_VARIABLE: str(config), "REDRAFT_HOME": str(world.home), "RAY_TMPDIR": short}
         with Child.start(argv, node, tmp_path / "log", "Serve") as child:
             require_served(world, child)
-
-
-OTHERS = """
-import sys
-
-import ray
-from ray import serve
-
-ray.init(sys.argv[1], log_to_driver=False)
-if "deploy" in sys.argv:
-    other = serve.deployment(name="other", ray_actor_options={"num_cpus": 0})(type("Other", (), {}))
-    serve.run(other.bind(), name="other", route_prefix="/other")
-print([name for name, app in serve.status().applications.items() if app.status == "RUNNING"])
-"""
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(1800)
-def test_a_service_joins_a_ray_cluster_and_ends_there_what_a_killed_one_left_and_then_itself_alone(
-    make_world: Callable[..., World], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, address = make_world(tiny_target), f"127.0.0.1:{free_port()}"
-    world.settings = world.settings.model_copy(update={"ray_address": address})
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-    def apps(*deploy: str) -> str:
-        """Return the names of the cluster's applications, asked by somebody else."""
-        told = run([sys.executable, "-c", OTHERS, address, *deploy], capture_output=True, text=True, check=True)
-        return told.stdout.splitlines()[-1]
-
-    def refused(**environment: str) -> str:
-        """Start another home's service there, and return how it says that it can't be."""
-        home, port = tmp_path / "other", free_port()
-        told = json.loads(world.config().read_text())
-        told |= {"settings": Settings(home=home, ray_address=address).model_dump(mode="json"), "serve": {"port": port}}
-        (file := tmp_path / "other.json").write_text(json.dumps(told))
-        argv, env = [sys.executable, "-m", "services.main", "--config", str(file)], {**os.environ, **environment}
-        ended = run(argv, env={**env, "REDRAFT_HOME": str(home)}, capture_output=True, text=True, check=False)
-        assert ended.returncode == 2, ended.stderr
-        return ended.stderr.splitlines()[-1]
-
-    ports = ("port", "ray-client-server-port", "dashboard-port", "dashboard-agent-listen-port")
-    numbers = (address.rpartition(":")[2], *(str(free_port()) for _ in ports[1:]))
-    options = "start --head --block --num-cpus=2 --include-dashboard=false"
-    argv = [str(Path(sys.executable).with_name("ray")), *options.split()]
-    argv += [f"--{name}={number}" for name, number in zip(ports, numbers, strict=True)]
-    with (
-        TemporaryDirectory() as short,  # for sockets
-        Child.start([*argv, f"--temp-dir={short}"], {}, tmp_path / "log", "Ray") as cluster,
-    ):
-        wait_until(lambda: "block forever" in (tmp_path / "log").read_text(), 120, cluster, "the cluster")
-        assert refused(RAY_AUTH_TOKEN="0" * 64).endswith("and RAY_AUTH_TOKEN its token?")
-        with world.start() as killed:
-            killed.stop(0)
-        with world.start() as service:
-            require_served(world, service)
-            assert refused().startswith(f"services.runner: Serve runs in the cluster at {address} already")
-            assert re.fullmatch(r"\['redraft-[0-9a-f]{12}', 'other'\]", apps("deploy"))
-            service.stop(120)
-        assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
-        assert apps() == "['other']"
 
 
 def require_served(world: World, child: Child) -> None:
