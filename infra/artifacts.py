@@ -325,7 +325,7 @@ def hold(directory: Path, owner: str = "") -> None:
 
 
 def release(owner: str, but: Collection[Path] = ()) -> None:
-    """Let go what an owner holds, but for some."""
+    """Release what an owner holds, but for some."""
     for key in [key for key in [*_HELD] if key[0] == owner and key[1] not in but]:
         os.close(_HELD.pop(key))
 

@@ -33,6 +33,8 @@ SPLIT_KEY = "split.key"
 SECRET_BYTES = 32
 # The model's name in requests.
 SERVED_NAME = "target"
+# What a service prints once it is up. In a cluster one that was killed may answer until then.
+SERVING = f"serving {SERVED_NAME}"
 # What a recorder answers to anybody; of the server behind it, it says nothing.
 RECORDER_HEALTH = "/redraft/healthz"
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.

@@ -11,11 +11,12 @@ left the rollout.
 
 A replica in which the candidate fails leaves, and goes back to its last good draft, which is the *control*: it was
 proven there, and must pass the same probation again before the failure is told. If it passes on the canary, the
-candidate is refused at once. If it fails, the replica is sick, and another canary tries the candidate; so it is where
-nothing tells replica and candidate apart: there was no last good draft, the replica was lost while it loaded, or the
-files were bad and never loaded. When a canary and one more replica fail so, the candidate is refused, for it may be
-what broke them. In waves it is refused when more than half of those whose turn came failed; the sick do not count
-there, until more than half of the fleet left. One replica alone refuses what fails there, unless it is sick.
+candidate is refused at once. If it fails, the replica is sick, and another canary tries the candidate. Another one
+tries also where nothing tells replica and candidate apart: there was no last good draft or it could not be tested, the
+replica was lost while it loaded, or the files were bad and never loaded. When a canary and one more replica fail so,
+the candidate is refused, for it may be what broke them. In waves it is refused when more than half of those whose turn
+came failed; the sick do not count there, until more than half of the fleet left. One replica alone refuses what fails
+there, unless it is sick.
 
 All that is known is in the rows, so whoever reads them next decides the same: no process has to stay. Whatever was good
 once may be loaded at once, so the way back has no waves. Times are by the clock of `infra.rollout_store`'s database.

@@ -19,7 +19,7 @@ from infra.files import write_atomic
 from infra.home import (
     MAX_RAY_DIR,
     RECORDER_HEALTH,
-    SERVED_NAME,
+    SERVING,
     compiled_folder,
     config_path,
     is_served,
@@ -40,8 +40,6 @@ START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S, TELL_S = 2.0, 1.0
-# What the service prints before it answers. In a cluster one that was killed may answer until then.
-SERVING = f"serving {SERVED_NAME} ".encode()
 # Programs of `redraft up`.
 PREFECT, MLFLOW, SERVICE, RUNNER, ATTACH, RECORD = "prefect", "mlflow", "service", "runner", "attach", "record"
 # Answers of a proxy whose application is still starting.
@@ -142,7 +140,7 @@ def start_service(
         if tell is not None and time.monotonic() - told_s >= TELL_S:
             told_s = time.monotonic()
             tell(f"{said} ({compiling.told()})")
-        return answers(health_url(url)) and SERVING in log.read_bytes()[begins:]
+        return answers(health_url(url)) and SERVING.encode() in log.read_bytes()[begins:]
 
     child = Child.start(service_argv(settings), openmp_preload(), log, "the service")
     return _once(ready, START_TIMEOUT_S, child, health_url(url)), url

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from infra.home import SERVED_NAME, close_to_others, home_secret, ray_folder
+from infra.home import SERVING, close_to_others, home_secret, ray_folder
 from infra.machine import PR_SET_PDEATHSIG, children_named, process_identity
 from infra.priority import SERVICE_ENDS_AT
 from services.config import ServiceConfig, read_as
@@ -87,7 +87,7 @@ def run(config: ServiceConfig) -> int:
         deployed = deployment(config, None if front is None else front.socket)
         handle = serve.run(deployed, name=app, route_prefix="/", blocking=False)
         by = "Ray's proxy" if front is None else "HAProxy"
-        print(f"serving {SERVED_NAME} on {config.url} by {by}", flush=True)
+        print(f"{SERVING} on {config.url} by {by}", flush=True)
         while not ended.wait(LOOK_S):
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
                 raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")

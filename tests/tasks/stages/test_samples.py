@@ -147,20 +147,20 @@ def own(target: Artifact, of: list[Sample]) -> list[Sample]:
 
 
 @pytest.mark.slow
-def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
+def test_domains_whose_imports_are_unlike_are_gated_by_the_targets_own_answers(
     target: Artifact, caplog: pytest.LogCaptureFixture
 ) -> None:
     human, served = written(14), written(2, "served-")
     like = [one._replace(id=f"{one.id}-like", domain="code") for one in own(target, written(14))]
     parts = {"train": human[:8] + like[:8], "held_out": human[8:12] + like[8:] + served, "regression": human[12:]}
     with caplog.at_level(logging.WARNING):
-        judged, unlike = gate_by_own_answers(RECIPE, target, parts)
+        gated, unlike = gate_by_own_answers(RECIPE, target, parts)
     assert list(unlike) == ["chat"]
     assert unlike["chat"].high < -0.2
     assert "imported answers of chat are unlike the target's" in caplog.text
-    assert judged["train"] == parts["train"]  # learnt all the same
-    assert [one for one in judged["held_out"] if one.domain == "code" or one in served] == like[8:] + served
-    answered = [one for part in ("held_out", "regression") for one in judged[part] if one.id.startswith("import-")]
+    assert gated["train"] == parts["train"]  # learnt all the same
+    assert [one for one in gated["held_out"] if one.domain == "code" or one in served] == like[8:] + served
+    answered = [one for part in ("held_out", "regression") for one in gated[part] if one.id.startswith("import-")]
     answered = [one for one in answered if one.domain == "chat"]
     assert [one.id for one in answered] == [one.id for one in human[8:]]
     for before, after in zip(human[8:], answered, strict=True):
@@ -168,7 +168,7 @@ def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
         assert after.completion_ids != before.completion_ids
     model = load_model(target.path)
     assert answering.compare(model, answered).value > answering.compare(model, human[:2]).value + 0.2
-    assert gate_by_own_answers(RECIPE, target, parts) == (judged, unlike)
+    assert gate_by_own_answers(RECIPE, target, parts) == (gated, unlike)
 
 
 def test_rows_that_were_served_here_are_never_asked_about(target: Artifact) -> None:
@@ -183,5 +183,5 @@ def test_an_answer_that_would_not_have_been_logged_is_dropped_with_its_row(
 ) -> None:
     human = written(12)
     monkeypatch.setattr("infra.scrub.scrub", lambda text: "[taken out]")
-    judged, unlike = gate_by_own_answers(RECIPE, target, {"train": human[:6], "held_out": human[6:], "regression": []})
-    assert (list(unlike), judged["held_out"]) == (["chat"], [])
+    gated, unlike = gate_by_own_answers(RECIPE, target, {"train": human[:6], "held_out": human[6:], "regression": []})
+    assert (list(unlike), gated["held_out"]) == (["chat"], [])
