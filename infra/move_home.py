@@ -18,10 +18,11 @@ from sqlalchemy import Connection, Row, Table, Text, collate, delete, func, inse
 
 from infra import tables
 from infra.artifacts import path_of, put
+from infra.champions import CHAMPION
 from infra.database import MOVING, Database, in_chunks, make_days
 from infra.home import COPIES, is_served, served_by
 from infra.querylog import QueryLog
-from infra.registry import CHAMPION, Registry, open_registry
+from infra.registry import Registry, open_registry
 from infra.settings import Settings, sqlite_file
 from infra.store import NotFound, translated
 from infra.supervisor import read_state
@@ -248,7 +249,7 @@ def _register_again(own: Registry, into: Registry, version: Version, address: st
 def _create(own: Registry, into: Registry, version: Version, address: str) -> None:
     kind, number, client = version.kind, version.number, into.store.client
     name = into.model(kind)
-    into.require_model(kind)
+    into.store.require_model(into.model(kind))
     with translated(f"moving {kind} {number}"), tempfile.TemporaryDirectory() as folder:
         old = own.store.client.get_model_version(own.model(kind), str(number))
         run = own.store.client.get_run(str(old.run_id))

@@ -1,28 +1,21 @@
 """The registry of targets and drafts, in MLflow: numbered versions, their lineage, and which of them is served.
 
-A row decides (infra/store.py), in one update, so a crash leaves either champion in place. Alias `champion` and the
-tag `previous` are its copies; what a crash left uncopied is copied by whoever looks next. An alias that a person moved
-is a request: it becomes the row if the version may serve, else it is put back. Nothing here imports a model library,
-pickles, or sets MLflow's process-wide address.
+Who is the champion a row decides (infra/champions.py). Nothing here imports a model library, pickles, or sets MLflow's
+process-wide address.
 """
 
-import logging
 import math
-import os
-import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.artifacts import check_manifest, fetched, get, path_of, put
+from infra.champions import Champions, Outdated
 from infra.database import Database
-from infra.events import ALIAS_PUT_BACK, REGISTRY_RESOURCE, Emitter
 from infra.settings import Settings, load_settings
-from infra.store import Champion, Champions, NotFound, Store, translated
+from infra.store import NotFound, Store, translated
 from infra.versions import (
-    FIRST,
     OWN_TAGS,
     ForeignVersion,
     Lineage,
@@ -34,19 +27,10 @@ from infra.versions import (
     model_name,
     written_tags,
 )
-from models.types import MANIFEST_NAME, Kind
+from models.types import Kind
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
-
-CHAMPION = "champion"
-
-log = logging.getLogger(__name__)
-
-
-class Outdated(ValueError):
-    """The champion that a version was gated against is no longer the one to beat."""
 
 
 class Registry:
@@ -62,25 +46,12 @@ class Registry:
         """Take MLflow's store, the query log's database, where versions lie and how large their cache may be, and the
         prefix of its models' names."""
         self.store, self._cache_gib = Store(uri, artifact_root, object_store), cache_gib
-        self._champions, self._prefix = Champions(database), model_prefix
-        self._threads = threading.RLock()
-        self._depth = 0
+        self._prefix = model_prefix
+        self._champions = Champions(database, self.store, self.model, self._refusal)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until nobody else with this database promotes or quarantines, and keep them from it in the block.
-
-        Hold it around a decision and what follows from it; it may be taken again inside. Whoever loses it meanwhile, as
-        with a connection, still can't replace another champion than the one that it saw.
-        """
-        with self._threads, ExitStack() as held:
-            if not self._depth:
-                held.enter_context(self._champions.alone())
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep everybody else with this database from promoting and quarantining; see `Champions.alone`."""
+        return self._champions.alone()
 
     def model(self, kind: Kind) -> str:
         """Return the name of the model in MLflow whose versions those of a kind are."""
@@ -121,8 +92,8 @@ class Registry:
         folder = f"#/experiments/{self.store.experiment_id}/runs/{run_id}/artifactPath"  # as MLflow's page calls it
         places = ", ".join(f"[{file.name}]({folder}/{file.name})" for file in files)
         with translated(f"registering {directory} as {kind}"):
-            model = None if source else self._logged_model(kind, directory, run_id)
-            self.require_model(kind)
+            model = None if source else self.store.log_model(kind, directory, run_id)
+            self.store.require_model(self.model(kind))
             version = self.store.client.create_model_version(
                 self.model(kind),
                 source=source if model is None else model.artifact_location,
@@ -142,38 +113,14 @@ class Registry:
                 )
         return as_version(version)
 
-    def require_model(self, kind: Kind) -> None:
-        """Make the model whose versions those of a kind are, unless it is there."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.store.client.create_registered_model(self.model(kind))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-
-    def _logged_model(self, kind: Kind, directory: Path, run_id: str) -> "LoggedModel":
-        model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
-        self.store.client.log_model_artifacts(model.model_id, str(directory))
-        return self.store.client.finalize_logged_model(model.model_id, "READY")
-
     def champion(self, kind: Kind) -> Version | None:
         """Return the version that is to be served, None before the first; ForeignVersion if it was damaged by hand."""
-        row, alias = self._champions.row(kind), self._alias(kind)
-        if row is None and alias is None:
-            return None
-        if row is None or not row.copied or row.version != (None if alias is None else int(alias.version)):
-            number = self._settle(kind).version
-            return None if number is None else self.get(kind, number)
-        return None if alias is None else as_version(alias)
+        version = self._champions.version(kind)
+        return None if version is None else as_version(version)
 
     def get(self, kind: Kind, number: int) -> Version:
         """Return one version; NotFound if there is no such number."""
-        try:
-            with translated(f"looking up {kind} {number}"):
-                return as_version(self.store.client.get_model_version(self.model(kind), str(number)))
-        except NotFound as error:
-            raise NotFound(f"the registry has no {kind} {number}") from error
+        return as_version(self.store.version(self.model(kind), number))
 
     def versions(self, kind: Kind) -> list[Version]:
         """Return all versions of a kind, newest first, without foreign ones."""
@@ -210,7 +157,7 @@ class Registry:
         """
         with self.alone():
             _require_usable(self.get(kind, number))
-            row = self._settle(kind)
+            row = self._champions.settle(kind)
             if row.version == number:
                 return
             if expected_champion is not None:
@@ -218,7 +165,7 @@ class Registry:
             if forced:
                 with translated(f"promoting {kind} {number}"):
                     self.store.client.set_model_version_tag(self.model(kind), str(number), "forced", forced)
-            self._move(kind, row, number, row.version)
+            self._champions.move(kind, row, number, row.version)
 
     def require_promotable(self, version: Version) -> None:
         """Raise ValueError unless a version may be served: a draft, only with the target that is the champion."""
@@ -245,12 +192,12 @@ class Registry:
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version, go back to the last good one before it if it serves, and return the champion then."""
         with self.alone():
-            row = self._settle(kind)
+            row = self._champions.settle(kind)
             self.quarantine(kind, number, reason)
             if row.version != number:
                 return self.champion(kind)
             target = self.previous_good(self.get(kind, number))
-            self._move(kind, row, *((None, None) if target is None else (target.number, target.previous)))
+            self._champions.move(kind, row, *((None, None) if target is None else (target.number, target.previous)))
             return target
 
     def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
@@ -259,14 +206,14 @@ class Registry:
         With a reason for its quarantine, the version left may never be promoted again.
         """
         with self.alone():
-            row, champion = self._settle(kind), self.champion(kind)
+            row, champion = self._champions.settle(kind), self.champion(kind)
             previous = None if champion is None else self.previous_good(champion)
             if champion is None or previous is None:
                 was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
                 raise NotFound(f"there is no good {kind} to go back to: {was}")
             if quarantine:  # first, so that whoever sees another champion can tell why
                 self.quarantine(kind, champion.number, quarantine)
-            self._move(kind, row, previous.number, previous.previous)
+            self._champions.move(kind, row, previous.number, previous.previous)
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:
@@ -304,24 +251,12 @@ class Registry:
             if version.address:
                 get(version.address, version.sha256, staging)
             else:
-                self._fetch_logged(version, staging)
+                with translated(f"fetching {version.kind} {version.number}"):
+                    self.store.fetch_model(self.model(version.kind), version.number, staging)
                 _require_digest(staging, version)
 
         final = cached(version, cache)
         return fetched(final, fetch, lambda directory: _require_digest(directory, version), self._cache_gib, owner)
-
-    def _fetch_logged(self, version: Version, staging: Path) -> None:
-        (inner := staging / ".fetched").mkdir()
-        with translated(f"fetching {version.kind} {version.number}"):
-            from mlflow.artifacts import download_artifacts
-
-            uri = self.store.client.get_model_version_download_uri(self.model(version.kind), str(version.number))
-            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
-            downloaded = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri)
-        for path in Path(downloaded).iterdir():
-            path.rename(staging / path.name)
-        shutil.rmtree(inner)
-        (staging / MANIFEST_NAME).touch()  # younger than what it lists, whatever came last
 
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""
@@ -336,61 +271,10 @@ class Registry:
             seen.add(version.number)
         return None
 
-    def _settle(self, kind: Kind) -> Champion:
-        """Bring row and alias together, and return the row; where there is none it begins with what the alias names."""
-        with self.alone():
-            row, alias = self._champions.row(kind), self._alias(kind)
-            number = None if alias is None else int(alias.version)
-            if row is None:
-                return self._champions.adopt(kind, number)
-            if not row.copied:
-                return self._copy(kind, row)
-            if row.version == number:
-                return row
-            if why := self._refusal(alias):
-                _tell_put_back(kind, row, why)
-                return self._copy(kind, row)
-            log.info("%s %s is the champion, because alias %s was moved to it in MLflow", kind, number, CHAMPION)
-            return self._move(kind, row, number, row.version)
-
-    def _move(self, kind: Kind, row: Champion, number: int | None, previous: int | None) -> Champion:
-        """Replace the champion of a row; Outdated where somebody else did it meanwhile."""
-        if (moved := self._champions.replace(kind, row.version, number, previous)) is None:
-            raise Outdated(f"{kind} {row.version} is no longer the champion: another process replaced it just now")
-        return self._copy(kind, moved)
-
-    def _copy(self, kind: Kind, row: Champion) -> Champion:
-        """Write in MLflow what a row says, and return it; where somebody deleted the version there is none any more."""
-        name, number, client = self.model(kind), row.version, self.store.client
+    def _refusal(self, version: "ModelVersion") -> str:
+        """Return why a version that people moved the alias to can't be served, "" if it can."""
         try:
-            with translated(f"making {kind} {number} the champion in MLflow"):
-                if number is None:
-                    client.delete_registered_model_alias(name, CHAMPION)
-                else:
-                    if not row.copied:
-                        former = FIRST if row.previous is None else str(row.previous)
-                        client.set_model_version_tag(name, str(number), "previous", former)
-                    client.set_registered_model_alias(name, CHAMPION, str(number))
-        except NotFound:
-            if number is not None:
-                log.warning("%s %s, the champion, is gone from MLflow: there is none now", kind, number)
-                return self._move(kind, row, None, None)
-        self._champions.note_copied(kind, number)
-        return row
-
-    def _alias(self, kind: Kind) -> "ModelVersion | None":
-        try:
-            with translated(f"looking up the champion of {kind}"):
-                return self.store.client.get_model_version_by_alias(self.model(kind), CHAMPION)
-        except NotFound:
-            return None
-
-    def _refusal(self, alias: "ModelVersion | None") -> str:
-        """Return why the version that an alias was moved to by hand can't be served, "" if it can."""
-        if alias is None:
-            return "the alias was removed"
-        try:
-            self.require_promotable(as_version(alias))
+            self.require_promotable(as_version(version))
         except ValueError as error:
             return str(error)
         return ""
@@ -407,15 +291,6 @@ def _require_usable(version: Version) -> None:
         raise ValueError(f"{version.kind} {version.number} is quarantined: {version.quarantined}")
     if version.cleaned:
         raise ValueError(f"the files of {version.kind} {version.number} were cleaned away on {version.cleaned}")
-
-
-def _tell_put_back(kind: Kind, row: Champion, why: str) -> None:
-    told = f"alias {CHAMPION} of {kind}, moved in MLflow, is put back to {row.version or 'none'}: {why}"
-    log.warning("%s", told)
-    if orchestrator := os.environ.get("PREFECT_API_URL"):
-        events = Emitter(orchestrator)
-        events.emit(ALIAS_PUT_BACK, kind, {"text": told}, REGISTRY_RESOURCE)
-        events.close()
 
 
 def _require_digest(directory: Path, version: Version) -> None:

@@ -1,9 +1,4 @@
-"""The stores that a registry stands on: MLflow's, the rows that say what is to be served, and an object store.
-
-MLflow can't compare and swap. So which version of a kind is served a row in the query log's database decides. It
-changes first, by an update that names the version that it replaces, and MLflow's alias is its copy, for people to look
-at. `copied` says whether the alias was written since: until then an alias that differs is an older copy, and from then
-on somebody moved it by hand.
+"""The stores that a registry stands on: MLflow's, and an object store.
 
 An object store holds folders of files under `s3://bucket/prefix`, which several machines reach. What a folder is worth
 its readers decide; here bytes move. Objects appear whole, each by itself, so that the one that is written last says
@@ -13,7 +8,7 @@ that the others are there. Keys, region and endpoint are in the usual variables 
 import logging
 import math
 import os
-import socket
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -23,15 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, insert, select, update
-
-from infra.database import Database, DatabaseUnavailable, OtherSchema
+from infra.database import DatabaseUnavailable, OtherSchema
 from infra.settings import QUIET_MLFLOW, sqlite_file
-from infra.tables import champions
-from models.types import Frozen, Kind
+from models.types import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+    from mlflow.entities.model_registry import ModelVersion
 
 EXPERIMENT = "redraft"
 SCHEME = "s3://"
@@ -94,6 +88,43 @@ class Store:
         with tempfile.TemporaryDirectory() as folder:
             return Path(self.client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
 
+    def require_model(self, name: str) -> None:
+        """Make a model of the registry, unless it is there."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def version(self, name: str, number: int) -> "ModelVersion":
+        """Return a version of a model; NotFound if there is no such number."""
+        try:
+            with translated(f"looking up {name} {number}"):
+                return self.client.get_model_version(name, str(number))
+        except NotFound as error:
+            raise NotFound(f"the registry has no {name} {number}") from error
+
+    def log_model(self, name: str, directory: Path, run_id: str) -> "LoggedModel":
+        """Copy a directory into MLflow as a model that a run made."""
+        model = self.client.create_logged_model(self.experiment_id, name=name, source_run_id=run_id)
+        self.client.log_model_artifacts(model.model_id, str(directory))
+        return self.client.finalize_logged_model(model.model_id, "READY")
+
+    def fetch_model(self, name: str, number: int, staging: Path) -> None:
+        """Copy what MLflow holds of a version into an empty directory."""
+        from mlflow.artifacts import download_artifacts
+
+        (inner := staging / ".fetched").mkdir()
+        uri = self.client.get_model_version_download_uri(name, str(number))
+        # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's files.
+        downloaded = download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.uri)
+        for path in Path(downloaded).iterdir():
+            path.rename(staging / path.name)
+        shutil.rmtree(inner)
+        (staging / MANIFEST_NAME).touch()  # younger than what it lists, whatever came last
+
     @cached_property
     def client(self) -> "MlflowClient":
         from mlflow import MlflowClient  # not at the top: it takes two seconds
@@ -144,79 +175,6 @@ def translated(doing: str) -> Iterator[None]:
         if no_alias or error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise NotFound(f"{doing}: {error}") from error
         raise StoreUnavailable(f"{doing}: {error}") from error
-
-
-class Champion(Frozen):
-    """The row of a kind.
-
-    Attributes:
-        version: what is to be served, None if there is nothing good.
-        previous: the champion that the version replaced, if any, when it was promoted.
-        copied: whether MLflow's alias was written for the version.
-        changed_ms, changed_by: when the version changed, by the database's clock, and by which process.
-    """
-
-    version: int | None
-    previous: int | None
-    copied: bool
-    changed_ms: int
-    changed_by: str
-
-
-class Champions:
-    """The rows; every call raises StoreUnavailable where the database is out of reach."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock of whoever changes what is served, in any home that has this database."""
-        try:
-            with self._database.lock("champions"):
-                yield
-        except DatabaseUnavailable as error:
-            raise StoreUnavailable(f"holding the lock of the champions: {error}") from error
-
-    def row(self, kind: Kind) -> Champion | None:
-        with translated(f"looking up the champion of {kind}"), self._database.reading() as connection:
-            return _row(connection, kind)
-
-    def adopt(self, kind: Kind, version: int | None) -> Champion:
-        """Begin the row of a kind with what MLflow's alias names, unless there is one, and return it."""
-        with translated(f"beginning the champion of {kind}"), self._database.writing() as connection:
-            if (row := _row(connection, kind)) is None:
-                row = self._changed(connection, version, None, copied=True)
-                connection.execute(insert(champions).values(kind=kind, **row.model_dump()))
-            return row
-
-    def replace(self, kind: Kind, expected: int | None, version: int | None, previous: int | None) -> Champion | None:
-        """Replace the expected version by another one, and return the row; None where it is no longer there."""
-        of_kind, is_expected = champions.c.kind == kind, champions.c.version.is_not_distinct_from(expected)
-        with translated(f"changing the champion of {kind}"), self._database.writing() as connection:
-            row = self._changed(connection, version, previous, copied=False)
-            changed = update(champions).where(of_kind, is_expected).values(row.model_dump())
-            return row if connection.execute(changed).rowcount else None
-
-    def note_copied(self, kind: Kind, version: int | None) -> None:
-        """Note that the alias was written for the version, if it is still the one to be served."""
-        is_same = champions.c.version.is_not_distinct_from(version)
-        with translated(f"noting the champion of {kind}"), self._database.writing() as connection:
-            connection.execute(update(champions).where(champions.c.kind == kind, is_same).values(copied=True))
-
-    def _changed(self, connection: Connection, version: int | None, previous: int | None, copied: bool) -> Champion:
-        return Champion(
-            version=version,
-            previous=previous,
-            copied=copied,
-            changed_ms=self._database.now_ms(connection),
-            changed_by=f"{socket.gethostname()} {os.getpid()}",
-        )
-
-
-def _row(connection: Connection, kind: Kind) -> Champion | None:
-    row = connection.execute(select(champions).where(champions.c.kind == kind)).mappings().one_or_none()
-    return None if row is None else Champion.model_validate({name: row[name] for name in Champion.model_fields})
 
 
 class ObjectsUnavailable(StoreUnavailable):

@@ -4,8 +4,9 @@ import json
 from typing import Literal
 
 from infra.artifacts import Artifact, publish
+from infra.champions import Outdated
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
-from infra.registry import Outdated, open_registry
+from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import COUNT, Lineage, Pair, Version, ancestors, is_quarantined, same_files, trained_on
 from infra.windows import Window

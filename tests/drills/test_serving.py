@@ -16,10 +16,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infra.artifacts import write_manifest
+from infra.champions import CHAMPION
 from infra.database import BUSY_TIMEOUT_S
 from infra.processes import wait_until
 from infra.querylog import QueryLog
-from infra.registry import CHAMPION
 from infra.trigger_store import TriggerStore
 from infra.triggers import Fallen
 from models.core.drafting.draft_format import WEIGHTS

@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import check_manifest
+from infra.champions import Outdated
 from infra.database import Database
 from infra.processes import free_port, hold_port
-from infra.registry import Outdated, Registry
+from infra.registry import Registry
 from infra.store import ObjectStore, StoreUnavailable
 from infra.versions import ForeignVersion, is_quarantined
 from tests.infra.conftest import champion_number

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from infra.artifacts import remove_unheld, write_manifest
+from infra.champions import CHAMPION
 from infra.database import Database
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.processes import free_port
-from infra.registry import CHAMPION, Registry
+from infra.registry import Registry
 from infra.settings import Settings
 from infra.status import Phase
 from infra.store import StoreUnavailable
