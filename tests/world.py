@@ -15,6 +15,7 @@ import httpx
 import openai
 
 from infra.artifacts import staged
+from infra.home import SERVING
 from infra.keys import add_key, bring_keys, operator_key
 from infra.machine import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
@@ -177,11 +178,15 @@ class World(Served):
     def start(self) -> Child:
         """Start the service and wait until it answers."""
         argv = [sys.executable, "-m", "services.main", "--config", str(self.config())]
-        env = openmp_preload() | {"REDRAFT_HOME": str(self.home)}
-        child = Child.start(argv, env, self.home / "service.log", "the service")
+        env, log = openmp_preload() | {"REDRAFT_HOME": str(self.home)}, self.home / "service.log"
+        begins = log.stat().st_size if log.exists() else 0
+
+        def serves() -> bool:  # itself: in a cluster a killed one may still answer at its address
+            return SERVING.encode() in log.read_bytes()[begins:] and answers(f"{self.url}/health")
+
+        child = Child.start(argv, env, log, "the service")
         try:
-            timeout_s = START_TIMEOUT_S * self.serve.get("num_replicas", 1)
-            wait_until(lambda: answers(f"{self.url}/health"), timeout_s, child, "the service")
+            wait_until(serves, START_TIMEOUT_S * self.serve.get("num_replicas", 1), child, "the service")
         except BaseException:
             child.stop()
             raise

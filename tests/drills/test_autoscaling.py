@@ -39,7 +39,6 @@ if "deploy" in sys.argv:
     other = serve.deployment(name="other", ray_actor_options={"num_cpus": 0})(type("Other", (), {}))
     serve.run(other.bind(), name="other", route_prefix="/other")
 print({name: app.status.value for name, app in serve.status().applications.items()})
-print(serve.status(), file=sys.stderr)
 """
 MOST = 3
 SCALING = {"max_replicas": MOST, "target_ongoing_requests": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 4.0}
@@ -103,7 +102,6 @@ def test_a_service_joins_a_ray_cluster_and_ends_there_what_a_killed_one_left_and
         """Return how the cluster's applications are by name, asked by somebody else."""
         told = run([sys.executable, "-c", OTHERS, address, *deploy], capture_output=True, text=True, check=False)
         assert told.returncode == 0, told.stderr
-        print(told.stderr)
         return ast.literal_eval(told.stdout.splitlines()[-1])
 
     def refused(**environment: str) -> str:
