@@ -320,6 +320,7 @@ def test_the_two_files_of_a_batch_are_one_import(log: QueryLog, write: Write) ->
     assert sorted(str(row.prompt).split("\n")[1] for row in log.rows(1, 9)) == ["q0<|im_end|>", "q1<|im_end|>"]
 
 
+@pytest.mark.slow
 def test_the_target_answers_prompts_alone_and_is_not_asked_again(log: QueryLog, write: Write) -> None:
     recipe = load_recipe("tiny")
     engine = catalog.parse("engines", {"name": "torch", "max_model_len": 256})
