@@ -103,7 +103,8 @@ def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_re
 
 
 def test_the_device_that_a_recipe_names_is_the_trainers(target: Artifact, tmp_path: Path) -> None:
-    recipe, samples = recipe_of(**LM, distill={"device": "cuda:7"}), samples_files(tmp_path / "samples", SAMPLES)
+    recipe = recipe_of(**LM, distill={"device": "cuda:7"})
+    samples = samples_files(tmp_path / "samples", said_by(target, 9))
     with pytest.raises(ValueError, match="device cuda:7 is not here; torch sees cpu"):
         distill_draft.fn(recipe, target, samples)
 

@@ -60,7 +60,7 @@ def join(target: Path, prompts: dict[str, list[int]], most: int) -> tuple[dict[s
     async def run() -> tuple[dict[str, list[int]], list[tuple[str, str]]]:
         engine = await Watched.start(target, None, Params(max_model_len=64))
         try:
-            answers = await _joining(engine, prompts, most, 6, "golden")
+            answers = await _joining(engine, prompts, most, 12, "golden")
             return {name: list(one.token_ids) for name, one in answers.items()}, engine.__dict__["notes"]
         finally:
             await engine.close()
