@@ -1,10 +1,11 @@
-"""What a client saw of an exchange, imported: the ids of the served row's log, or a counted reason."""
+"""A service in the test's process: its exchanges, imported, have the ids of its log; and when it is ready."""
 
 import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +101,33 @@ def target(tiny_target: Path, tmp_path: Path) -> Path:
     return directory
 
 
-async def seen_of_all(world: World) -> dict[tuple[str, bool], dict[str, Any]]:
-    """Run the service in this process and return what a client has of each exchange, whole and streamed."""
+@asynccontextmanager
+async def running(world: World) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """Run a world's service without Ray, and yield it with a client."""
     service = await Service.start(read_as(ServiceConfig, world.config()))
     try:
         transport = httpx.ASGITransport(build_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            asked = [(name, stream) for name in EXCHANGES for stream in (False, True)]
-            return {one: await exchange(client, world, *one) for one in asked}
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=world.headers) as client:
+            yield service, client
     finally:
         await service.close()
 
 
-async def exchange(client: httpx.AsyncClient, world: World, name: str, stream: bool) -> dict[str, Any]:
+async def seen_of_all(world: World) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Return what a client has of each exchange, whole and streamed."""
+    async with running(world) as (_, client):
+        asked = [(name, stream) for name in EXCHANGES for stream in (False, True)]
+        return {one: await exchange(client, *one) for one in asked}
+
+
+async def exchange(client: httpx.AsyncClient, name: str, stream: bool) -> dict[str, Any]:
     """Ask, and return what a client has of it; the name is in the prompt, so that no two are the same."""
     asked, _ = EXCHANGES[name]
     named = [{"role": "system", "content": f"{name} {stream}"}, *asked["messages"]]
     request = {"model": "target", "max_tokens": 100, "temperature": 0, **asked, "messages": named}
     if stream:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
-    headers = world.headers | {"X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
+    headers = {"X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
     answer = await client.post("/v1/chat/completions", json=request, headers=headers)
     assert answer.status_code == 200, (name, answer.text)
     return {"request": request, "response": answer.text if stream else answer.json()}
@@ -165,3 +173,42 @@ def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
             assert texts == (own.prompt, own.completion, own.finish_reason), (name, stream)
     for name, token in (("im_end", "<|im_end|>"), ("endoftext", "<|endoftext|>"), ("cut", "l")):
         assert served[name, True].completion_ids[-1] == TOKENS[token]
+
+
+def test_it_is_ready_once_its_draft_was_tested_and_not_while_it_drains(
+    make_world: Callable[..., World], tiny_target: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    world, body = make_world(tiny_target), json.dumps({"model": "target", "prompt": "one", "max_tokens": 4}).encode()
+
+    async def ask() -> None:
+        arrives = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:-1]
+            await arrives.wait()
+            yield body[-1:]
+
+        async with running(world) as (service, client):
+
+            async def unready() -> str:
+                answer = await client.get("/readyz")
+                return "" if answer.status_code == 200 else answer.json()["error"]["message"]
+
+            assert await unready() == "not ready: the draft that the service started with is on probation"
+            while await unready():
+                await asyncio.sleep(0.1)
+            assert service.status().proof is not None
+            headers = {"Content-Type": "application/json"}
+            asking = asyncio.create_task(client.post("/v1/completions", content=slowly(), headers=headers))
+            while not service.admission.in_flight:
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(service.drain())
+            while not await unready():
+                await asyncio.sleep(0.01)
+            assert await unready() == "not ready: the service is shutting down"
+            assert (await client.get("/health")).status_code == 200
+            arrives.set()
+            assert (await asking).json()["choices"][0]["finish_reason"] == "length"
+            assert await draining == 0
+
+    loop.run_until_complete(ask())
