@@ -27,7 +27,6 @@ from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import patches
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.launch import _worker_inside
 from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import InstrumentedLLM
 from tests.conftest import shake
@@ -69,8 +68,7 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
     )
     patches.install("frontend")
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    with _worker_inside(config):
-        llm = InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    llm = InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     llm.speculating, llm.rules = True, short().rules
     mode, unkept = Mode(eager=True, why="a test"), Times(None, {})
     return VllmEngine(llm, args, head, setup=None, mode=mode, times=unkept)
