@@ -1,4 +1,4 @@
-"""What a replica does for the controller that looks after it, on a cluster of ours or of others."""
+"""What Serve is told of a replica, and what it keeps of its log."""
 
 import json
 import logging
