@@ -89,7 +89,7 @@ drills: install
 test-swaps: install
 	$(BIN)/python -m pytest $(SWAPS)
 
-# From one replica to three and back under load, and a service in a Ray cluster: minutes on two cores, so outside of CI.
+# Replicas that come and go, or try a draft first, and services in Ray clusters of others: minutes each, so outside of CI.
 test-scaling: install
 	$(BIN)/python -m pytest $(SCALING)
 

@@ -58,14 +58,14 @@ def test_a_release_has_ten_lines_of_changes_at_most() -> None:
     assert all(1 <= len(re.findall(r"^- ", release, re.MULTILINE)) <= 10 for release in releases)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_links_lead_to_a_file_and_a_heading(document: Path) -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text(encoding="utf-8")):
-        path, _, heading = link.partition("#")
-        file = (document.parent / path).resolve() if path else document
-        assert file.exists(), link
-        if heading:
-            assert heading in headings(file), link
+def test_links_lead_to_a_file_and_a_heading() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text(encoding="utf-8")):
+            path, _, heading = link.partition("#")
+            file = (document.parent / path).resolve() if path else document
+            assert file.exists(), (document, link)
+            if heading:
+                assert heading in headings(file), (document, link)
 
 
 def test_every_picture_is_shown_and_pictures_are_small() -> None:
@@ -89,25 +89,24 @@ def test_each_row_of_what_is_protected_names_tests_that_exist() -> None:
         assert [name for name in tests if not (ROOT / "tests" / name).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_commands_named_in_a_document_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+def test_commands_named_in_a_document_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for program, known in (("redraft", {path[0] for path, _ in commands()}), ("make", {*targets})):
-        named = re.findall(rf"`{program} ([a-z][a-z-]+)", text)
-        named += re.findall(rf"^{program} ([a-z][a-z-]+)", code, re.MULTILINE)
-        assert {*named} <= known
-    for module in re.findall(r"python -m ((?:flows|infra|models|services|tasks|tests)[a-z_.]*)", text):
-        assert find_spec(module.rstrip(".")) is not None, module
+    programs = {"redraft": {path[0] for path, _ in commands()}, "make": {*targets}}
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        code = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+        for program, known in programs.items():
+            named = re.findall(rf"`{program} ([a-z][a-z-]+)", text)
+            named += re.findall(rf"^{program} ([a-z][a-z-]+)", code, re.MULTILINE)
+            assert {*named} <= known, document
+        for module in re.findall(r"python -m ((?:flows|infra|models|services|tasks|tests)[a-z_.]*)", text):
+            assert find_spec(module.rstrip(".")) is not None, (document, module)
 
 
-@pytest.mark.parametrize(
-    "document", [file for file in WRITTEN if file not in PAST], ids=lambda file: str(file.relative_to(ROOT))
-)
-def test_files_named_in_a_document_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    assert [path for path in named_files(text) if not any([*folder.glob(path)] for folder in TOLD_FROM)] == []
+def test_files_named_in_a_document_exist() -> None:
+    for document in (file for file in WRITTEN if file not in PAST):
+        named = named_files(document.read_text(encoding="utf-8"))
+        assert [path for path in named if not any([*folder.glob(path)] for folder in TOLD_FROM)] == [], document
 
 
 def test_the_picture_of_the_way_names_files_that_exist_and_the_page_names_them_too() -> None:

@@ -1,20 +1,13 @@
 """What works in a pod: a volume that is another user's, no account and no HOME, and a root that nobody writes to."""
 
-import json
 import os
-import signal
-import socket
 import stat
 import subprocess
 import sys
-from http.client import HTTPResponse
 from pathlib import Path
 
-import httpx
 import pytest
 
-from infra.home import SERVED_NAME
-from infra.processes import answers, free_port, wait_until
 from tests.pod import GROUP, HOME, USER, argv_in_pod, volume
 
 REDRAFT = (sys.executable, "-W", "ignore", "-m", "flows.cli")
@@ -84,40 +77,3 @@ def test_who_would_lower_its_session_goes_on_where_nobody_may(tmp_path: Path) ->
     code = "from infra.priority import lower_session; print(lower_session())"
     done = run(("/usr/bin/setsid", sys.executable, "-c", code), volume(tmp_path / "volume"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(1200)
-def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_not_while_it_drains(tmp_path: Path) -> None:
-    home, recipe, port = volume(tmp_path / "volume"), "--recipe=tiny", free_port()
-    built = run((*REDRAFT, "build", recipe), home)
-    assert built.returncode == 0, built.stderr
-    body = json.dumps({"model": SERVED_NAME, "prompt": "one", "max_tokens": 4}).encode()
-    url, head = f"http://127.0.0.1:{port}", "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    settings = (f"serve.port={port}", "serve.drain_s=100", "serve.limits.body_timeout_s=100")
-    up = in_pod((*REDRAFT, "up", "--foreground", recipe, *(f"--set={one}" for one in settings)), home)
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(up, stdout=log, stderr=log) as pod:
-        try:
-            wait_until(lambda: answers(f"{url}/readyz") or pod.poll() is not None, 600, None, f"{url}/readyz")
-            assert pod.poll() is None, (tmp_path / "log").read_text()
-            told = run((*REDRAFT, "status", "--json"), home).stdout
-            assert json.loads(told.splitlines()[-1])["service"]["proof"] is not None
-            with socket.create_connection(("127.0.0.1", port)) as slow:
-                slow.sendall(head.encode() + body[:-1])
-                pod.send_signal(signal.SIGTERM)
-                wait_until(
-                    lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 503, 60, None, "the drain"
-                )
-                refused = httpx.get(f"{url}/readyz", trust_env=False).json()["error"]
-                assert (refused["code"], refused["message"]) == ("not_ready", "not ready: the service is shutting down")
-                assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-                slow.sendall(body[-1:])
-                answer = HTTPResponse(slow)
-                answer.begin()
-                assert json.loads(answer.read())["choices"][0]["finish_reason"] == "length"
-            assert pod.wait(120) == 0
-        finally:
-            pod.kill()
-    assert "restarting" not in (tmp_path / "log").read_text()
-    assert "drained, 0 requests were cut off" in (home / "logs" / "service.log").read_text()

@@ -33,6 +33,7 @@ def identifiers(text: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_python_has_none_of_the_names_that_are_gone() -> None:
     found = {name: identifiers((ROOT / name).read_text()) & GONE for name in tracked(".py")}
     assert {name: names for name, names in found.items() if names} == {}

@@ -1,16 +1,20 @@
 """F35: the engine does not start for memory, a place for its sockets or torn files, and the draft is a good one.
 
-F41: it is not to draft at all.
+F41: it is not to draft at all. And all of it starts, and drains, in a pod.
 """
 
 import asyncio
+import json
 import os
+import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.processes import answers, free_port, wait_until
 from infra.versions import is_quarantined, label
 from models.core.drafting.draft_format import WEIGHTS
 from models.engines.vllm import Params
@@ -27,6 +31,8 @@ from services.drafts import (
     start_engine,
 )  # fmt: skip
 from services.service import UNDRAFTED, Service
+from tests.pod import volume
+from tests.test_pod import REDRAFT, in_pod, run
 from tests.world import World, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -95,3 +101,24 @@ def test_f41_a_recipe_that_drafts_nothing_is_served_without_the_champion_and_say
     assert (told.postponed, told.refused, told.reconciler) == ({}, {}, {})
     assert [record.getMessage() for record in caplog.records].count(str(UNDRAFTED.fallback)) == 1
     assert not any(is_quarantined(world.registry.get("draft", number)) for number in world.versions)
+
+
+@pytest.mark.timeout(1200)
+def test_all_of_it_runs_in_a_pod_is_ready_once_the_draft_is_tested_and_drains_at_its_end(tmp_path: Path) -> None:
+    home, recipe, port = volume(tmp_path / "volume"), "--recipe=tiny", free_port()
+    built = run((*REDRAFT, "build", recipe), home)
+    assert built.returncode == 0, built.stderr
+    ready = f"http://127.0.0.1:{port}/readyz"
+    up = in_pod((*REDRAFT, "up", "--foreground", recipe, f"--set=serve.port={port}"), home)
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(up, stdout=log, stderr=log) as pod:
+        try:
+            wait_until(lambda: answers(ready) or pod.poll() is not None, 600, None, ready)
+            assert pod.poll() is None, (tmp_path / "log").read_text()
+            told = run((*REDRAFT, "status", "--json"), home).stdout
+            assert json.loads(told.splitlines()[-1])["service"]["proof"] is not None
+            pod.send_signal(signal.SIGTERM)
+            assert pod.wait(120) == 0
+        finally:
+            pod.kill()
+    assert "restarting" not in (tmp_path / "log").read_text()
+    assert "drained, 0 requests were cut off" in (home / "logs" / "service.log").read_text()

@@ -1,5 +1,5 @@
-"""A challenger over several windows, and drafts that return: the flows, a real log and registry, and tiny models that
-are really trained.
+"""A challenger over several windows, drafts that return and drafts from elsewhere: the flows, a real log and registry,
+and tiny models that are really trained.
 
 Nothing is started for it: the reference engine answers, and tasks run as the functions that they are.
 """
@@ -11,23 +11,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prefect import Task
+from sqlalchemy import delete
+from typer.testing import CliRunner
 
+from flows import cli
 from infra import priority
-from infra.artifacts import staged
+from infra.artifacts import check_manifest, staged
 from infra.consent import QueryRow
+from infra.database import Database
 from infra.home import SECRET_BYTES, SPLIT_KEY
 from infra.overview import overview
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import Settings
+from infra.tables import champions
 from infra.trigger_store import TriggerStore
 from infra.triggers import Fell, Recovered
 from infra.versions import Version
 from models.drafts import eagle3
 from models.engines import torch as reference
-from models.recipe import Recipe, load_recipe
+from models.recipe import Recipe, load_recipe, toml
 from models.sources import synthetic
 from tasks.claim_window import claim_window, hold_out, leave_window
 from tasks.find_challenger import find_past
@@ -36,6 +42,7 @@ from tasks.register import first_samples
 from tasks.stages import task
 from tests.conftest import shake
 from tests.flows.conftest import answered, registry_of
+from tests.models.published import published
 from tests.tasks.made import changed
 
 pytestmark = pytest.mark.slow
@@ -305,3 +312,84 @@ def test_a_past_draft_is_tried_only_where_a_domain_fell_and_never_one_found_bad(
     assert back.found() == 1
     back.registry.quarantine("draft", 1, "another output")
     assert back.found() is None
+
+
+@pytest.fixture
+def elsewhere(
+    tiny_build: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None
+) -> Path:
+    """A home with everything of a build but its registry, so that nothing is served."""
+    home = tmp_path / "home"
+    shutil.copytree(tiny_build, home, ignore=shutil.ignore_patterns("mlflow.db*", "cache"))
+    shutil.copy(store, home)
+    with Database(home / "queries.db").writing() as connection:
+        connection.execute(delete(champions))
+    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    flow = import_module("flows.adopt")
+    monkeypatch.setattr(flow, "adopt", flow.adopt.fn)
+    return home
+
+
+def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_does_not(
+    elsewhere: Path, tiny_build: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_build, registry = registry_of(tiny_build), registry_of(elsewhere)
+    first, target = (of_build.download(of_build.get(kind, 1), tmp_path / "cache") for kind in ("draft", "target"))
+    tiny = load_recipe("tiny")
+    recipe = tiny.model_copy(update={"engine": reference.Params(num_draft_tokens=tiny.num_draft_tokens)})
+    file = tmp_path / "tiny.toml"
+    file.write_text(toml(recipe.model_dump(mode="json", exclude_none=True, exclude={"serve", "demo"})))
+
+    def publish(head: Any, name: str, *layout: Any) -> Path:
+        """Publish a head as somebody else would."""
+        (tmp_path / name).mkdir()
+        eagle3.save(head, tmp_path / name)
+        return published(tmp_path / name, target, tmp_path / f"{name} published", *layout)
+
+    def noise(seed: int) -> Path:
+        """Publish a head that drafts badly, and was made for shorter texts than the target."""
+        shake(head := eagle3.create(eagle3.Params(vocab_size=128), target, np.arange(259)), 0.3, seed)
+        return publish(head, f"noise {seed}", "native", lambda config, _: config.update(max_position_embeddings=512))
+
+    def run(*arguments: str | Path) -> str:
+        done = CliRunner().invoke(cli.app, ["import-draft", *map(str, arguments), "--recipe", str(file)])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    output = run(noise(1))
+    assert "promoted: draft 1, τ chat 1." in output
+    assert "its files say that it was made for 512 tokens" in output
+    assert registry.champion("target").number == registry.champion("draft").number == 1
+    one = registry.get("draft", 1)
+    assert (one.lineage.parent, one.lineage.gate, one.lineage.source) == (
+        None,
+        None,
+        str(tmp_path / "noise 1 published"),
+    )
+    assert float(one.tags["golden_tau"]) >= 1
+
+    shake(trained := eagle3.load(first, target), 1e-3, seed=0)
+    ours = publish(trained, "trained", "speculators")
+    output = run(ours)
+    assert "registered: draft 2" in output
+    assert "add --promote" in output and "made for" not in output
+    assert registry.champion("draft").number == 1
+
+    assert "promoted: draft 3" in run(ours, "--promote")
+    third = registry.champion("draft")
+    assert third.number == 3
+    assert (third.tags["gate"], third.tags["gated_against"], third.tags["gate_test"]) == ("passed", "1", "1")
+    assert (third.lineage.parent, third.tags["line"]) == (None, one.tags["line"])
+    assert third.tags["source_sha256"] == registry.get("draft", 2).tags["source_sha256"]
+    check_manifest(registry.download(third, tmp_path / "again"))
+
+    assert "already trained: draft 3" in run(ours, "--promote")
+    output = run(noise(2), "--promote")
+    assert "refused: draft 4" in output
+    assert "no gain shown" in output or "a loss is shown" in output
+    fourth = registry.get("draft", 4)
+    assert (fourth.tags["gate"], fourth.tags["gated_against"], fourth.tags["gate_test"]) == ("refused", "3", "1")
+    with caplog.at_level("INFO"):
+        import_module("flows.build").build.fn(recipe)
+    assert "draft 3 stays: it came from" in caplog.text
+    assert registry.champion("draft").number == 3

@@ -138,7 +138,9 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
         slow("report --output none/page.html", "there is no folder"),
     ],
 )
-def test_what_can_not_be_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, command, told):
+def test_what_can_not_be_is_one_line_and_exit_code_2(run, store, tmp_path, monkeypatch, command, told):
+    (tmp_path / "home").mkdir()
+    shutil.copy(store, tmp_path / "home")
     (tmp_path / "key.toml").write_text("[refresh]\nmin_rowz = 3\n")
     (tmp_path / "method.toml").write_text('[target]\nname = "smolm2"\n')
     (tmp_path / "old.jsonl").write_text("{}\n")
@@ -234,7 +236,7 @@ def test_a_fault_is_one_line_that_names_the_log_with_its_traceback(run, tmp_path
     assert file.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.slow
+@pytest.mark.engine  # none, but the orchestrator that tests with engines run
 def test_a_flow_that_fails_by_its_input_is_one_line_that_names_the_log_with_its_traceback(cli_in, tmp_path):
     (head := tmp_path / "head").mkdir()
     cli = cli_in(tmp_path / "home")

@@ -138,7 +138,9 @@ def test_a_bucket_or_a_store_that_is_not_there_is_noticed_at_once(machine: Machi
 
 
 @pytest.mark.slow
-def test_a_store_that_takes_connections_and_answers_nothing_is_given_up(machine: Machine, bucket: Bucket) -> None:
+def test_a_store_that_takes_connections_and_answers_nothing_is_given_up(
+    machine: Machine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared, failed = stored(publish(make(), "draft")), list[BaseException]()
     machine("service")
 
@@ -149,7 +151,8 @@ def test_a_store_that_takes_connections_and_answers_nothing_is_given_up(machine:
             failed.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
-    with bucket.silent():
+    with monkeypatch.context() as patch, bucket.silent():
+        patch.setattr("infra.store.READ_S", 1)
         asking.start()
         asking.join(60)  # the store would be waited for as long as it is stopped
         assert failed

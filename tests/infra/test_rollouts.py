@@ -421,6 +421,7 @@ def test_a_bad_draft_is_loaded_by_one_sound_canary_alone_and_a_good_one_reaches_
     assert has == (set() if bad else {*range(num)} - sick)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(num=st.integers(2, 40), data=st.data())
 def test_a_good_draft_comes_in_waves_of_their_shares(num: int, data: st.DataObject) -> None:

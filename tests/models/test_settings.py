@@ -330,6 +330,6 @@ def read_in(module: str) -> set[str]:
     return attributes | {node.value for node in kept if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("module", sorted(set(READ.values())))
-def test_a_key_whose_effect_is_not_shown_is_read_where_it_is_said_to_be(module: str) -> None:
-    assert {key.rsplit(".", 1)[1] for key, reader in READ.items() if reader == module} <= read_in(module)
+def test_a_key_whose_effect_is_not_shown_is_read_where_it_is_said_to_be() -> None:
+    there = {module: read_in(module) for module in READ.values()}
+    assert [key for key, module in READ.items() if key.rsplit(".", 1)[1] not in there[module]] == []

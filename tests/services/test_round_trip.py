@@ -1,9 +1,11 @@
-"""What a client saw of an exchange, imported: the ids of the served row's log, or a counted reason."""
+"""A service in the test's process: its exchanges, imported, have the ids of its log; and when it is ready."""
 
+import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from models.targets import describe
 from models.targets.random import byte_tokenizer
+from services.app import build_app
+from services.config import ServiceConfig, read_as
+from services.service import Service
 from tasks.import_logs import import_logs
 from tasks.register import identity
 from tests.world import World
@@ -85,11 +90,10 @@ EXCHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def target(tiny_target: Path, tmp_path: Path) -> Path:
     """The tiny target with a template that shows all of a chat, and a second token that ends an answer."""
-    directory = tmp_path_factory.mktemp("shown") / "target"
-    shutil.copytree(tiny_target, directory)
+    directory = shutil.copytree(tiny_target, tmp_path / "shown")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     settings = directory / "generation_config.json"
     ends = {"eos_token_id": [TOKENS["<|im_end|>"], TOKENS["<|endoftext|>"]]}
@@ -97,35 +101,51 @@ def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def shown(target: Path, make_world: Callable[..., World]) -> Iterator[World]:
-    """A service of that target that parses tool calls."""
-    serve = {"tool_parser": "hermes", "structured": {"enabled": True}}
-    engine_table = {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_LEN, "enforce_eager": True}
-    world = make_world(target, serve=serve, engine=engine_table)
-    with world.start():
-        yield world
+@asynccontextmanager
+async def running(world: World) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """Run a world's service without Ray, and yield it with a client."""
+    service = await Service.start(read_as(ServiceConfig, world.config()))
+    try:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=world.headers) as client:
+            yield service, client
+    finally:
+        await service.close()
 
 
-def exchange(world: World, name: str, asked: dict[str, Any], stream: bool) -> dict[str, Any]:
+async def seen_of_all(world: World) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Return what a client has of each exchange, whole and streamed."""
+    async with running(world) as (_, client):
+        asked = [(name, stream) for name in EXCHANGES for stream in (False, True)]
+        return {one: await exchange(client, *one) for one in asked}
+
+
+async def exchange(client: httpx.AsyncClient, name: str, stream: bool) -> dict[str, Any]:
     """Ask, and return what a client has of it; the name is in the prompt, so that no two are the same."""
+    asked, _ = EXCHANGES[name]
     named = [{"role": "system", "content": f"{name} {stream}"}, *asked["messages"]]
     request = {"model": "target", "max_tokens": 100, "temperature": 0, **asked, "messages": named}
     if stream:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
-    headers = world.headers | {"X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
-    url = f"{world.url}/v1/chat/completions"
-    answer = httpx.post(url, json=request, headers=headers, timeout=60, trust_env=False)
+    headers = {"X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
+    answer = await client.post("/v1/chat/completions", json=request, headers=headers)
     assert answer.status_code == 200, (name, answer.text)
     return {"request": request, "response": answer.text if stream else answer.json()}
 
 
 def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
-    shown: World, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    make_world: Callable[..., World],
+    loop: asyncio.AbstractEventLoop,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = [(name, stream) for name in EXCHANGES for stream in (False, True)]
-    rows = [exchange(shown, name, EXCHANGES[name][0], stream) for name, stream in asked]
-    served = dict(zip(asked, shown.wait_for_rows("trip", len(rows)), strict=True))
+    serve = {"tool_parser": "hermes", "structured": {"enabled": True}}
+    engine = {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_LEN, "enforce_eager": True}
+    shown = make_world(target, serve=serve, engine=engine)
+    seen = loop.run_until_complete(seen_of_all(shown))
+    served = dict(zip(seen, shown.wait_for_rows("trip", len(seen)), strict=True))
 
     shutil.copy(store, tmp_path)
     registry = open_registry(Settings(home=tmp_path))
@@ -136,10 +156,10 @@ def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     monkeypatch.setenv("REDRAFT_QUERYLOG", str(tmp_path / "imported.db"))
     file = tmp_path / "seen.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in seen.values()))
     report = import_logs.fn([file], max_len=MAX_LEN)
 
-    reasons = Counter(EXCHANGES[name][1] for name, _ in asked)
+    reasons = Counter(EXCHANGES[name][1] for name, _ in seen)
     wanted = reasons.pop("")
     assert report.skipped == dict(reasons), report.first
     assert (report.num_added, report.num_repeated) == (wanted, 0)
@@ -153,3 +173,42 @@ def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
             assert texts == (own.prompt, own.completion, own.finish_reason), (name, stream)
     for name, token in (("im_end", "<|im_end|>"), ("endoftext", "<|endoftext|>"), ("cut", "l")):
         assert served[name, True].completion_ids[-1] == TOKENS[token]
+
+
+def test_it_is_ready_once_its_draft_was_tested_and_not_while_it_drains(
+    make_world: Callable[..., World], tiny_target: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    world, body = make_world(tiny_target), json.dumps({"model": "target", "prompt": "one", "max_tokens": 4}).encode()
+
+    async def ask() -> None:
+        arrives = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:-1]
+            await arrives.wait()
+            yield body[-1:]
+
+        async with running(world) as (service, client):
+
+            async def unready() -> str:
+                answer = await client.get("/readyz")
+                return "" if answer.status_code == 200 else answer.json()["error"]["message"]
+
+            assert await unready() == "not ready: the draft that the service started with is on probation"
+            while await unready():
+                await asyncio.sleep(0.1)
+            assert service.status().proof is not None
+            headers = {"Content-Type": "application/json"}
+            asking = asyncio.create_task(client.post("/v1/completions", content=slowly(), headers=headers))
+            while not service.admission.in_flight:
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(service.drain())
+            while not await unready():
+                await asyncio.sleep(0.01)
+            assert await unready() == "not ready: the service is shutting down"
+            assert (await client.get("/health")).status_code == 200
+            arrives.set()
+            assert (await asking).json()["choices"][0]["finish_reason"] == "length"
+            assert await draining == 0
+
+    loop.run_until_complete(ask())

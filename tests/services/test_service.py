@@ -20,7 +20,7 @@ from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
 
 pytestmark = pytest.mark.engine
 
-NUM_SWAPS = 10
+NUM_SWAPS = 4
 NUM_CLIENTS = 4
 
 

@@ -81,6 +81,7 @@ def sums(folder: Path) -> dict[str, str]:
     return {file.name: file_sha256(file) for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_each_champion_gets_a_directory_and_the_pointer_names_the_present_one(
     registry: Registry, tmp_path: Path
 ) -> None:

@@ -50,14 +50,15 @@ def plain(tiny_target: Path) -> list[Completion]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("num", "device"), [(1, "cpu"), (6, "cpu"), pytest.param(4, "cuda", marks=NO_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 def test_greedy_output_is_that_without_a_draft(
-    tiny_target: Path, plain: list[Completion], name: str, num: int, device: str
+    tiny_target: Path, plain: list[Completion], name: str, device: str
 ) -> None:
-    draft = make(name, tiny_target, plain[:1])
-    answers = answer_all(tiny_target, draft, ASKED, device=device, num_draft_tokens=num)
-    require_equal(answers, plain)
-    assert 0 < max(max(one.drafted) for one in answers) <= num
+    for num, asked in ((1, ASKED[2:]), (6, ASKED)):
+        draft = make(name, tiny_target, plain[:1])
+        answers = answer_all(tiny_target, draft, asked, device=device, num_draft_tokens=num)
+        require_equal(answers, plain[-len(asked) :])
+        assert 0 < max(max(one.drafted) for one in answers) <= num
 
 
 def start(target: Path, directory: Path, dtype: str) -> TorchEngine:
@@ -71,9 +72,9 @@ def test_a_draft_of_a_directory_drafts_in_either_format_and_keeps_its_weights(
 ) -> None:
     family = family_named(name)
     directory = save_tiny(family, tiny_target, tmp_path)
-    for dtype in ("bfloat16", "float32"):
+    for dtype, asked in (("bfloat16", ASKED[:1]), ("float32", ASKED)):
         engine = start(tiny_target, directory, dtype)
-        answers = [asyncio.run(engine.generate(prompt, GREEDY, "0")) for prompt in ASKED]
+        answers = [asyncio.run(engine.generate(prompt, GREEDY, "0")) for prompt in asked]
         assert sum(sum(one.drafted) for one in answers) > 0 or not is_trained(family)
         assert asyncio.run(engine.check_draft(directory)) == 0.0
     require_equal(answers, plain)

@@ -34,6 +34,7 @@ STAGES: dict[str, list[Form]] = {
 ORDER = list(STAGES)
 STAGE_OF = {form.family: stage for stage, of in STAGES.items() for form in of}
 MAKES_ZEROES = ("iterative_magnitude", "early_bird")
+CUT = ("iterative_magnitude", "early_bird-1")  # forms of them that find a ticket, whose shape is cut in any case
 
 
 def table(form: Form) -> dict[str, Any]:
@@ -61,9 +62,11 @@ def is_refused(first: Form, second: Form) -> bool:
 
 def is_always_tried(pair: tuple[Form, Form]) -> bool:
     """Whether the first makes zeroes or a rank, and the second gives low-rank parts to every layer or cuts a shape."""
-    first, second = (one.params for one in pair)
-    promises = first.name in ("low_rank", *MAKES_ZEROES, *catalog.names("prune"))
-    return promises and (len(getattr(second, "layers", None) or ()) == 7 or pair[1].family == "shrink")
+    first, second = pair
+    if second.family == "shrink":
+        return first.name in CUT
+    promises = first.params.name in ("low_rank", *MAKES_ZEROES, *catalog.names("prune"))
+    return promises and len(getattr(second.params, "layers", None) or ()) == 7
 
 
 def has_layers(first: Form, second: Form) -> bool:

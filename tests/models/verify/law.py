@@ -140,13 +140,15 @@ def first_blocks(case: Case, seed: int, count: int) -> tuple[Proposal, Tensor]:
     return Proposal(proposal.token_ids[:count], proposal.parents, q), p[:count]
 
 
-def emitted_counts(verify: Callable[..., Verified], params: object, case: Case, seed: int) -> Tensor:
-    """Return [V^(depth+1)], how often each completed block came out of NUM_BLOCKS."""
-    proposal, p = propose(case, seed)
+def emitted_counts(
+    verify: Callable[..., Verified], params: object, case: Case, seed: int, num_blocks: int = NUM_BLOCKS
+) -> Tensor:
+    """Return [V^(depth+1)], how often each completed block came out of so many."""
+    proposal, p = first_blocks(case, seed, num_blocks)
     rng = torch.Generator().manual_seed(seed + 1)
     verified = verify(proposal, p, rng, params)
     check_form(verified, proposal)
-    block = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
+    block = torch.zeros(num_blocks, dtype=torch.int64)
     for place, p_table in enumerate(case.p):
         token = verified.tokens[:, place]
         block = block * case.size + torch.where(token < 0, draw(p_table[block], rng), token)
@@ -168,14 +170,16 @@ def check_form(verified: Verified, proposal: Proposal) -> None:
     assert torch.equal(verified.tokens[:, :-1][kept], drafted[kept])
 
 
-def law_p_value(verify: Callable[..., Verified], params: object, case: Case, seed: int = 0) -> float:
+def law_p_value(
+    verify: Callable[..., Verified], params: object, case: Case, seed: int = 0, num_blocks: int = NUM_BLOCKS
+) -> float:
     """Return the χ² p-value of the emitted blocks against target-only sampling; 0 when an impossible block came out."""
     joint = case.p[0].flatten()
     for table in case.p[1:]:
         joint = (joint[:, None] * table).flatten()
-    counts, possible = emitted_counts(verify, params, case, seed), joint > 0
+    counts, possible = emitted_counts(verify, params, case, seed, num_blocks), joint > 0
     if counts[~possible].any():
         return 0.0
     if possible.sum() == 1:
         return 1.0
-    return float(chisquare(counts[possible].double(), NUM_BLOCKS * joint[possible] / joint.sum()).pvalue)
+    return float(chisquare(counts[possible].double(), num_blocks * joint[possible] / joint.sum()).pvalue)

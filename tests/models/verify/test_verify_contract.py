@@ -69,8 +69,9 @@ def test_a_lossless_rule_emits_the_targets_distribution_or_refuses_the_proposal(
     ids=[*GREEDY_CASES, *(f"{name} of a tree" for name in GREEDY_TREE_CASES)],
 )
 def test_a_lossless_rule_emits_the_targets_greedy_output(rule, case: Case) -> None:
+    """Only one block can come out, so that one other is enough to fail."""
     if case.taken_by(rule):
-        assert law_p_value(rule.verify, rule.Params(), case) > P_VALUE
+        assert law_p_value(rule.verify, rule.Params(), case, num_blocks=5_000) > P_VALUE
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "certain but one" in rule.SIBLINGS], ids=rule_id)
@@ -258,7 +259,7 @@ def test_the_rule_that_the_bugs_are_planted_in_is_right() -> None:
 
 @pytest.mark.parametrize("verify", PLANTED_BUGS.values(), ids=PLANTED_BUGS)
 def test_a_planted_bug_breaks_the_law(verify: Callable[..., Verified]) -> None:
-    assert law_p_value(verify, None, TREE_CASES["branches"]) < P_VALUE
+    assert law_p_value(verify, None, TREE_CASES["branches"], num_blocks=50_000) < P_VALUE
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)

@@ -26,6 +26,7 @@ def measured(tiny_target: Path, tiny_draft: Path, bar: Bar) -> list[Row]:
     return specbench._answer(target, read_configurations(None, 3), QUESTIONS, 12, bar)
 
 
+@pytest.mark.slow
 def test_every_turn_is_answered_in_every_way_from_the_same_chat(measured: list[Row]) -> None:
     sides = [PLAIN, *read_configurations(None, 3)]
     asked = [row["prompt_id"] for row in measured if row["fits"]]

@@ -21,7 +21,7 @@ from tests.models.drafts.answered import answers_of, prompts
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("home")]
 
 Show = Callable[[distill.Progress], None]
-PARAMS = distill.Params(num_epochs=12, batch_tokens=120, num_threads=1, validation=0.2, checkpoint_s=0)
+PARAMS = distill.Params(num_epochs=4, batch_tokens=120, num_threads=1, validation=0.2, checkpoint_s=0)
 
 
 @pytest.fixture(scope="module")

@@ -356,6 +356,7 @@ def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: 
     assert home.asked == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [REFUSED, PROMOTED])
 def test_a_domain_that_no_refresh_helps_waits_twice_as_long_each_time(home: Home, end: tuple[Result, str]) -> None:
     """A refresh may be promoted for what it brought elsewhere."""
@@ -424,6 +425,7 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     assert "sql" not in home.domains
 
 
+@pytest.mark.slow
 def test_a_refresh_is_asked_for_at_each_interval_and_none_while_one_runs(home: Home) -> None:
     home.ask_with("schedule", refresh_interval_s=3600.0)
     assert (home.asked_after(59), home.asked_after(1), home.asked_after(5)) == (0, 1, 1)  # which has not begun yet

@@ -55,6 +55,9 @@ class Run(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+Found = Callable[[str], tuple[Run, Run]]
+
+
 def distilled(target: Path, samples: list[Sample], workers: Workers, work: Path) -> list[tuple[int, float]]:
     counts = np.bincount(np.concatenate([s.token_ids for s in samples]), minlength=259)
     head = eagle3.create(eagle3.Params(vocab_size=128), target, counts)
@@ -69,27 +72,23 @@ def pretrained(target: Path, samples: list[Sample], workers: Workers, work: Path
     return training.train(model, [s.token_ids for s in samples], params, work_dir=work, workers=workers).losses
 
 
-Train = Callable[[Path, list[Sample], Workers, Path], list[tuple[int, float]]]
+WAYS: dict[str, tuple[Callable[..., list[tuple[int, float]]], Callable[..., Workers]]] = {
+    "draft": (distilled, Workers),
+    "model": (pretrained, Workers),
+    "shards": (pretrained, partial(Workers, sharded=True)),
+}
+MISTAKES = {"summed": (distilled, Summed), "unweighted": (distilled, Unweighted)}
 
 
-def _process(rank: int, train: Train, made: Callable[..., Workers], out: Path, *rest: object) -> None:
+def _process(rank: int, out: Path, target: Path, samples: list[Sample]) -> None:
+    """Train in every way, one after the other: starting a process takes longer than that."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}-met", rank=rank, world_size=2)
-    target, samples = rest
-    losses = train(target, samples, made(rank, 2), out / f"{rank}")  # type: ignore[arg-type]
-    if rank == 0:
-        torch.save(losses, out / "losses.pt")
+    dist.init_process_group("gloo", init_method=f"file://{out}/met", rank=rank, world_size=2)
+    for way, (train, made) in (WAYS | MISTAKES).items():
+        losses = train(target, samples, made(rank, 2), out / f"{way}{rank}")
+        if rank == 0:
+            torch.save(losses, out / f"{way}.pt")
     dist.destroy_process_group()
-
-
-def of_one(train: Train, target: Path, samples: list[Sample], out: Path) -> Run:
-    torch.manual_seed(0)
-    return _found(train(target, samples, Workers(), out), out)
-
-
-def of_two(train: Train, made: Callable[..., Workers], target: Path, samples: list[Sample], out: Path) -> Run:
-    mp.spawn(_process, (train, made, out, target, samples), nprocs=2)
-    return _found(torch.load(out / "losses.pt"), out / "0")
 
 
 def _found(means: list[tuple[int, float]], work: Path) -> Run:
@@ -114,30 +113,31 @@ def samples(tiny_target: Path) -> list[Sample]:
     return answers_of(tiny_target, prompts(19))
 
 
-WAYS = {
-    "draft": (distilled, Workers),
-    "model": (pretrained, Workers),
-    "shards": (pretrained, partial(Workers, sharded=True)),
-}
+@pytest.fixture(scope="module")
+def found(tiny_target: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what gives the runs of one process and of two in a way."""
+    out = tmp_path_factory.mktemp("trained")
+    mp.spawn(_process, (out, tiny_target, samples), nprocs=2)
+
+    def runs(way: str) -> tuple[Run, Run]:
+        train, alone = (WAYS | MISTAKES)[way][0], out / f"{way}-alone"
+        one = _found(train(tiny_target, samples, Workers(), alone), alone)
+        return one, _found(torch.load(out / f"{way}.pt"), out / f"{way}0")
+
+    return runs
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_take_the_steps_of_one(tiny_target: Path, samples: list[Sample], tmp_path: Path, way: str) -> None:
-    train, made = WAYS[way]
-    one = of_one(train, tiny_target, samples, tmp_path / "one")
-    two = of_two(train, made, tiny_target, samples, tmp_path / "two")
+def test_two_take_the_steps_of_one(found: Found, way: str) -> None:
+    one, two = found(way)
     assert max(off(one, two)) <= TOLERANCE
     for name, tensor in one.tensors.items():
         assert two.tensors[name].shape == tensor.shape, name
 
 
-@pytest.mark.parametrize("made", [Summed, Unweighted])
-def test_the_comparison_sees_gradients_that_are_put_together_wrongly(
-    tiny_target: Path, samples: list[Sample], tmp_path: Path, made: Callable[..., Workers]
-) -> None:
-    one = of_one(distilled, tiny_target, samples, tmp_path / "one")
-    two = of_two(distilled, made, tiny_target, samples, tmp_path / "two")
-    assert max(off(one, two)) > 10 * TOLERANCE
+@pytest.mark.parametrize("way", MISTAKES)
+def test_the_comparison_sees_gradients_that_are_put_together_wrongly(found: Found, way: str) -> None:
+    assert max(off(*found(way))) > 10 * TOLERANCE
 
 
 def test_a_batch_of_fewer_items_than_processes_counts_once() -> None:
