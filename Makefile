@@ -9,7 +9,7 @@ OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 GRIDS := tests/models/engines/test_torch_families.py tests/models/drafts/test_learning.py \
 	tests/models/lengths/test_goodput.py
 SWAPS := tests/drills/test_served_swaps.py
-SCALING := tests/drills/test_autoscaling.py
+SCALING := tests/drills/test_scaling.py
 ALONE := tests/drills/test_strangers.py tests/drills/test_up.py
 # What took longest is said at the end, so that it is seen when the tests get slow.
 PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
@@ -89,7 +89,7 @@ drills: install
 test-swaps: install
 	$(BIN)/python -m pytest $(SWAPS)
 
-# Replicas that come and go, or try a draft first, and services in Ray clusters of others: minutes each, so outside of CI.
+# Replicas that come and go with the load, and services in Ray clusters of others: minutes each, so outside of CI.
 test-scaling: install
 	$(BIN)/python -m pytest $(SCALING)
 

@@ -1,4 +1,4 @@
-"""Replicas that come and go with the load, one of two that tries a draft first, services in a Ray cluster of others."""
+"""Replicas that come and go with the load, and services in Ray clusters of others."""
 
 import ast
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,14 @@ import pytest
 
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
-from infra.rollout_store import fleets_of, note_tested
-from infra.rollouts import Replica
+from infra.rollout_store import fleets_of
 from infra.settings import Settings
 from infra.versions import label
-from models.types import RolloutParams
 from services.replica import application
 from services.reverse_proxy import CONFIG_VARIABLE
 from services.runner import RAY_VARIABLES
 from tests.drills.load import Client, Load
+from tests.drills.test_replicas import replicas_of, wait_for_rollout
 from tests.services.conftest import make_world
 from tests.world import PROMPTS, World, ask
 
@@ -47,17 +45,6 @@ print({name: app.status.value for name, app in serve.status().applications.items
 """
 MOST = 3
 SCALING = {"max_replicas": MOST, "target_ongoing_requests": 2.0, "upscale_delay_s": 0.0, "downscale_delay_s": 4.0}
-
-
-def replicas_of(world: World) -> tuple[Replica, ...]:
-    return tuple(row for fleet in fleets_of(world.querylog).values() for row in fleet.rows)
-
-
-def wait_for_rollout(world: World, what: str, holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 400
-    while not holds():
-        assert time.monotonic() < until_s, f"{what}: {fleets_of(world.querylog)}"
-        time.sleep(0.2)
 
 
 def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_forgets_who_went(
@@ -93,69 +80,6 @@ def test_from_one_replica_to_three_and_back_no_request_fails_and_the_rollout_for
     all_answered()
     assert len(served) == MOST
     assert all(versions == {second} for name, versions in served.items() if name != alone.name), (first, served)
-    assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
-    assert fleets_of(world.querylog) == {}
-    log.close()
-
-
-def test_of_two_replicas_the_second_never_loads_a_draft_that_does_worse_on_the_canary(
-    make_world: Callable[..., World], tiny_target: Path
-) -> None:
-    waves = {"waves": [1.0], "pause_s": 0.0, "test_s": 3600.0}
-    world = make_world(tiny_target, serve={"num_replicas": 2, "rollout": waves})
-    first, worse = world.versions
-    log, rows, wait_for = QueryLog(world.querylog), partial(replicas_of, world), partial(wait_for_rollout, world)
-
-    def served() -> dict[str, set[int | None]]:
-        """Ask until both replicas answered, and return which drafts each answered with since the start."""
-        with world.client() as client:
-            for prompt in PROMPTS:
-                assert ask(client, prompt).choices[0].finish_reason
-        found: dict[str, set[int | None]] = {row.name: set() for row in rows()}
-        for row in log.rows(1, 10**6, "metadata"):
-            found[row.server or ""].add(row.draft_version)
-        return found
-
-    def serve(number: int) -> bool:
-        return len(rows()) == 2 and all(row.has(label(world.registry.get("draft", number))) for row in rows())
-
-    def swaps() -> dict[str, int]:
-        """Ask until both replicas answered, and return how many drafts each loaded since its start."""
-        found: dict[str, int] = {}
-        while len(found) < 2:
-            status = world.status()
-            found[status["replica"]] = status["swaps"]
-        return found
-
-    with world.start():
-        wait_for("both replicas with the champion", lambda: serve(first))
-        wait_for("answers of both", lambda: set(map(frozenset, served().values())) == {frozenset({first})})
-        world.registry.promote("draft", worse)
-        bad = label(world.registry.get("draft", worse))
-        wait_for("the canary with the new champion", lambda: any(row.has(bad) for row in rows()))
-        canary, other = sorted(rows(), key=lambda row: row.wave)
-        wait_for("answers of the canary", lambda: worse in served()[canary.name])
-        world.registry.revert("draft", worse, "worse on the same requests")  # as the post-promotion test does
-        wait_for("both with the first draft again", lambda: serve(first))
-        assert served() == {canary.name: {first, worse}, other.name: {first}}
-        assert swaps() == {canary.name: 2, other.name: 0}
-
-        lying = world.register(2, golden_tau="9.0")
-        world.registry.promote("draft", lying)
-        wait_for("a quarantine", lambda: world.registry.get("draft", lying).quarantined != "")
-        assert world.registry.get("draft", lying).quarantined.startswith("failed where the last good draft passed")
-        wait_for("both with the first draft again", lambda: serve(first))
-        assert swaps() == {canary.name: 3, other.name: 0}
-
-        good = world.register(3)
-        world.registry.promote("draft", good)
-        version = world.registry.get("draft", good)
-        wait_for("the canary with a good draft", lambda: any(row.has(label(version)) for row in rows()))
-        assert not serve(good)
-        note_tested(world.querylog, version, RolloutParams.model_validate(waves))
-        wait_for("both replicas with it", lambda: serve(good))
-        metrics = httpx.get(f"{world.url}/metrics", headers=world.operator, timeout=60, trust_env=False).text
-        assert re.search(rf'redraft_draft_version{{replica="[^"]+/[^"]+"}} {good}\.0', metrics)
     assert "drained, 0 requests were cut off" in (world.home / "service.log").read_text()
     assert fleets_of(world.querylog) == {}
     log.close()
