@@ -6,6 +6,7 @@ without a hub and a cache; of anything else the whole split is fetched and cache
 part of it. Data sets that need their own code to be run are refused by `datasets` itself.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ class Params(BaseParams):
         column: holds a chat, or a text: one user message of a prompt, the whole of a document. Rows without the default
             one may be of another form that an import reads.
         domain: of all items; a recipe's table names it, and elsewhere "" reads each row's column `domain`.
+        only: of the rows whose column `domain` names one, those of this domain are read; "" reads all. A recipe's table
+            reads its own unless it sets `domain`.
         group_column: rows with one value stay on one side of a split; "" makes each row its own group.
         count: of different items to take, from the start; None for all.
     """
@@ -38,6 +41,7 @@ class Params(BaseParams):
     split: str = Field("train", min_length=1)
     column: str = "messages"
     domain: str = ""
+    only: str = ""
     group_column: str = ""
     count: int | None = Field(None, ge=1)
 
@@ -56,6 +60,9 @@ def documents(params: Params) -> list[Document]:
 
 def _different(params: Params, make: Callable[[dict[str, Any], str, str, str], ItemT]) -> list[ItemT]:
     def item(place: str, row: dict[str, Any]) -> ItemT:
+        if params.only and (own := row.get("domain")) not in (None, "", params.only):
+            told = f'column "domain" is {json.dumps(own)}, wanted "{params.only}"'
+            raise Unusable("of another domain", f"{told}; key only of the source reads these, key domain all")
         return make(row, params.column, params.domain, _group(row, place, params))
 
     found: dict[str, ItemT] = {}
