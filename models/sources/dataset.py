@@ -6,7 +6,6 @@ without a hub and a cache; of anything else the whole split is fetched and cache
 part of it. Data sets that need their own code to be run are refused by `datasets` itself.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from models.conversations import document_from_row, prompt_from_row
-from models.params import BaseParams, LocalPath
-from models.rowfiles import WRONG, OnFault, Unusable, holds_rows, read_rows, usable, without_nulls
+from models.params import BaseParams, LocalPath, did_you_mean
+from models.rowfiles import WRONG, OnFault, Row, Unusable, holds_rows, read_rows, usable, without_nulls
 from models.sources import Document, ItemT, Prompt
 
 
@@ -60,17 +59,27 @@ def documents(params: Params) -> list[Document]:
 
 def _different(params: Params, make: Callable[[dict[str, Any], str, str, str], ItemT]) -> list[ItemT]:
     def item(place: str, row: dict[str, Any]) -> ItemT:
-        if params.only and (own := row.get("domain")) not in (None, "", params.only):
-            told = f'column "domain" is {json.dumps(own)}, wanted "{params.only}"'
-            raise Unusable("of another domain", f"{told}; key only of the source reads these, key domain all")
         return make(row, params.column, params.domain, _group(row, place, params))
 
     found: dict[str, ItemT] = {}
-    for one in usable(params.path, lambda on_fault: _rows(params, on_fault), item):
+    for one in usable(params.path, lambda on_fault: _own(_rows(params, on_fault), params), item):
         found.setdefault(one.id, one)
         if len(found) == params.count:
             break
     return list(found.values())
+
+
+def _own(rows: Iterator[tuple[str, Row]], params: Params) -> Iterator[tuple[str, Row]]:
+    num_read, others = 0, set[str]()
+    for place, row in rows:
+        if params.only and (named := row.get("domain")) not in (None, "", params.only):
+            others.add(str(named))
+            continue
+        num_read += 1
+        yield place, row
+    if others and not num_read:
+        near, hint = did_you_mean(params.only, others), 'key "only" of a source names one, "domain" takes all rows'
+        raise ValueError(f'{params.path}: no row is of domain "{params.only}"{near}; {hint}')
 
 
 def _group(row: dict[str, Any], place: str, params: Params) -> str:
