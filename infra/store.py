@@ -132,7 +132,7 @@ class Store:
 def _make_tables(database: Path) -> None:
     """Make the tables of a SQLite file, whole or not at all.
 
-    MLflow makes them by a hundred migrations, none in a transaction. A process killed in one leaves a file in which
+    MLflow makes them by dozens of migrations, none in a transaction. A process killed in one leaves a file in which
     the next begins it again, and fails: so it has another name until it is made.
     """
     from mlflow.store.db import utils
