@@ -6,6 +6,7 @@ environment before that, because these libraries read it when they are imported.
 
 import atexit
 import gc
+import shlex
 import signal
 import time
 import warnings
@@ -153,7 +154,7 @@ def export_draft(
     directory = directory.absolute()
     target = write.fn(number, directory, target, licence)
     out.print(f"draft {number}: {directory}, for {target}", soft_wrap=True, markup=False)
-    out.print(f"serve it: vllm serve {directory}", soft_wrap=True, markup=False)
+    out.print(f"serve it: vllm serve {shlex.quote(str(directory))}", soft_wrap=True, markup=False)
 
 
 def publish(

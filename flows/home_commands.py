@@ -97,22 +97,24 @@ def restore(
 
 def erase(
     subject: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Whose rows: the hash in the log, or a name, as clients gave it as `user` or `safety_identifier`, "
             "or as rows were imported with it."
         ),
-    ] = "",
+    ] = None,
     wait_s: WaitS = 3600.0,
 ) -> None:
     """Erase a person's rows and all that was made of them. Without a subject, complete erasures that were interrupted.
 
     Example: redraft erase --subject alice
     """
+    if subject is not None and not subject.strip():  # a shell's variable that is not set, maybe
+        raise ValueError(f'--subject is "{subject}", wanted a name or a hash, or none to complete what was interrupted')
     settings = open_settings()
     from infra.erase import erase_subject, finish_erasures
 
-    finished = [erase_subject(settings, subject, wait_s)] if subject else finish_erasures(settings, wait_s)
+    finished = finish_erasures(settings, wait_s) if subject is None else [erase_subject(settings, subject, wait_s)]
     for certificate in finished:
         _show(settings, certificate)
     if not finished:

@@ -86,7 +86,7 @@ def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) 
 def back_up(settings: Settings, file: Path) -> Contents:
     """Write the home into one file; ValueError if there is nothing to keep, or `file` can't be written."""
     if not any(one.is_file() for one in databases(settings).values()):
-        raise ValueError(f"{settings.home} holds nothing yet; run: redraft build")
+        raise ValueError(f"{settings.home} holds nothing yet; run: redraft build --recipe FILE")
     if not file.parent.is_dir() or file.is_dir():
         raise ValueError(f"{file} can't be written: wanted the name of a file in a folder that there is")
     with (

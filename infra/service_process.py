@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import ssl
 import sys
 import time
@@ -176,7 +177,7 @@ def record_program(config: Mapping[str, Any], settings: Settings) -> Program:
 def write_recording(config: Mapping[str, Any], settings: Settings) -> str:
     """Write what a server is told that records itself (services/record.py), and return how it is started."""
     path = _write_told(settings.home / "recorded" / "itself.json", config, settings)
-    return f"{RECORD_CONFIG}={path} vllm serve … --middleware services.record.RecordedServer"
+    return f"{RECORD_CONFIG}={shlex.quote(str(path))} vllm serve … --middleware services.record.RecordedServer"
 
 
 def _require_models(server: str, models: Sequence[str], ca: str) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.database import DatabaseUnavailable, OtherSchema
-from infra.settings import QUIET_MLFLOW, sqlite_file
+from infra.files import lock_file, replacing
+from infra.settings import QUIET_MLFLOW, sqlite_address, sqlite_file
 from models.types import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -132,11 +133,11 @@ class Store:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         database = sqlite_file(self.uri)
-        if database is not None:
-            database.parent.mkdir(parents=True, exist_ok=True)
+        if database is not None and not database.exists():
+            _make_tables(database)
         client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         if database is not None:
-            client.search_experiments(max_results=1)  # makes the tables
+            client.search_experiments(max_results=1)  # makes what is missing, and migrates older tables
             with closing(sqlite3.connect(database)) as db:
                 db.execute("PRAGMA journal_mode = WAL")  # kept in the file; a write takes 2 ms instead of 20
         return client
@@ -157,6 +158,26 @@ class Store:
             experiment = self.client.get_experiment_by_name(EXPERIMENT)  # made by another process just now
             assert experiment is not None
             return str(experiment.experiment_id)
+
+
+def _make_tables(database: Path) -> None:
+    """Make the tables of a SQLite file, whole or not at all.
+
+    MLflow makes them by dozens of migrations, none in a transaction. A process killed in one leaves a file in which
+    the next begins it again, and fails: so it has another name until it is made.
+    """
+    from mlflow.store.db import utils
+
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(database.with_name(f".{database.name}.lock")):
+        if database.exists():  # made by another process meanwhile
+            return
+        with replacing(database) as made:
+            engine = utils.create_sqlalchemy_engine_with_retry(sqlite_address(made))
+            try:
+                utils._initialize_tables(engine)
+            finally:
+                engine.dispose()
 
 
 @contextmanager

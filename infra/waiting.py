@@ -70,7 +70,7 @@ def waiting_for(
     """
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:
-        return Waiting(what="build", words="a first draft: redraft build", since_ms=made_ms)
+        return Waiting(what="build", words="a first draft: redraft build --recipe FILE", since_ms=made_ms)
     last = trigger.last_run
     if trigger.running:
         since_ms = at_ms if last is None else last.started_ms

@@ -95,7 +95,7 @@ class _Reader:
         target = registry.champion("target")
         if target is None:
             wanted = "the registry has no champion target yet, whose tokenizer the rows need"
-            raise ValueError(f"{wanted}; run: redraft build")
+            raise ValueError(f"{wanted}; run: redraft build --recipe FILE")
         self.target_dir = registry.download(target, load_settings().cache)
         self._target_version, self._vocab_size = target.number, describe(self.target_dir).vocab_size
         self._tokenizer, self._stops = AutoTokenizer.from_pretrained(self.target_dir), stop_ids(self.target_dir)

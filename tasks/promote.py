@@ -21,7 +21,7 @@ Outcome = Literal["promoted", "undecided", "refused", "outdated", "already train
 def open_champions() -> Pair:
     """Fetch the target and the draft that are to be served; ValueError as `find_champions`, or if there are none."""
     if (pair := find_champions.fn()) is None:
-        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+        raise ValueError("the registry has no champion target and draft yet; run: redraft build --recipe FILE")
     return pair
 
 
@@ -38,7 +38,7 @@ def find_champions() -> Pair | None:
     if draft.target.sha256 != target.target.sha256:
         raise ValueError(
             f"draft {draft.number} was made for target {draft.lineage.target_version}, "
-            f"but target {target.number} is the champion; run: redraft build"
+            f"but target {target.number} is the champion; run: redraft build --recipe FILE"
         )
     return Pair(
         target=target,
@@ -55,7 +55,7 @@ def require_target(recipe: Recipe, target: Version) -> None:
         made_by = " and by ".join(map(json.dumps, known)) or "none that is known"
         raise ValueError(
             f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
-            f"made by {made_by}; take its recipe, or run: redraft build"
+            f"made by {made_by}; take its recipe, or run: redraft build --recipe FILE"
         )
 
 
@@ -100,7 +100,7 @@ def find_gated(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     if pair.target.number != target.number:
         raise ValueError(
             f"the draft was made for target {target.number}, but target {pair.target.number} is the champion; "
-            "import it with that target's recipe, or run: redraft build"
+            "import it with that target's recipe, or run: redraft build --recipe FILE"
         )
     if pair.draft.sha256 == draft.sha256:
         return pair.draft

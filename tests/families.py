@@ -35,8 +35,8 @@ ALL = {
 }
 READS = {
     **dict.fromkeys(("llama", "qwen3", "llava"), ALL),
-    **dict.fromkeys(("gpt_neox", "granite", "olmo2", "phi", "phi3", "qwen3_moe"), STATES),
-    **dict.fromkeys(("gpt2", "gemma", "gemma2", "gemma3"), NO_STATES),
+    **dict.fromkeys(("granite", "olmo2", "phi", "phi3", "qwen3_moe"), STATES),
+    **dict.fromkeys(("gpt2", "gpt_neox", "gemma", "gemma2", "gemma3"), NO_STATES),
 }
 
 

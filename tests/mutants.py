@@ -36,8 +36,8 @@ TEST_LIMIT_S, FILE_LIMIT_S, MEMORY_LIMIT = 120, 300, 12 << 30
 # Modules that are tested by the file of that name, and others with their tests.
 MIRRORED = {
     "services": "access capture config fair_queue http_server questions reconciler recorder",
-    "infra": "artifacts champions consent events keys post_promotion registry regression_sets scrub status store trigger_store "
-    "triggers",
+    "infra": "artifacts champions consent events keys post_promotion registry regression_sets scrub status store "
+    "trigger_store triggers",
     "tasks": "claim_window distill_draft promote regenerate register post_promotion_test",
     "tasks/stages": "samples throttle",
     "tasks/trigger": "acknowledge ask",

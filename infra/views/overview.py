@@ -20,7 +20,7 @@ from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:
-    out.print(_drafts(seen) if seen.drafts else "no drafts yet; run: redraft build")
+    out.print(_drafts(seen) if seen.drafts else "no drafts yet; run: redraft build --recipe FILE")
     if seen.target:
         out.print(f"target: {seen.target}", soft_wrap=True, markup=False)
     if (last := seen.last_refresh) is not None:

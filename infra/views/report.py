@@ -128,7 +128,7 @@ def _cards(found: Findings) -> list[Card]:
 
 def _serving(found: Findings) -> Table:
     state, champion, service = found.state, found.state.champion, found.state.service
-    none = "none yet; run: redraft build"
+    none = "none yet; run: redraft build --recipe FILE"
     rows = [
         ("target", state.target or none),
         ("champion draft", none if champion is None else f"version {champion.version}"),

@@ -137,8 +137,12 @@ def encoded(
 
 
 def named(source: BaseParams, domain: str) -> BaseParams:
-    """Return a source's settings; one that reads each row's domain and is under a recipe's name reads that instead."""
-    return source.model_copy(update={"domain": domain}) if getattr(source, "domain", None) == "" else source
+    """Return a source's settings; one that reads each row's domain and is under a recipe's name reads that instead, and
+    leaves out rows that name another."""
+    if getattr(source, "domain", None) != "":
+        return source
+    told = {"domain": domain} | ({"only": domain} if getattr(source, "only", None) == "" else {})
+    return source.model_copy(update=told)
 
 
 def unique(items: Iterable[ItemT]) -> list[ItemT]:

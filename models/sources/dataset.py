@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from models.conversations import document_from_row, prompt_from_row
-from models.params import BaseParams, LocalPath
-from models.rowfiles import WRONG, OnFault, Unusable, holds_rows, read_rows, usable, without_nulls
+from models.params import BaseParams, LocalPath, did_you_mean
+from models.rowfiles import WRONG, OnFault, Row, Unusable, holds_rows, read_rows, usable, without_nulls
 from models.sources import Document, ItemT, Prompt
 
 
@@ -28,6 +28,8 @@ class Params(BaseParams):
         column: holds a chat, or a text: one user message of a prompt, the whole of a document. Rows without the default
             one may be of another form that an import reads.
         domain: of all items; a recipe's table names it, and elsewhere "" reads each row's column `domain`.
+        only: of the rows whose column `domain` names one, those of this domain are read; "" reads all. A recipe's table
+            reads its own unless it sets `domain`.
         group_column: rows with one value stay on one side of a split; "" makes each row its own group.
         count: of different items to take, from the start; None for all.
     """
@@ -38,6 +40,7 @@ class Params(BaseParams):
     split: str = Field("train", min_length=1)
     column: str = "messages"
     domain: str = ""
+    only: str = ""
     group_column: str = ""
     count: int | None = Field(None, ge=1)
 
@@ -59,11 +62,24 @@ def _different(params: Params, make: Callable[[dict[str, Any], str, str, str], I
         return make(row, params.column, params.domain, _group(row, place, params))
 
     found: dict[str, ItemT] = {}
-    for one in usable(params.path, lambda on_fault: _rows(params, on_fault), item):
+    for one in usable(params.path, lambda on_fault: _own(_rows(params, on_fault), params), item):
         found.setdefault(one.id, one)
         if len(found) == params.count:
             break
     return list(found.values())
+
+
+def _own(rows: Iterator[tuple[str, Row]], params: Params) -> Iterator[tuple[str, Row]]:
+    num_read, others = 0, set[str]()
+    for place, row in rows:
+        if params.only and (named := row.get("domain")) not in (None, "", params.only):
+            others.add(str(named))
+            continue
+        num_read += 1
+        yield place, row
+    if others and not num_read:
+        near, hint = did_you_mean(params.only, others), 'key "only" of a source names one, "domain" takes all rows'
+        raise ValueError(f'{params.path}: no row is of domain "{params.only}"{near}; {hint}')
 
 
 def _group(row: dict[str, Any], place: str, params: Params) -> str:

@@ -157,7 +157,7 @@ def copy_served(source: Settings, home: Settings) -> Served:
     registry = open_registry(source)
     target, draft = registry.champion("target"), registry.champion("draft")
     if target is None or draft is None:
-        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+        raise ValueError("the registry has no champion target and draft yet; run: redraft build --recipe FILE")
     line = ancestors(registry, draft)[::-1]
     fetched = home.home / "fetched"
     for path in (fetched, home.local_artifacts, home.cache):

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from infra.artifacts import Artifact, canonical_json, file_sha256, publish, staged
 from infra.files import lock_folder
 from infra.settings import load_settings
+from infra.trigger_store import duration
 from models import catalog
 
 P = ParamSpec("P")
@@ -104,28 +105,36 @@ def name_run(name: str) -> None:
 
 @contextmanager
 def progress(description: str) -> Iterator[Show]:
-    """Yield a function that shows how far the task is, each note after what is being done."""
+    """Yield a function that shows how far the task is, each note after what is being done.
+
+    Where there is no terminal, a line estimates how long what is left of a total takes, by the speed since its first.
+    """
     artifact_id = None
     if _in_run():
         from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
         # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
         artifact_id = cast("UUID", create_progress_artifact(0.0, description=description))
-    shown_s, line_s = -UPDATE_S, time.monotonic()
+    shown_s, line_s, began = -UPDATE_S, time.monotonic(), (0.0, 0.0, 0.0)
     with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
 
         def show(done: float, total: float, note: str = "") -> None:
-            nonlocal shown_s, line_s
+            nonlocal shown_s, line_s, began
             bar.total = total
             bar.set_postfix_str(note, refresh=False)
             bar.update(done - bar.n)
             now_s = time.monotonic()
+            if total != began[0]:
+                began = total, done, now_s
             if artifact_id is not None and (now_s - shown_s >= UPDATE_S or done >= total):
                 shown_s = now_s
                 update_progress_artifact(artifact_id, 100 * done / max(total, 1), f"{description}: {note}")
             if bar.disable and now_s - line_s >= LINE_S:
                 line_s = now_s
-                run_logger().info("%s: %d of %d%s", description, done, total, f", {note}" if note else "")
+                said = f", {note}" if note else ""
+                if more := done - began[1]:
+                    said += f", {duration((now_s - began[2]) * (total - done) / more)} left"
+                run_logger().info("%s: %d of %d%s", description, done, total, said)
 
         yield show
 

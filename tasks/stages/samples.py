@@ -160,8 +160,8 @@ def captures_of(target_dir: Path) -> Captures:
 
 
 def tell_captured(captures: Captures, what: str) -> None:
-    """Log how many answers' states were captured, and why the target was run for others; nothing if none was wanted."""
-    if captures.counts:
+    """Log how many answers' states were captured, and why the target was run for others; nothing if none has a file."""
+    if captures.counts.keys() - {"missing"}:
         counts = ", ".join(f"{number} {why}" for why, number in sorted(captures.counts.items()))
         run_logger().info("hidden states of answers to %s: %s", what, counts)
 

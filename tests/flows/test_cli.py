@@ -52,7 +52,7 @@ def run(tmp_path, monkeypatch, own_environment):
 def test_up_in_the_foreground_becomes_the_supervisor_which_says_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "flows.cli", "up", "--foreground", "--recipe", "tiny"]
     done = subprocess.run(command, env=os.environ | {"REDRAFT_HOME": str(tmp_path)}, capture_output=True, check=False)
-    missing = b"the registry has no champion target and draft yet; run: redraft build\n"
+    missing = b"the registry has no champion target and draft yet; run: redraft build --recipe FILE\n"
     assert (done.returncode, done.stdout) == (2, missing), done.stderr
 
 
@@ -129,7 +129,7 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
         ("traffic --recipe tiny --domain cod", 'has no domain "cod"; there are: chat, code'),
         ("traffic --recipe tiny", "no service was started yet; run: redraft serve"),
         ("import-draft none --recipe tiny", "redraft: there is no folder none"),
-        slow("refresh --recipe tiny", "the registry has no champion target and draft yet; run: redraft build"),
+        slow("refresh --recipe tiny", "no champion target and draft yet; run: redraft build --recipe FILE"),
         slow("import-logs old.jsonl --recipe tiny", "no champion target yet"),
         slow("import-logs old.txt --recipe tiny", "old.txt: wanted a file ending in .jsonl, .json, .csv"),
         slow("promote 7", "draft 7"),

@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from alembic.runtime.migration import HeadMaintainer
+from sqlalchemy import inspect
 
 from infra.settings import Settings
 from infra.store import Store
@@ -27,6 +29,23 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(mlflow_store: Store
     assert stored.read_text() == "<svg/>"
     assert {path.name for path in tmp_path.iterdir()} == {ODD_NAME, figure.name}
     assert (tmp_path / ODD_NAME / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"  # write-ahead logging
+
+
+def test_a_first_use_that_is_interrupted_between_tables_leaves_what_the_next_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, own = Settings(home=tmp_path / ODD_NAME), HeadMaintainer.update_to_step
+
+    def interrupted(maintainer: Any, step: Any) -> None:  # before MLflow notes the migration that it just made
+        if inspect(maintainer.context.connection).has_table("assessments"):
+            raise KeyboardInterrupt
+        own(maintainer, step)
+
+    store = Store(settings.mlflow_uri, settings.artifacts)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(HeadMaintainer, "update_to_step", interrupted)
+        store.recorded("gate")
+    assert Store(settings.mlflow_uri, settings.artifacts).recorded("gate") == []
 
 
 def test_a_metric_that_is_not_finite_is_refused_and_nothing_is_recorded(mlflow_store: Store) -> None:

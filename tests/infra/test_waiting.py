@@ -57,7 +57,7 @@ LOW, USUAL = FALL.model_copy(update={"why": "low"}), "(code has τ 1.05, 1.72 is
 @pytest.mark.parametrize(
     ("home", "told"),
     [
-        ({"drafts": ()}, "build | a first draft: redraft build; for 3 d"),
+        ({"drafts": ()}, "build | a first draft: redraft build --recipe FILE; for 3 d"),
         ({"running": True}, "refresh | the refresh that is running; for 2 min"),
         ({"state": Running(fall=FALL), "running": True}, f"refresh | the refresh that is running {FELL}; for 2 min"),
         ({"state": Running(fall=LOW), "running": True}, f"refresh | the refresh that is running {USUAL}; for 2 min"),

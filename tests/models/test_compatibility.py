@@ -16,6 +16,7 @@ TORCH: dict[str, Any] = {"name": "torch", "max_model_len": 256}
 TRAFFIC = {"source": {"name": "synthetic"}, "num_train": 8, "num_held_out": 8, "num_requests": 8}
 HEAD = {"name": "eagle3", "vocab_size": 64}
 NO_STATES = {"gpt2", "gemma", "gemma2", "gemma3_text"}  # vLLM's classes of them hand out none
+UNSHARED = {"gpt_neox"}  # whose embedding vLLM finds under no name that it knows
 MODEL = {"name": "lm", "num_layers": 1}
 LLAMA = {"llama", "qwen3"}
 
@@ -38,10 +39,28 @@ def test_a_family_goes_with_the_drafts_that_can_read_it(model_type: str, tmp_pat
     )
     assert lookup == {}
     assert [*reference] == ([] if text in LLAMA else ["engine"])
-    assert [*head] == (["engine"] if text in NO_STATES else [])
-    assert all("hands out none (it has no SupportsEagle3); choose" in fault for fault in head.values())
+    assert [*head] == (["engine"] if text in NO_STATES | UNSHARED else [])
+    told = "has no embed_tokens; choose" if text in UNSHARED else "hands out none (it has no SupportsEagle3); choose"
+    assert all(told in fault for fault in head.values())
     assert [*model] == ([] if text in LLAMA else ["draft"])
     assert all(f"Llama's layout, llama, mistral, qwen2, qwen3; got '{text}'" in fault for fault in model.values())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        ("llama", ""),
+        ("gpt2", "vLLM runs GPT2LMHeadModel as transformers' GPT2Model, which has no embed_tokens; choose a family"),
+        ("gemma2", "as transformers' Gemma2Model, which scales it in its Gemma2TextScaledWordEmbedding; choose"),
+    ],
+)
+def test_transformers_own_class_takes_a_head_whose_embedding_is_the_targets(
+    model_type: str, fault: str, tmp_path: Path
+) -> None:
+    engine = {**VLLM, "extra": {"model_impl": "transformers"}}
+    found = faults(recipe_of(write_family(model_type, tmp_path), HEAD, engine))
+    assert fault in found.get("engine", "")
+    assert [*found] == (["engine"] if fault else [])
 
 
 def test_what_fits_is_told_of_each_part(tiny_target: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from models.params import validate
 from models.targets.random import byte_tokenizer
 from services.record import RecordedServer, RecordedTarget
 from services.recording_middleware import STATUS_PATH
+from tests.conftest import ODD_NAME
 from tests.services import played
 
 pytestmark = pytest.mark.anyio
@@ -115,9 +117,10 @@ async def test_without_the_file_it_does_not_start(monkeypatch: pytest.MonkeyPatc
 
 def test_what_it_is_told_lies_in_the_home_without_keys(tmp_path: Path) -> None:
     told = {"models": ["target"], "target_dir": str(tmp_path), "target_version": 3}
-    said = write_recording(told, Settings(home=tmp_path, api_keys=["not-for-files"]))
+    (home := tmp_path / ODD_NAME).mkdir()
+    said = write_recording(told, Settings(home=home, api_keys=["not-for-files"]))
     assert said.endswith(" vllm serve … --middleware services.record.RecordedServer")
-    text = Path(said.partition("=")[2].partition(" ")[0]).read_text()
+    text = Path(shlex.split(said)[0].partition("=")[2]).read_text()
     assert validate(RecordedTarget, json.loads(text), "").models == ("target",)
     assert "not-for-files" not in text
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from flows.cli import app
 from infra.artifacts import Artifact, file_sha256, write_manifest
 from infra.registry import Registry
 from models.core.drafting.draft_families import adopter_of, family_named
@@ -48,6 +50,12 @@ def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(tmp_path: Path) -
     assert 'base_model: "someone/target"' in card
     assert 'license: "mit"' in card
     assert "| chat | 1.500 |" in card
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_the_command_names_a_folder_as_a_shell_takes_it(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["export-draft", "1", str(tmp_path / "my draft")])
+    assert told.output.splitlines()[-1] == f"serve it: vllm serve '{tmp_path}/my draft'"
 
 
 def test_imported_again_it_is_the_same_file(tiny_target: Path, tmp_path: Path) -> None:

@@ -150,13 +150,13 @@ def test_another_recipe_that_makes_the_same_files_is_served_once_it_was_built_an
     served: Artifact, registry: Registry
 ) -> None:
     again = having(pretrained.Params(path="/models/moved"))
-    with pytest.raises(ValueError, match="run: redraft build"):
+    with pytest.raises(ValueError, match="run: redraft build --recipe FILE"):
         configure_service.fn(again)
     assert register_target.fn(again, served).number == register_target.fn(again, served).number == 1
     for recipe in (TINY, again):
         assert configure_service.fn(recipe)["target_version"] == 1
     registry.tag(registry.get("target", 1), "made_by", "[]")
-    with pytest.raises(ValueError, match="run: redraft build"):
+    with pytest.raises(ValueError, match="run: redraft build --recipe FILE"):
         configure_service.fn(TINY)
     with pytest.raises(ValueError, match="the registry sets the tag sha256 itself"):
         registry.tag(registry.get("target", 1), "sha256", "0" * 64)

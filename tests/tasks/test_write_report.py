@@ -251,7 +251,7 @@ def test_an_empty_home_says_what_is_missing(tmp_path: Path) -> None:
     html = write_report.fn(Settings(home=tmp_path)).read_text()
     Page(html)
     for name, told in (
-        ("serving", "none yet; run: redraft build"),
+        ("serving", "none yet; run: redraft build --recipe FILE"),
         ("acceptance", "The query log has no request"),
         ("speed", "not measured here yet"),
         ("drafts", "No draft is registered yet"),

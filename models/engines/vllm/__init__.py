@@ -52,6 +52,7 @@ OWNED = {
 }
 # Where vLLM's classes of models are, and the interface of those that hand out states of their layers.
 MODELS, EAGLE3 = "model_executor/models", "SupportsEagle3"
+TRANSFORMERS = "transformers"  # the module of the class that runs transformers' own
 
 
 class Params(EngineParams):
@@ -153,18 +154,20 @@ def require_draft(draft: BaseParams, params: Params) -> None:
 
 
 def require_target(architecture: str, config: Any, draft: BaseParams, params: Params) -> None:
-    """Raise ValueError if the target reads fewer tokens than it is to, or vLLM's class of it hands out no states."""
+    """Raise ValueError if the target reads fewer tokens than it is to, or vLLM's class lacks what a draft needs."""
     longest = getattr(config, "max_position_embeddings", None)
     rotation = getattr(config, "rope_parameters", None) or {}
     if longest and rotation.get("rope_type", "default") == "default" and params.max_model_len > longest:
         raise ValueError(f"[engine] max_model_len is {params.max_model_len}; the target reads {longest} tokens at most")
-    if not hasattr(draft, "aux_layers") or params.extra.get("model_impl") == "transformers":
+    if not hasattr(draft, "aux_layers"):
         return
-    if hands_out_states(architecture) is False:
-        raise ValueError(
-            f"a draft of family {draft.name} reads states of the target's layers, and vLLM's {architecture} hands out "
-            "none (it has no SupportsEagle3); choose a family that reads none, such as ngram"
-        )
+    other = f"a draft of family {draft.name} reads {{}}; choose a family that reads no states, such as ngram"
+    if params.extra.get("model_impl") == TRANSFORMERS or _is_transformers(architecture):
+        if lacks := lacks_to_share(config):
+            raise ValueError(other.format(f"the target's embedding, and vLLM runs {architecture} as {lacks}"))
+    elif hands_out_states(architecture) is False:
+        lacks = f"vLLM's {architecture} hands out none (it has no {EAGLE3})"
+        raise ValueError(other.format(f"states of the target's layers, and {lacks}"))
 
 
 def require_serving(serve: "Serve", draft: BaseParams) -> None:
@@ -226,19 +229,49 @@ def hands_out_states(architecture: str) -> bool | None:
 
     What vLLM has no class for runs as transformers' own, in a class that has it.
     """
+    if (places := _places()) is None:
+        return None
+    if architecture not in places:
+        return True
+    module, name = places[architecture]
+    return _derives(module.removeprefix("vllm.") if "." in module else f"{MODELS.replace('/', '.')}.{module}", name)
+
+
+def lacks_to_share(config: Any) -> str:
+    """Return why a draft can't share the embedding of transformers' own class of a target; "" if it can.
+
+    vLLM takes the module `embed_tokens` of it, and a draft was trained on vectors that no family has scaled.
+    """
+    import torch  # with transformers it takes seconds to import, and a recipe is parsed without them
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    kind = type(getattr(model, "embed_tokens", None))
+    if kind is torch.nn.Embedding:
+        return ""
+    has = "has no embed_tokens" if kind is type(None) else f"scales it in its {kind.__name__}"
+    return f"transformers' {type(model).__name__}, which {has}"
+
+
+def _is_transformers(architecture: str) -> bool:
+    """Return whether vLLM runs a target's class as transformers has it."""
+    places = _places()
+    return places is not None and places.get(architecture, [TRANSFORMERS])[0] == TRANSFORMERS
+
+
+@cache
+def _places() -> dict[str, list[str]] | None:
+    """Return architecture to module and class of vLLM's."""
     if (tree := _parsed(f"{MODELS}/registry.py")) is None:
         return None
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
-    places = {
+    return {
         key.value: [str(part.value) for part in place.elts if isinstance(part, ast.Constant)]
         for table in tables
         for key, place in zip(table.keys, table.values, strict=True)
         if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)
     }
-    if architecture not in places:
-        return True
-    module, name = places[architecture]
-    return _derives(module.removeprefix("vllm.") if "." in module else f"{MODELS.replace('/', '.')}.{module}", name)
 
 
 def _derives(module: str, name: str) -> bool:

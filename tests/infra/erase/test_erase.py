@@ -141,6 +141,12 @@ def test_the_command_says_what_was_done(settings, capsys, monkeypatch, own_envir
     assert capsys.readouterr().out.startswith("erased 8 rows, 1 of them in regression sets;")
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_refused_so_that_nobody_believes_it_erased(name: str) -> None:
+    with pytest.raises(ValueError, match=f'--subject is "{name}", wanted a name or a hash'):
+        home_commands.erase(name)
+
+
 @pytest.mark.parametrize(("name", "num_rows"), [("ann", 2), (hashlib.sha256(b"ann").hexdigest(), 3)])
 def test_a_person_is_found_under_each_key_that_was_ever_accepted_also_by_what_looks_like_a_hash(plain, name, num_rows):
     add_key(keys_path(plain), "team", "client")

@@ -56,7 +56,7 @@ def test_drafts_and_log_are_told_where_nothing_runs() -> None:
         "service: not running; start it with redraft serve or redraft up",
         "report: none yet; run: redraft report",
     ]
-    assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build"
+    assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build --recipe FILE"
 
 
 def test_target_last_gate_and_pages_are_told() -> None:

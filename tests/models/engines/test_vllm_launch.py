@@ -11,10 +11,13 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import supports_eagle3
@@ -25,16 +28,18 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode import llm_base_proposer
 from vllm.v1.structured_output import StructuredOutputManager
 
 from models import catalog
 from models.core.throughput.cost import Cost, Time, save_cost
-from models.engines.vllm import OWNED, Params, hands_out_states, offered_arguments, tool_parsers
+from models.engines.vllm import OWNED, Params, hands_out_states, lacks_to_share, offered_arguments, tool_parsers
 from models.engines.vllm.fields import OPTIONS, DraftOptions, Setup
 from models.engines.vllm.launch import RUNNER, VLLM_DRAFTS, Speculation, engine_arguments, scheduler_of
 from models.engines.vllm.measuring import Times, mode_of, place_of
 from models.engines.vllm.scheduler import AsyncDraftScheduler
 from tests.models.changed import parsed, require_refused
+from tests.models.families import CAUSAL
 
 
 def test_the_arguments_are_those_of_the_installed_engine() -> None:
@@ -68,6 +73,26 @@ def test_a_class_that_hands_out_states_is_told_as_the_installed_engine_tells_it(
 
 def test_what_the_engine_has_no_class_for_runs_as_transformers_own() -> None:
     assert hands_out_states("NobodyForCausalLM")
+
+
+@pytest.mark.parametrize("model_type", ["phi", "olmo2", "gpt_neox", "gemma2"])
+def test_the_embedding_that_a_draft_would_share_is_told_as_the_installed_engine_finds_it(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.for_model(model_type, **CAUSAL[model_type])
+    with torch.device("meta"):
+        target, draft = AutoModel.from_config(config), nn.Module()
+    draft.model, draft.has_own_embed_tokens = nn.Module(), False
+    draft.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+    monkeypatch.setattr(llm_base_proposer, "get_pp_group", lambda: SimpleNamespace(world_size=1))
+    share, fault = llm_base_proposer.SpecDecodeBaseProposer._maybe_share_embeddings, lacks_to_share(config)
+    if "no embed_tokens" in fault:
+        with pytest.raises(AttributeError, match="embed_tokens"):
+            share(SimpleNamespace(model=draft), SimpleNamespace(model=target))
+        return
+    share(SimpleNamespace(model=draft), SimpleNamespace(model=target))
+    assert draft.model.embed_tokens is target.embed_tokens
+    assert (type(draft.model.embed_tokens) is nn.Embedding) is (fault == "")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from models.sources import Message, split
+from models.sources import Message, named, split
 from models.sources.dataset import Params, documents, prompts
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -60,6 +60,18 @@ def test_rows_of_one_group_stay_on_one_side(tmp_path: Path) -> None:
     parts = split(found, {"train": 0.6, "held_out": 0.4}, seed=0)
     train, held_out = ({prompt.group for prompt in part} for part in parts.values())
     assert not train & held_out
+
+
+def test_a_recipes_table_reads_of_one_file_the_rows_of_its_domain_and_those_that_name_none(tmp_path: Path) -> None:
+    rows = [{"text": "a", "domain": "billing"}, {"text": "b", "domain": "travel"}, {"text": "c"}]
+    found = prompts(named(of(tmp_path, *rows, domain=""), "billing"))
+    assert [(one.messages[0].content, one.domain) for one in found] == [("a", "billing"), ("c", "billing")]
+    assert len(prompts(named(of(tmp_path, *rows, domain="billing"), "billing"))) == 3  # of all items, the recipe says
+    assert len(prompts(named(of(tmp_path, *rows[:2], domain="", only="travel"), "tours"))) == 1
+    with pytest.raises(
+        ValueError, match='no row is of domain "trave" .did you mean "travel".*; there are: billing, travel;'
+    ):
+        prompts(named(of(tmp_path, *rows[:2], domain=""), "trave"))
 
 
 def test_blank_lines_and_copies_are_left_out_and_no_more_is_read_than_a_count_takes(tmp_path: Path) -> None:

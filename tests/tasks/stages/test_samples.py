@@ -12,6 +12,7 @@ from infra.consent import QueryRow
 from infra.settings import load_settings
 from models.core.checkpoints.loading import load_model
 from models.core.learning import answering
+from models.core.learning.captured import Captures
 from models.core.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import stop_ids
@@ -22,6 +23,7 @@ from tasks.stages.samples import (
     read_samples,
     read_written,
     regression_set_versions,
+    tell_captured,
     usable,
 )
 from tests.models.drafts.answered import prompts
@@ -185,3 +187,15 @@ def test_an_answer_that_would_not_have_been_logged_is_dropped_with_its_row(
     monkeypatch.setattr("infra.scrub.scrub", lambda text: "[taken out]")
     gated, unlike = gate_by_own_answers(RECIPE, target, {"train": human[:6], "held_out": human[6:], "regression": []})
     assert (list(unlike), gated["held_out"]) == (["chat"], [])
+
+
+def test_where_nothing_was_captured_nothing_is_told_to_be_missing(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "redraft")
+    captures = Captures(lambda id: tmp_path / id, "sha256")
+    captures.find("a", [1], [1])
+    tell_captured(captures, "learn from")
+    assert caplog.messages == []
+    (tmp_path / "b").write_bytes(b"torn")
+    captures.find("b", [1], [1])
+    tell_captured(captures, "learn from")
+    assert caplog.messages == ["hidden states of answers to learn from: 1 corrupt, 1 missing"]

@@ -12,7 +12,7 @@ import pytest
 from infra.artifacts import Artifact
 from models.core.evaluation import gate
 from tasks import stages
-from tasks.stages import cached_step, code_version, local_content, planning, stage_key
+from tasks.stages import cached_step, code_version, local_content, planning, progress, stage_key
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +172,20 @@ def test_what_lies_on_this_machine_counts_by_its_content(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     assert local_content(str(tmp_path / "b.txt")) != file
     assert local_content("Qwen/Qwen3-8B") == local_content("") == {}
+
+
+def test_without_a_terminal_a_line_says_how_long_what_is_left_takes(monkeypatch, caplog):
+    monkeypatch.setattr(stages, "LINE_S", 0)
+    clock = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(stages, "time", type("Clock", (), {"monotonic": lambda: next(clock)}))
+    caplog.set_level("INFO", "redraft")
+    with progress("train") as show:
+        for done, total in ((100, 1000), (400, 1000), (0, 4000), (1, 4000), (4000, 4000)):
+            show(done, total, "tokens")
+    assert caplog.messages == [
+        "train: 100 of 1000, tokens",
+        "train: 400 of 1000, tokens, 2 min left",  # 300 a minute
+        "train: 0 of 4000, tokens",  # another total begins anew
+        "train: 1 of 4000, tokens, 3 d left",
+        "train: 4000 of 4000, tokens, 0 s left",
+    ]
