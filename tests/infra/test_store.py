@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.runtime.migration import HeadMaintainer
