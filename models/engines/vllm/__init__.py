@@ -270,7 +270,7 @@ def _places() -> dict[str, list[str]] | None:
         key.value: [str(part.value) for part in place.elts if isinstance(part, ast.Constant)]
         for table in tables
         for key, place in zip(table.keys, table.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(place, ast.Tuple)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(place, ast.Tuple)
     }
 
 
