@@ -92,9 +92,9 @@ class Regeneration(Frozen):
     """How logged prompts are answered again before a refresh trains, while the service does not answer.
 
     Attributes:
-        max_tokens: of an answer, what was served included.
-        temperature: at which prompts are answered anew, beside what was served. Left out, answers that a request's
-            limit cut off are continued, at the temperature that they were served at, and are learnt in their place.
+        max_tokens: of an answer, what was served included. What a request's limit cut off before is continued, at the
+            temperature that it was served at, and is learnt in its place.
+        temperature: at which each of the prompts is answered anew as well, beside what was served; left out, none is.
         per_domain: prompts of each domain, of the window's.
         max_minutes: it ends then, its waiting for the service included; what was said until then is learnt.
     """

@@ -1,4 +1,7 @@
-"""Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, or anew.
+"""Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, and anew.
+
+A small window then teaches more: a draft that learnt only how answers begin drafts badly further on, and another
+answer to a prompt is worth about as much as another prompt (docs/results/adaptation.md).
 
 Only the challenger learns it: the gate scores what was served. Only prompts of the window's training side are asked,
 which have full consent; an answer that the scrubber would change is thrown away. It is named by its row, so that an
@@ -9,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoTokenizer
@@ -53,8 +57,8 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
     def make(directory: Path, work: Path) -> None:
         rows = {row.id: row for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
         learnt = read_samples(samples, "train")
-        chosen = choose(learnt, rows, again, recipe.seed)
-        answers = _ask(recipe, again, open_artifact(pair.target_files), chosen, work / FILE)
+        asked = questions(choose(learnt, rows, again, recipe.seed), rows, again, recipe.engine.max_model_len)
+        answers = _answered(recipe, again, open_artifact(pair.target_files), asked, work / FILE)
         write_samples(directory, "train", merge(learnt, answers))
 
     params = {
@@ -68,15 +72,54 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
     return cached_step("answered", "samples", params, work, inputs, (write_samples, answering))
 
 
+class Question(NamedTuple):
+    """What the target is asked again: to go on with an answer, or to answer its prompt anew."""
+
+    sample: Sample
+    ask: Ask
+    is_anew: bool
+
+    @property
+    def name(self) -> str:
+        """Of the answer."""
+        return f"{self.sample.id}{AGAIN}" if self.is_anew else self.sample.id
+
+    def answered(self, said: list[int]) -> Sample:
+        """Return the answer as it is learnt."""
+        if not self.is_anew:
+            return self.sample._replace(completion_ids=self.sample.completion_ids + said)
+        anew = self.sample._replace(id=self.name, completion_ids=said, rejected=None)
+        return anew._replace(temperature=self.ask.temperature)
+
+
 def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, seed: int) -> list[Sample]:
     """Return whose prompts are asked again: a draw of each domain, of the window's own rows.
 
-    Where answers are continued, it is of those that were cut before so many tokens.
+    Where nothing is answered anew, it is of those whose answers go on.
     """
     own = [one for one in learnt if one.id in rows and not rows[one.id].structured]  # the grammar is not at hand
     if again.temperature is None:
-        own = [one for one in own if rows[one.id].finish_reason == CUT and len(one.completion_ids) < again.max_tokens]
+        own = [one for one in own if _was_cut(one, rows, again)]
     return draw_per_domain(own, again.per_domain, seed)
+
+
+def questions(
+    chosen: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, max_model_len: int
+) -> list[Question]:
+    """Return what is asked; what wants as many tokens, and of that texts of like length, together."""
+    found: list[Question] = []
+    for one in chosen:
+        if _was_cut(one, rows, again):
+            left = min(again.max_tokens - len(one.completion_ids), max_model_len - len(one.token_ids))
+            found.append(Question(one, Ask(one.token_ids, max(1, left), one.temperature), is_anew=False))
+        if again.temperature is not None:
+            left = min(again.max_tokens, max_model_len - len(one.prompt_ids))
+            found.append(Question(one, Ask(one.prompt_ids, max(1, left), again.temperature), is_anew=True))
+    return sorted(found, key=lambda one: (one.ask.num_tokens, len(one.ask.token_ids), one.name))
+
+
+def _was_cut(one: Sample, rows: Mapping[str, QueryRow], again: Regeneration) -> bool:
+    return rows[one.id].finish_reason == CUT and len(one.completion_ids) < again.max_tokens
 
 
 def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
@@ -85,13 +128,15 @@ def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
     return [longer.pop(one.id, one) for one in learnt] + list(longer.values())
 
 
-def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence[Sample], file: Path) -> list[Sample]:
+def _answered(
+    recipe: Recipe, again: Regeneration, target_dir: Path, asked: Sequence[Question], file: Path
+) -> list[Sample]:
     """Return answers; those in `file` are not asked for again, the others are added to it."""
     started, device = time.monotonic(), device_of(recipe.refresh_distill())
     until_s = started + 60 * again.max_minutes
     written = {one.id: one for one in read_written(file)}
-    batches = _batches(chosen, again)
-    left = [each for each in enumerate(batches) if any(_name(one, again) not in written for one in each[1])]
+    batches = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
+    left = [each for each in enumerate(batches) if any(one.name not in written for one in each[1])]
     counts: Counter[str] = Counter()
     if left:
         model = load_model(target_dir, fast_dtype(device), device)
@@ -103,9 +148,9 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
                 counts["not asked in time"] += len(batch)
                 continue
             rng = torch.Generator(device).manual_seed(recipe.seed * 1_000_003 + number)
-            asks = [_asked(one, again, recipe.engine.max_model_len) for one in batch]
+            asks = [one.ask for one in batch]
             said = answering.go_on(model, asks, stops, rng, lambda: time.monotonic() >= until_s)
-            made = [_answer(one, more, again) for one, more in zip(batch, said, strict=True)]
+            made = [one.answered(more) for one, more in zip(batch, said, strict=True)]
             kept = [one for one in made if _may_be_kept(one, encoder, counts)]
             append_samples(file, kept)
             written |= {one.id: one for one in kept}
@@ -113,32 +158,6 @@ def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence
             show(number + 1, len(batches), f"{counts['tokens'] / (time.monotonic() - started):.0f} tokens/s")
     _tell(again, len(written), counts, time.monotonic() - started)
     return list(written.values())
-
-
-def _batches(chosen: Sequence[Sample], again: Regeneration) -> list[list[Sample]]:
-    """Return prompts that want as many tokens, and among those of like length, together."""
-    ordered = sorted(chosen, key=lambda one: (_wanted(one, again), len(one.prompt_ids), one.id))
-    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
-
-
-def _wanted(sample: Sample, again: Regeneration) -> int:
-    return again.max_tokens - (len(sample.completion_ids) if again.temperature is None else 0)
-
-
-def _asked(sample: Sample, again: Regeneration, max_model_len: int) -> Ask:
-    text = sample.token_ids if again.temperature is None else sample.prompt_ids
-    temperature = sample.temperature if again.temperature is None else again.temperature
-    return Ask(text, max(1, min(_wanted(sample, again), max_model_len - len(text))), temperature)
-
-
-def _answer(sample: Sample, said: list[int], again: Regeneration) -> Sample:
-    if again.temperature is None:
-        return sample._replace(completion_ids=sample.completion_ids + said)
-    return sample._replace(id=_name(sample, again), completion_ids=said, temperature=again.temperature, rejected=None)
-
-
-def _name(sample: Sample, again: Regeneration) -> str:
-    return sample.id if again.temperature is None else f"{sample.id}{AGAIN}"
 
 
 def _may_be_kept(answer: Sample, encoder: ChatEncoder, counts: Counter[str]) -> bool:

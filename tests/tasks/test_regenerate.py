@@ -125,6 +125,7 @@ def test_prompts_are_answered_anew_beside_what_was_served(settings: Settings, ti
     rows = [row(0, "stop"), row(1), row(2)]
     found = {one.id: one for one in read_samples(Scene(settings, tiny_target, rows, temperature=1.0).run(), "train")}
     served = {"row-0", "row-1", "older"}
+    assert len(found["row-0"].completion_ids) == 4 < len(found["row-1"].completion_ids)  # which was cut
     assert served < set(found) <= served | {f"row-0{AGAIN}", f"row-1{AGAIN}"}
     for name in set(found) - served:
         again, before = found[name], found[name.removesuffix(AGAIN)]
