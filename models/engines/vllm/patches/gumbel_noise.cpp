@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <optional>
 
 namespace {
 
@@ -54,20 +53,20 @@ double gumbel(uint32_t number) { return -std::log(-std::log1p(-(number + 0.5) * 
 struct Row {
     const float* logits;
     const int64_t* token_ids;
-    int64_t num;
     Key key;
     double temperature;
+    float most;  // of the logits
     double best = -std::numeric_limits<double>::infinity();
     int64_t winner = 0;
 
     // Whether one of some tokens may win.
     bool is_worth(int64_t from, int64_t to) const {
-        const auto scale = static_cast<float>(1 / (temperature * std::log(2.0)));
-        const auto above = static_cast<float>(best);
+        const double scale = 1 / (temperature * std::log(2.0));
+        const auto slope = static_cast<float>(scale), shift = static_cast<float>((most - best) * scale) + MARGIN;
         uint32_t found = 0;
 #pragma omp simd reduction(| : found)
         for (int64_t at = from; at < to; ++at) {
-            const float log2 = std::clamp((logits[at] - above) * scale + MARGIN, LEAST, 1.0F);
+            const float log2 = std::clamp((logits[at] - most) * slope + shift, LEAST, 1.0F);
             // Of a float whose bits are those of 127 + log2, the value is 2^log2 or above.
             const auto bound = std::bit_cast<float>(static_cast<int32_t>((log2 + 127) * 0x1p23F));
             found |= static_cast<float>(number_of(key, static_cast<uint32_t>(token_ids[at]))) * 0x1p-32F <= bound;
@@ -109,7 +108,7 @@ at::Tensor draw_by_noise(
             const int64_t first = likeliest(of_row, num);
             const double temperature = temperatures.const_data_ptr<float>()[at];
             const Key key = key_of(seeds.const_data_ptr<int64_t>()[at], positions.const_data_ptr<int64_t>()[at]);
-            Row row{of_row, token_ids.const_data_ptr<int64_t>(), num, key, temperature};
+            Row row{of_row, token_ids.const_data_ptr<int64_t>(), key, temperature, of_row[first]};
             row.winner = first;
             if (temperature >= GREEDY) {
                 row.draw(first, first + 1);
