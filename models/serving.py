@@ -182,8 +182,8 @@ class Serve(Frozen):
             Serve's own proxy, which doesn't; "auto" is HAProxy where it runs.
         merge_streams: answers that run at once for each further token that an event of a stream waits for, 4 at most:
             of fewer than so many each step's tokens are sent as they come; 0 never waits.
-        seeded: how a request with a seed and a temperature is decoded: "plain", without drafts, which change what the
-            seed draws, or "draft", like any other.
+        seeded: how a request with a seed and a temperature is decoded: "plain", without drafts, "draft", like any
+            other, or "auto", without drafts where vLLM drafts by itself and they would change what the seed draws.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "auto" finds it in
             the chat template, and where that shows no calls that are known, tools are refused, as by "".
         limits: what clients can take.
@@ -206,7 +206,7 @@ class Serve(Frozen):
     drain_s: Positive = 30.0
     front: Literal["auto", "haproxy", "ray"] = "auto"
     merge_streams: int = Field(default=16, ge=0)
-    seeded: Literal["plain", "draft"] = "plain"
+    seeded: Literal["auto", "plain", "draft"] = "auto"
     tool_parser: str = "auto"
     limits: Limits = Limits()
     structured: Structured = Structured()

@@ -79,7 +79,7 @@ class Reasoning:
     _max_model_len: int
     _served_name: str
     _methods: Mapping[str, BaseParams]
-    seeded: Literal["plain", "draft"] = "plain"
+    plain_seeds: bool = True  # whether a seed and a temperature are decoded without drafts
     _names: Iterator[int] = field(default_factory=count)
 
     @classmethod
@@ -122,7 +122,7 @@ class Reasoning:
             message = f"the context length is {self._max_model_len}: {len(prompt_ids)} tokens and {wanted} to come"
             raise RequestError(400, message, "messages", "context_length_exceeded")
         # By the draft alone: what is looked up in recent answers is kept by key, and these engines' calls have none.
-        plain = self.seeded == "plain" and asked.seed is not None and asked.temperature > 0
+        plain = self.plain_seeds and asked.seed is not None and asked.temperature > 0
         drawn = Sampling(
             temperature=asked.temperature,
             top_p=asked.top_p,

@@ -79,6 +79,7 @@ class Service:
         self._alone = AcceptanceSampler()
         self._drift = DriftWatch(config.serve.drift_detector, config.settings.querylog, events)
         self._num_seeded, self._started_s = 0, time.monotonic()
+        self._plain_seeds = plain_seeds(config, engine)
 
     @classmethod
     async def start(cls, config: ServiceConfig, replica: str = "") -> "Service":
@@ -220,7 +221,7 @@ class Service:
         origin = self.recorder.origin_of(generation_id)
         if origin is None:
             return DraftOptions("auto")
-        if self.config.serve.seeded == "plain" and is_seeded(params):
+        if self._plain_seeds and is_seeded(params):
             self._num_seeded += 1
             return DraftOptions("off")
         if origin.speculation == "off":
@@ -279,13 +280,18 @@ class Service:
                 await self._drift.hear(await asyncio.to_thread(counts_of, log_of, version.number, self._drift.last))
 
 
+def plain_seeds(config: ServiceConfig, engine: VllmEngine) -> bool:
+    """Return whether requests with a seed and a temperature are decoded without drafts."""
+    return config.serve.seeded == "plain" or (config.serve.seeded == "auto" and engine.vllm_drafts)
+
+
 async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handlers) -> Reasoning | None:
     """Start the small model, if the recipe names one."""
     if not config.serve.reasoning.model:
         return None
     length, tokenizer = config.engine_params().max_model_len, handlers.tokenizer
     reasoning = await Reasoning.start(engine, config.target_dir, length, SERVED_NAME, tokenizer, config.serve.reasoning)
-    reasoning.seeded = config.serve.seeded
+    reasoning.plain_seeds = plain_seeds(config, engine)
     return reasoning
 
 

@@ -64,7 +64,8 @@ class Params(EngineParams):
         enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`; "auto" compiles
             what serves, see models/engines/vllm/measuring.py.
         kv_cache_gib: memory for keys and values (CPU).
-        draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
+        draft_sample_method: "probabilistic" draws drafted tokens from q, in planned steps by the noise that the target
+            draws by, and accepts more at temperature > 0.
         plan_steps: whether each step is drafted as is expected to be fastest; "auto" does so on a CPU. Else vLLM drafts
             by itself, the same number of tokens in each step. On a GPU, planning takes vLLM's V1 runner, unpadded
             batches and synchronous scheduling; it was not run on one.
@@ -87,8 +88,8 @@ class Params(EngineParams):
 
     @property
     def rules(self) -> Rules:
-        """What vLLM verifies drafted tokens by."""
-        return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
+        """What drafted tokens are verified by, where vLLM does not draft by itself."""
+        return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "coupled")))
 
     @property
     def num_devices(self) -> int:

@@ -10,6 +10,7 @@
 | `RequestOutput.kv_transfer_params` | TOLD | `patches.outputs` | `tap`, which takes it out again |
 | `Request.__dict__` | ROW, DRAFTED, GAPS | scheduler | itself, a step later |
 | `GPUModelRunner.__dict__` | NUM_READ | `patches.last_tap` | `patches.proposer` |
+| `SamplingMetadata.generators` | `patches.sampling.Noise` | `patches.sampling` | itself, within a step |
 
 Plain data: importing it imports no vLLM.
 """

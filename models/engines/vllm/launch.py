@@ -77,6 +77,8 @@ class Speculation(NamedTuple):
             "draft_sample_method": params.draft_sample_method,
         }
         setup: Setup | None = None
+        if self.why_unplanned() and not self.vllm_drafts:
+            drafting["draft_sample_method"] = "greedy"  # vLLM's proposer would not draw by the target's noise
         if not self.why_unplanned():
             drafting["num_speculative_tokens"] = most = max(params.num_draft_tokens, params.lookup.num_tokens)
             facts = measured_for(

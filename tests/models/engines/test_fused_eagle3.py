@@ -29,6 +29,7 @@ from models.engines.vllm.fields import Passes, Row, StepPlan
 from models.engines.vllm.patches import attention, small_batch_gemm
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
 from models.engines.vllm.patches.proposer import READS, Planned
+from models.engines.vllm.patches.sampling import Noise
 from models.engines.vllm.worker import DraftOnGrids
 from models.lengths import Plan
 from tests.conftest import make_draft
@@ -153,7 +154,7 @@ def both(pair: Pair, num_tokens: int, step: Mapping[str, Any]) -> tuple[Tensor, 
     wanted = pair.cache.clone()
     assert not torch.equal(wanted, before.bfloat16())
     pair.cache.copy_(before)
-    ours = pair.fused.propose(num_tokens, step)
+    ours = pair.fused.propose(num_tokens, step, None)
     assert ours is not None
     error = float((pair.cache.float() - wanted.float()).abs().max() / wanted.float().abs().max())
     return ours, theirs, error
@@ -241,37 +242,44 @@ def test_a_draft_that_is_swapped_in_drafts_from_the_next_proposal_on(pair: Pair,
     assert not torch.equal(require_same(pair, K, step), before)
 
 
-def test_what_is_sampled_is_drawn_from_the_q_that_is_told_and_that_is_vllms(pair: Pair) -> None:
-    step = step_of(pair, (1, 4), (9, 64), temperatures=(0.7, 0.0))
-    by_vllm(pair, 1, step)
-    wanted = pair.drafter._last_draft_probs
-    counts, num = torch.zeros_like(wanted[0, 0]), 4000
-    for _ in range(num):
-        tokens = pair.fused.propose(1, step)
-        counts[tokens[0]] += 1
-    q = pair.drafter._last_draft_probs
-    assert q.shape == wanted.shape == (2, 1, pair.config.model_config.get_vocab_size())
-    assert float((q - wanted).abs().sum(2).max() / 2) < 0.03  # vLLM divides in bfloat16
-    assert float((counts / num - q[0, 0]).abs().sum() / 2) < 0.06  # of 64 tokens, by chance 0.05
-    greedy, _, _ = both(pair, 1, step_of(pair, (1, 4), (9, 64)))
-    assert tokens[1] == greedy[1]
-    tokens = pair.fused.propose(K, step)
-    q = pair.drafter._last_draft_probs
-    assert torch.allclose(q.sum(2), torch.ones(2, K)) and (q.gather(2, tokens[..., None]) > 0).all()
+def planned_for(pair: Pair, names: list[str], monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Put redraft's proposer before vLLM's, which is put back."""
+    runner: Any = SimpleNamespace(**dict.fromkeys(READS), drafter=pair.drafter)
+    greedy = SimpleNamespace(all_greedy=True, temperature=None)
+    runner.input_batch = SimpleNamespace(req_ids=names, num_reqs=len(names), sampling_metadata=greedy)
+    runner.requests = {name: SimpleNamespace(sampling_params=None) for name in names}
+    runner.speculative_config = pair.config.speculative_config
+    for name in ("propose", "_sample_draft_tokens"):
+        monkeypatch.setattr(pair.drafter, name, getattr(pair.drafter, name))
+    return Planned(runner, NgramIndex(shortest=3, longest=16, capacity=0))
+
+
+def test_what_is_sampled_is_drawn_by_the_noise_of_its_place_in_one_call_as_in_calls_of_each_pass(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = planned_for(pair, ["a", "b"], monkeypatch)
+    step = step_of(pair, (1, 4), (9, 64), temperatures=(1.5, 0.0))
+    greedy, _, _ = both(pair, K, step_of(pair, (1, 4), (9, 64)))
+    drawn = set()
+    for seed in range(12):
+        noise = Noise(torch.tensor([seed, seed]), torch.tensor([9, 64]), torch.tensor([1.5, 0.0]))
+        ours = pair.fused.propose(K, step, noise)
+        assert ours is not None
+        planned._noise = noise
+        theirs = by_vllm(pair, K, step)
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours[1], greedy[1])
+        drawn.add(tuple(ours[0].tolist()))
+    assert len(drawn) > 6
 
 
 def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["a", "b", "c", "d"]
-    runner: Any = SimpleNamespace(**dict.fromkeys(READS), drafter=pair.drafter)
-    runner.input_batch = SimpleNamespace(req_ids=names)
-    runner.requests = {name: SimpleNamespace(sampling_params=None) for name in names}
-    runner.speculative_config = pair.config.speculative_config
     step = step_of(pair)
     wanted = by_vllm(pair, K, step)
-    monkeypatch.setattr(pair.drafter, "propose", pair.drafter.propose)  # which is put back
-    planned = Planned(runner, NgramIndex(shortest=3, longest=16, capacity=0))
+    planned = planned_for(pair, names, monkeypatch)
     planned._propose = None  # vLLM's is not asked
     plan = StepPlan(Plan(0), (Passes(K, frozenset("ac")), Passes(1, frozenset("bd"))), 0)
     rows = [Row.unpacked(row).token_ids for row in planned.propose(plan, **step)]
@@ -296,9 +304,9 @@ def test_a_vllm_of_another_layout_keeps_its_drafts_and_it_is_said(
 
 def test_prompts_and_drafts_of_floats_stay_vllms(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     many = small_batch_gemm.limit() + 1
-    assert pair.fused.propose(K, step_of(pair, (many,), (many,))) is None
+    assert pair.fused.propose(K, step_of(pair, (many,), (many,)), None) is None
     monkeypatch.delattr(pair.drafter.model.lm_head, small_batch_gemm.FORM)
-    assert pair.fused.propose(K, step_of(pair)) is None
+    assert pair.fused.propose(K, step_of(pair), None) is None
 
 
 @pytest.mark.usefixtures("no_compiler")

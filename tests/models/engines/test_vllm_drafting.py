@@ -133,7 +133,7 @@ async def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_
     assert num_emitted <= len(one.token_ids) <= 1 + num_emitted
 
 
-async def test_without_drafts_a_seed_draws_the_same_beside_others_and_with_them_it_does_not(
+async def test_a_seed_draws_the_same_beside_others_and_with_drafts(
     planned: VllmEngine,
 ) -> None:
     async def run(way: Way, beside: bool) -> list[tuple[int, ...]]:
@@ -147,7 +147,7 @@ async def test_without_drafts_a_seed_draws_the_same_beside_others_and_with_them_
 
     alone, beside, drafted = await run("off", False), await run("off", True), await run("head", False)
     assert sum(map(eq, alone, beside)) >= 6  # a near tie may fall the other way
-    assert sum(map(eq, alone, drafted)) <= 4
+    assert sum(map(eq, alone, drafted)) >= 6
 
 
 async def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(planned: VllmEngine) -> None:

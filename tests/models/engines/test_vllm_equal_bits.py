@@ -82,8 +82,20 @@ async def test_one_stream_says_the_same_after_another_draft_was_swapped_in(engin
     assert [one.drafted_ids for one in after] != [one.drafted_ids for one in before]
 
 
-async def test_sampled_requests_are_drafted_so_too(engine: VllmEngine) -> None:
-    sampling = Sampling(max_tokens=64, ignore_eos=True, temperature=1.0, drafting="head")
-    answer = await engine.generate([5, 6, 7] * 9, sampling, "sampled")
-    assert len(answer.token_ids) == 64
-    assert sum(answer.accepted) > 0
+async def test_a_seed_draws_the_same_with_any_draft_and_without(engine: VllmEngine, tmp_path: Path) -> None:
+    async def drawn(drafting: Way, tag: str, **limits: float) -> list[Completion]:
+        settings = {"max_tokens": 48, "ignore_eos": True, "temperature": 1.0, "num_logprobs": 2, "drafting": drafting}
+        seeded = [Sampling(**settings, **limits, seed=seed) for seed in range(4)]
+        return [await engine.generate([5, 6, 7] * 9, one, f"{tag}-{drafting}-{one.seed}") for one in seeded]
+
+    plain = await drawn("off", "first")
+    assert len({one.token_ids for one in plain}) == len(plain)
+    for tag in ("first", "second"):
+        head, looked_up = [await drawn(way, tag) for way in ("head", "auto")]
+        assert bits(head) == bits(looked_up) == bits(plain)
+        assert sum(sum(one.accepted) for one in head) > 0
+        (folder := tmp_path / tag).mkdir()
+        await engine.swap_draft(make_draft(Path(engine.args.model), folder, seed=2), tag)
+    assert await engine._call("drafts_in_one_call")
+    cut = [await drawn(way, "cut", top_p=0.8, top_k=20) for way in ("off", "head", "auto")]
+    assert bits(cut[0]) == bits(cut[1]) == bits(cut[2]) != bits(plain)

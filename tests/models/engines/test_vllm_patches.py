@@ -156,7 +156,7 @@ def bare() -> Any:
     [
         (SimpleNamespace(drafter=object()), r"vLLM drafts by object; another release"),
         (SimpleNamespace(drafter=bare()), r"SimpleNamespace has no input_batch; another release"),
-        (SimpleNamespace(drafter=bare(), **dict.fromkeys(READS)), r"EagleProposer has no _last_draft_probs; another"),
+        (SimpleNamespace(drafter=bare(), **dict.fromkeys(READS)), r"EagleProposer has no _enable_probabilistic_draft_"),
     ],
 )
 def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(given: Any, told: str) -> None:
@@ -170,7 +170,7 @@ def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(give
 def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
     given = SimpleNamespace(drafter=bare(), **dict.fromkeys(READS))
     given.speculative_config = SimpleNamespace(disable_padded_drafter_batch=False)
-    given.drafter.__dict__ |= dict.fromkeys(DRAFTER_READS[2:])
+    given.drafter.__dict__ |= dict.fromkeys(DRAFTER_READS[3:])
     planned = Planned(given, NgramIndex(shortest=3, longest=16, capacity=0))
     assert type(given.drafter) is EagleProposer
     assert given.drafter.propose == planned.propose

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.core.drafting.multi_draft import exact_outcome, most_kept
 from models.core.drafting.proposal import Choice, Proposal, Siblings
-from models.verify import greedy, multi_draft_optimal, reject_in_turn, rejection, spectr, without_replacement
+from models.verify import coupled, greedy, multi_draft_optimal, reject_in_turn, rejection, spectr, without_replacement
 
 OPTIMAL = partial(multi_draft_optimal.choose, params=multi_draft_optimal.Params())
 SPECTR = partial(spectr.choose, params=spectr.Params())
@@ -73,6 +73,31 @@ def test_rejection_takes_other_precisions(dtype: torch.dtype) -> None:
     p = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=dtype)
     verified = rejection.verify(proposal, p, torch.Generator().manual_seed(0), rejection.Params())
     assert verified.tokens.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "kept"),
+    [
+        (law(0.2, 0.8), law(0.8, 0.2), (0.2, 0.2)),  # 1 / (1 + 4) each
+        (law(0.5, 0.25, 0.25), law(0.25, 0.5, 0.25), (1 / 4, 1 / 4, 1 / 5)),  # 1/(1+2+1), 1/(2+1+1), 1/(2+2+1)
+        (law(0.3, 0.7, 0.0), law(0.0, 0.0, 1.0), (0.0, 0.0, 0.0)),
+        (law(0.3, 0.7), law(0.3, 0.7), (0.3, 0.7)),
+    ],
+)
+def test_coupled_draws_of_one_token_by_hand(p: Tensor, q: Tensor, kept: tuple[float, ...]) -> None:
+    assert coupled.both(p, q).tolist() == pytest.approx(kept)
+    drafted = int(q.argmax())
+    choice = coupled.choose(p[None], torch.tensor([[drafted]]), q[None, None], coupled.Params())
+    assert float(choice.chances) == pytest.approx(kept[drafted] / float(q[drafted]))
+    assert float(choice.rest[0, drafted]) == 0 or kept[drafted] == float(q[drafted])
+
+
+def test_coupled_keeps_a_certain_token_with_its_chance_and_leaves_the_others_as_they_are() -> None:
+    choice = coupled.choose(
+        law(0.5, 0.3, 0.2, 0.0)[None], torch.tensor([[1]]), certain(1)[None, None], coupled.Params()
+    )
+    assert float(choice.chances) == pytest.approx(0.3)
+    assert choice.rest[0].tolist() == pytest.approx([5 / 7, 0.0, 2 / 7, 0.0])
 
 
 def test_spectrs_ratio_by_hand() -> None:

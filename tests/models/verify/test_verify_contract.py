@@ -41,6 +41,7 @@ RULES = [catalog.load("verify", name) for name in catalog.names("verify")]
 LOSSLESS = [rule for rule in RULES if rule.LOSSLESS]
 SAMPLING = [rule for rule in LOSSLESS if rule.SAMPLES]
 SILENT = ("knowledge_transfer", "typical")  # ids don't tell what these accepted
+WITHOUT_Q = "coupled"  # what it emits is the same whatever q is, so it keeps less than may be kept
 
 
 def rule_id(rule: object) -> str:
@@ -123,7 +124,9 @@ def test_the_law_holds_exactly_at_one_place_and_no_more_is_kept_than_can_be(rule
         assert float(outcome.lost(p)) < 1e-7
         assert float(outcome.kept) <= float(most_kept(p[None], q[None], num_siblings, siblings)) + 1e-7
         if num_siblings == 1 and siblings in ("independent", "without replacement", "certain but one"):
-            assert float(outcome.kept) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-7)
+            most = float(torch.minimum(p, q).sum())
+            assert float(outcome.kept) >= most / (2 - most) - 1e-7  # (1 - TV) / (1 + TV)
+            assert float(outcome.kept) == pytest.approx(most, abs=1e-7) or rule_id(rule) == WITHOUT_Q
 
 
 @pytest.mark.parametrize(("name", "settings"), [("knowledge_transfer", {"eta": 0}), ("relaxed_nearest", {})])

@@ -18,13 +18,11 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 namespace {
 
 constexpr int64_t ALONE = 4;         // sequences up to which one thread drafts
-constexpr double GREEDY = 1e-5;      // vLLM's least temperature that draws
 constexpr int64_t NOT_WRITTEN = -1;  // vLLM's slot of a key that is not kept
 
 using MaybeTensor = std::optional<at::Tensor>;
@@ -39,7 +37,7 @@ struct Draft {
     Product combine, qkv, out, gate_up, down, head;
     at::Tensor embeddings, embedding_gain, state_gain, middle_gain, last_gain, rotation;
     at::Tensor token_ids;  // [V] of the target, of the draft's vocabulary
-    int64_t num_target_ids, layer, num_heads, num_kv_heads, head_size, window, block_size, max_length;
+    int64_t layer, num_heads, num_kv_heads, head_size, window, block_size, max_length;
     double epsilon;
     std::string isa, dtype;
     bool split;
@@ -162,15 +160,17 @@ at::Tensor attend(const Draft& draft, const at::Tensor& queries, const at::Tenso
     return outputs.view({-1, width});
 }
 
-// Return the chosen tokens [B] of the draft's vocabulary; q [B, V] is written where they are drawn.
-at::Tensor choose(const at::Tensor& logits, const MaybeTensor& temperatures, at::Tensor& q) {
+// Return the chosen tokens [B] of the draft's vocabulary: the likeliest, or drawn by the noise that the target will have.
+at::Tensor choose(
+    const Draft& draft, const at::Tensor& logits, int64_t pass, const MaybeTensor& seeds, const MaybeTensor& positions,
+    const MaybeTensor& temperatures
+) {
     const at::Tensor floats = logits.to(at::kFloat);  // of which the largest is found three times as fast
-    const at::Tensor best = floats.argmax(1);
-    if (!temperatures) return best;
-    const at::Tensor greedy = temperatures->lt(GREEDY).unsqueeze(1);
-    q = floats.div(temperatures->unsqueeze(1).masked_fill(greedy, 1)).softmax(1);
-    const at::Tensor drawn = q.div(at::empty_like(q).exponential_()).argmax(1);
-    return at::where(greedy.squeeze(1), best, drawn);
+    if (!seeds) return floats.argmax(1);
+    using Draw =
+        at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&);
+    static const auto draw = find<Draw>("redraft::draw_by_noise");
+    return draw.call(floats, *seeds, positions->add(pass), *temperatures, draft.token_ids);
 }
 
 // Write the next places [B] of sequences; none is written and attended to beyond the longest that there may be.
@@ -195,11 +195,11 @@ struct Threads {
     ~Threads() { omp_set_num_threads(before); }
 };
 
-std::tuple<at::Tensor, at::Tensor> propose(
+at::Tensor propose(
     int64_t number, int64_t num_passes, const at::Tensor& token_ids, const at::Tensor& next_token_ids,
     const at::Tensor& target_positions, const at::Tensor& target_states, const at::Tensor& borders,
     const at::Tensor& target_lengths, const at::Tensor& blocks, const at::Tensor& target_slots,
-    const MaybeTensor& temperatures
+    const MaybeTensor& seeds, const MaybeTensor& first_positions, const MaybeTensor& temperatures
 ) {
     const Draft& draft = drafts.at(number);
     const int64_t num_tokens = token_ids.size(0), num = next_token_ids.size(0);
@@ -216,8 +216,8 @@ std::tuple<at::Tensor, at::Tensor> propose(
     begin(draft, each, lengths, blocks, slots);
     states = states.index_select(0, lasts);
     at::Tensor attended = attend(draft, qkv.index_select(0, lasts), qkv);
-    at::Tensor tokens = at::empty({num, num_passes}, lasts.options()), q = at::empty({0}), positions;
-    if (num_passes == 0) return {tokens, q};
+    at::Tensor tokens = at::empty({num, num_passes}, lasts.options()), positions;
+    if (num_passes == 0) return tokens;
     for (int64_t pass = 0;; ++pass) {
         at::Tensor hidden = add_and_normalise(draft, states, multiply(draft.out, attended), draft.middle_gain);
         at::Tensor gates = multiply(draft.gate_up, hidden);
@@ -225,15 +225,10 @@ std::tuple<at::Tensor, at::Tensor> propose(
         hidden = at::silu(gates.narrow(1, 0, width)).mul_(gates.narrow(1, width, width));
         hidden = add_and_normalise(draft, states, multiply(draft.down, hidden), draft.last_gain);
         const at::Tensor logits = multiply(draft.head, hidden).narrow(1, 0, draft.token_ids.size(0));
-        at::Tensor drawn_from;
-        const at::Tensor chosen = choose(logits, temperatures, drawn_from);
+        const at::Tensor chosen = choose(draft, logits, pass, seeds, first_positions, temperatures);
         ids = draft.token_ids.index_select(0, chosen);
         tokens.select(1, pass).copy_(ids);
-        if (temperatures) {
-            if (pass == 0) q = at::zeros({num, num_passes, draft.num_target_ids}, drawn_from.options());
-            q.select(1, pass).index_copy_(1, draft.token_ids, drawn_from);
-        }
-        if (pass + 1 == num_passes) return {tokens, q};
+        if (pass + 1 == num_passes) return tokens;
         if (pass == 0) {
             positions = target_positions.index_select(0, lasts);
             slots = at::empty_like(positions);
@@ -257,7 +252,7 @@ void set_draft(
     if (number >= static_cast<int64_t>(drafts.size())) drafts.resize(number + 1);
     drafts[number] = {product(0), product(1), product(2), product(3), product(4), product(5), parts.at(0), parts.at(1),
                       parts.at(2), parts.at(3), parts.at(4), parts.at(5), parts.at(6), sizes[0], sizes[1], sizes[2],
-                      sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], epsilon, isa, dtype, split};
+                      sizes[3], sizes[4], sizes[5], sizes[6], epsilon, isa, dtype, split};
 }
 
 }  // namespace
@@ -270,7 +265,8 @@ TORCH_LIBRARY_FRAGMENT(redraft, library) {
     );
     library.def(
         "propose(int draft, int num_passes, Tensor token_ids, Tensor next_token_ids, Tensor positions, Tensor states, "
-        "Tensor borders, Tensor lengths, Tensor blocks, Tensor slots, Tensor? temperatures) -> (Tensor, Tensor)"
+        "Tensor borders, Tensor lengths, Tensor blocks, Tensor slots, Tensor? seeds, Tensor? first_positions, "
+        "Tensor? temperatures) -> Tensor"
     );
     library.impl("propose", c10::DispatchKey::CPU, propose);
 }

@@ -2,8 +2,8 @@
 
 A pass of such a draft reads a few MB, and what stands around its products took longer than they. For the few rows of
 steps that generate, `fused_eagle3.cpp` makes a whole proposal: it combines the target's states, writes keys, makes each
-pass and chooses its token, and says what sampled ones were drawn from. Only the last of a sequence's tokens goes beyond
-its keys and values in the first pass: nothing reads the other outputs.
+pass and chooses its token, by the noise that the target will have where it is sampled. Only the last of a sequence's
+tokens goes beyond its keys and values in the first pass: nothing reads the other outputs.
 
 Products are those of `small_batch_gemm`, with the weights packed there, and keys lie where `attention` reads them. The
 rest is rounded where vLLM's operators round, but a sum may differ in its last bit, and so may a token at a near-tie;
@@ -31,6 +31,7 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from models.engines.vllm import native_build
 from models.engines.vllm.patches import attention, small_batch_gemm
+from models.engines.vllm.patches.sampling import Noise
 
 NUMBER = 0  # of the draft, among those of this process
 WITHOUT = "each pass of the draft is called from Python"
@@ -56,19 +57,16 @@ class FusedDraft:
             log.warning("%s: vLLM has another layout: %s", WITHOUT, error)
             return None
 
-    def propose(self, num_tokens: int, step: Mapping[str, Any]) -> Tensor | None:
-        """Return the draft's tokens [B, num_tokens] as vLLM's proposer does, and keep q there; None leaves it to that.
+    def propose(self, num_tokens: int, step: Mapping[str, Any], noise: Noise | None) -> Tensor | None:
+        """Return the draft's tokens [B, num_tokens] as vLLM's proposer does; None leaves it to that.
 
-        `step` is what vLLM's `propose` gets.
+        `step` is what vLLM's `propose` gets, and `noise` of the first tokens; without it they are the likeliest.
         """
         drafter, metadata, token_ids = self._drafter, step["common_attn_metadata"], step["target_token_ids"]
         if len(token_ids) > small_batch_gemm.limit() or metadata.causal is not True or not self._tell():
             return None
-        sampling = step["sampling_metadata"]
-        draws = drafter._enable_probabilistic_draft_probs and not sampling.all_greedy and num_tokens > 0
         attention.tell_cache(drafter.model.model.layers[0].self_attn.attn)
-        tokens: Tensor
-        tokens, q = torch.ops.redraft.propose(
+        tokens: Tensor = torch.ops.redraft.propose(
             NUMBER,
             num_tokens,
             token_ids,
@@ -79,9 +77,8 @@ class FusedDraft:
             metadata.seq_lens,
             metadata.block_table_tensor,
             metadata.slot_mapping[: len(token_ids)],
-            sampling.temperature if draws else None,
+            *((None, None, None) if noise is None else noise),
         )
-        drafter._last_draft_probs = q if draws else None
         return tokens
 
     def _tell(self) -> bool:
@@ -119,7 +116,6 @@ class FusedDraft:
                 token_ids,
             ],
             [
-                self._drafter.vllm_config.model_config.get_vocab_size(),
                 attn.redraft_number,
                 attn.num_heads,
                 attn.num_kv_heads,
@@ -163,4 +159,4 @@ def _suits(drafter: Any) -> bool:
 
 @cache
 def _is_built() -> bool:
-    return native_build.is_loaded(native_build.FUSED_EAGLE3, WITHOUT)
+    return all(native_build.is_loaded(file, WITHOUT) for file in (native_build.GUMBEL_NOISE, native_build.FUSED_EAGLE3))

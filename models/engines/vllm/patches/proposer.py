@@ -1,16 +1,16 @@
 """What drafts inside of vLLM: its own proposer, with as many passes as a step is worth, and look-up joined to it.
 
 Each step has a plan in place of a fixed K, and rows are looked up (models/core/drafting/lookup.py) where that is
-expected to be accepted more. The output stays the target's: a looked-up token is a certain one, q is 1 there, and the
-rejection rule gets that q. The plan comes with the step from the scheduler, so every rank of a tensor-parallel engine
-makes the same passes.
+expected to be accepted more. The draft draws by the noise that the target will draw the same position by
+(`sampling`), so that nothing is told of q, and a looked-up token is verified as any. The plan comes with the step from
+the scheduler, so every rank of a tensor-parallel engine makes the same passes.
 
 `disable_padded_drafter_batch` is set for good: the proposer then runs after the accepted tokens are known, and gets
 only those. vLLM's small LMs, P-EAGLE and DFlash refuse to be made so, but draft the first tokens after a prompt without
 padding, and after any other step as well. Medusa's heads and n-grams are proposers of other kinds: their K is fixed.
 
 Replaces: `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose`,
-    `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._greedy_sample`,
+    `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens`,
     `vllm.v1.worker.gpu_model_runner.GPUModelRunner.propose_draft_token_ids`, in one runner and its proposer.
 Tried with: vLLM 0.32.
 No hook: K of a step is one, and is used; a proposer of one's own ("custom_class") gets neither the target's states
@@ -19,8 +19,7 @@ Without it: each step drafts the same number of tokens, nothing is looked up, an
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from models.engines.vllm.capture import Ring
 from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, DraftOptions, Row, StepPlan
 from models.engines.vllm.patches import require
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
+from models.engines.vllm.patches.sampling import Noise
 
 # What the proposer reads of vLLM's runner and proposer.
 READS = (
@@ -38,8 +38,8 @@ READS = (
     *("num_spec_tokens", "_draft_token_ids", "_draft_token_req_ids"),
 )
 DRAFTER_READS = (
-    *("propose", "_greedy_sample", "_last_draft_probs", "draft_model_config", "max_model_len", "parallel_drafting"),
-    *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
+    *("propose", "_sample_draft_tokens", "_greedy_sample", "_enable_probabilistic_draft_probs", "draft_model_config"),
+    *("max_model_len", "parallel_drafting", "use_local_argmax_reduction", "use_heterogeneous_vocab"),
 )
 
 
@@ -58,11 +58,11 @@ class Planned:
         # Residual streams that the draft reads, where the target hands out its last one too.
         self._num_read: int | None = getattr(runner, NUM_READ, None)
         self._of_runner, self._propose = runner.propose_draft_token_ids, drafter.propose
-        self._greedy_sample = drafter._greedy_sample
+        self._noise: Noise | None = None  # of the next token that the draft draws; None where it takes the likeliest
         self._fused = FusedDraft.of(drafter)
         runner.speculative_config.disable_padded_drafter_batch = True
         runner.propose_draft_token_ids = self.propose_unless_it_rests
-        drafter.propose, drafter._greedy_sample = self.propose, self.greedy_sample
+        drafter.propose, drafter._sample_draft_tokens = self.propose, self.sample_draft_tokens
 
     def look_up_alone(self, step: StepPlan) -> None:
         """Look up what follows a plain step, after which vLLM proposes nothing."""
@@ -94,19 +94,15 @@ class Planned:
         wanted = [
             0 if row.looked_up else self._wanted(requests[name], step) for name, row in zip(names, rows, strict=True)
         ]
-        drafter, probs = self._drafter, []
-        drafter._last_draft_probs = None
+        noise = Noise.of(self._runner) if self._drafter._enable_probabilistic_draft_probs else None
         for passes in step.passes:
             places = [place for place, name in enumerate(names) if passes.over(name)]
             num_tokens = min(passes.num, max((wanted[place] for place in places), default=0))
+            self._noise = noise and noise.of_rows(places)
             drafted = self._by_head(num_tokens, *args, **_of_rows(kwargs, places)) if places else torch.empty(0, 0)
-            probs.append((places, drafter._last_draft_probs))
             for place, head in zip(places, drafted.tolist(), strict=True):
                 if not rows[place].looked_up:
                     rows[place] = rows[place]._replace(token_ids=head[: wanted[place]])
-        drafter._last_draft_probs = _over_all_rows(probs, len(rows))
-        if drafter._last_draft_probs is not None:
-            drafter._last_draft_probs = _with_certain_rows(drafter._last_draft_probs, rows)
         return [row.packed() for row in rows]
 
     def _by_head(self, num_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,7 +113,7 @@ class Planned:
         """
         asked, drafter = num_tokens, self._drafter
         block = getattr(drafter.draft_model_config.hf_config, "block_size", 0)
-        if self._fused is not None and (fused := self._fused.propose(num_tokens, kwargs)) is not None:
+        if self._fused is not None and (fused := self._fused.propose(num_tokens, kwargs, self._noise)) is not None:
             return fused
         if not drafter.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
@@ -128,8 +124,6 @@ class Planned:
             drafter.extra_slots_per_request = max(num_tokens, 1)
             drafter.net_num_new_slots_per_request = drafter.extra_slots_per_request - 1
         tokens: Tensor = self._propose(asked, *args, **kwargs)
-        if drafter._last_draft_probs is not None:
-            drafter._last_draft_probs = drafter._last_draft_probs[:, :num_tokens]
         return tokens[:, :num_tokens]
 
     def _look_up(self, step: StepPlan) -> list[Row]:
@@ -148,19 +142,30 @@ class Planned:
             borders = step["common_attn_metadata"].query_start_loc_cpu[: len(names) + 1].tolist()
             ring.note(names, borders, *(step[f"target_{name}"] for name in ("positions", "token_ids", "hidden_states")))
 
-    def greedy_sample(self, hidden_states: Tensor) -> Tensor:
-        """Return each row's best token; see vLLM's proposer.
+    def sample_draft_tokens(self, hidden_states: Tensor, settings: Any) -> tuple[Tensor, None]:
+        """Return each row's token, and nothing of q; see vLLM's proposer.
 
-        Of a draft with a vocabulary of its own the best is found there and then mapped. vLLM first spreads the
+        Of a draft with a vocabulary of its own the token is found there and then mapped. vLLM first spreads the
         logits over the target's vocabulary. For 16 rows, 4,096 tokens of a draft and 49,152 of its target, that took
         9 ms instead of 1 or 2 by itself, product included (two cores of an AMD EPYC).
         """
-        drafter, model = self._drafter, self._drafter.model
+        drafter, model, noise = self._drafter, self._drafter.model, self._noise
         offsets = getattr(model, "draft_id_to_target_id", None)
-        if offsets is None or drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab:
-            return cast("Tensor", self._greedy_sample(hidden_states))
-        best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
-        return cast("Tensor", best + offsets[best])
+        if drafter.use_heterogeneous_vocab or (
+            noise is None and (offsets is None or drafter.use_local_argmax_reduction)
+        ):
+            return drafter._greedy_sample(hidden_states), None
+        if offsets is None:
+            logits, token_ids = model.compute_logits(hidden_states), None
+        else:
+            logits = model.logits_processor(model.lm_head, hidden_states)
+            token_ids = torch.arange(len(offsets), device=offsets.device) + offsets
+        if noise is None:
+            drawn = logits.argmax(dim=-1)
+        else:
+            num = len(logits) // len(noise.seeds)  # of a sequence: all, where one pass says them
+            drawn, self._noise = noise.over([num] * len(noise.seeds)).draw(logits, token_ids), noise.after([num])
+        return (drawn if token_ids is None else token_ids[drawn]), None
 
     def _wanted(self, request: Any, step: StepPlan) -> int:
         """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""
@@ -202,16 +207,12 @@ def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
     borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
     device = metadata.query_start_loc.device
     by_row, by_token = at.to(device), tokens.to(device)
-    sampling = step["sampling_metadata"]
-    if sampling.temperature is not None:
-        sampling = replace(sampling, temperature=sampling.temperature[by_row])  # all of it that a draft reads
     return {
         **step,
         "target_token_ids": step["target_token_ids"][by_token],
         "target_positions": step["target_positions"][..., by_token],
         "target_hidden_states": step["target_hidden_states"][by_token],
         "next_token_ids": step["next_token_ids"][by_row],
-        "sampling_metadata": sampling,
         "common_attn_metadata": metadata.replace(
             query_start_loc=borders.to(device),
             query_start_loc_cpu=borders,
@@ -227,33 +228,3 @@ def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
             _token_to_req_indices_cache=None,
         ),
     }
-
-
-def _over_all_rows(probs: Sequence[tuple[Sequence[int], Tensor | None]], num_rows: int) -> Tensor | None:
-    """Return what the draft's tokens were drawn from [B, K, V], 0 where it drew none; None where no draft drew any.
-
-    `probs` are, of each of a step's passes, the rows that they were made over, R of them, and [R, K, V] or None; the
-    largest K is taken.
-    """
-    drawn = [(places, q) for places, q in probs if q is not None]
-    if not drawn or len(drawn[0][0]) == num_rows:
-        return drawn[0][1] if drawn else None
-    first = drawn[0][1]
-    all_rows = first.new_zeros((num_rows, max(q.shape[1] for _, q in drawn), first.shape[2]))
-    for places, q in drawn:
-        all_rows[places, : q.shape[1]] = q
-    return all_rows
-
-
-def _with_certain_rows(q: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return q [B, K, V] with 1 at the looked-up tokens: [B, L, V], L the longest row's; what is beyond a row is 0."""
-    if not any(row.looked_up for row in rows):
-        return q
-    certain = q.new_zeros((len(rows), max(q.shape[1], *(len(row.token_ids) for row in rows)), q.shape[2]))
-    certain[:, : q.shape[1]] = q
-    for place, row in enumerate(rows):
-        if row.looked_up:
-            certain[place] = 0
-            steps = torch.arange(len(row.token_ids), device=q.device)
-            certain[place, steps, torch.tensor(row.token_ids, device=q.device)] = 1
-    return certain
