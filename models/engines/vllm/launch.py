@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
+import torch
 import vllm
 from vllm import AsyncEngineArgs
 from vllm.config import StructuredOutputsConfig, VllmConfig
@@ -32,6 +33,7 @@ from models.params import require_unsaid
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 # vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's own mode on a GPU, and `patches.batch_invariance` on a CPU
 VLLM_DRAFTS = "on a GPU vLLM drafts by itself unless [engine] plan_steps is true"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -148,21 +150,34 @@ def launch(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not wanted.vllm_drafts and (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
         raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
+    require_invariance(wanted)
     patches.install("frontend")
     arguments, setup = engine_arguments(wanted, served_name)
     args = AsyncEngineArgs(**arguments)
-    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    if wanted.vllm_drafts:
-        config.scheduler_config.scheduler_cls = scheduler_of(config)
-    config.additional_config = setup or config.additional_config or WithParent()
-    with nullcontext() if wanted.on_gpu else _worker_inside(config), interruptible():
-        # Annotated with the base class; it makes one of the class it is called on.
-        llm = cast(
-            "InstrumentedLLM", InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
-        )
+    with set_env_var(INVARIANT, str(int(wanted.params.batch_invariant))):
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if wanted.vllm_drafts:
+            config.scheduler_config.scheduler_cls = scheduler_of(config)
+        config.additional_config = setup or config.additional_config or WithParent()
+        with nullcontext() if wanted.on_gpu else _worker_inside(config), interruptible():
+            # Annotated with the base class; it makes one of the class it is called on.
+            llm = cast(
+                "InstrumentedLLM",
+                InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER),
+            )
     llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
     llm.rules = wanted.params.rules
     return llm, args, setup
+
+
+def require_invariance(wanted: Speculation) -> None:
+    """Raise ValueError if a batch-invariant engine is wanted where no kernel is, or wanted by the environment alone."""
+    is_wanted, has_kernels = wanted.params.batch_invariant, torch.cpu._is_avx512_bf16_supported()
+    if not is_wanted and (asked := os.environ.get(INVARIANT, "0")) != "0":
+        raise ValueError(f"{INVARIANT} is {asked}, wanted 0 or nothing: set [engine] batch_invariant = true")
+    if is_wanted and not wanted.on_gpu and not (wanted.dtype == "bfloat16" and has_kernels):
+        here = f"{wanted.dtype} on one {'with' if has_kernels else 'without'} it"
+        raise ValueError(f"[engine] batch_invariant: wanted bfloat16 on a processor with AVX512_BF16, got {here}")
 
 
 @contextmanager
