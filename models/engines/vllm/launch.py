@@ -172,12 +172,16 @@ def launch(
 
 def require_invariance(wanted: Speculation) -> None:
     """Raise ValueError if a batch-invariant engine is wanted where no kernel is, or wanted by the environment alone."""
-    is_wanted, has_kernels = wanted.params.batch_invariant, torch.cpu._is_avx512_bf16_supported()
-    if not is_wanted and (asked := os.environ.get(INVARIANT, "0")) != "0":
+    params, has_kernels = wanted.params, torch.cpu._is_avx512_bf16_supported()
+    if not params.batch_invariant and (asked := os.environ.get(INVARIANT, "0")) != "0":
         raise ValueError(f"{INVARIANT} is {asked}, wanted 0 or nothing: set [engine] batch_invariant = true")
-    if is_wanted and not wanted.on_gpu and not (wanted.dtype == "bfloat16" and has_kernels):
-        here = f"{wanted.dtype} on one {'with' if has_kernels else 'without'} it"
-        raise ValueError(f"[engine] batch_invariant: wanted bfloat16 on a processor with AVX512_BF16, got {here}")
+    if not params.batch_invariant or wanted.on_gpu:
+        return
+    if wanted.dtype != "bfloat16" or not has_kernels or params.num_devices > 1:
+        here = f"{wanted.dtype}, {'one with' if has_kernels else 'one without'}, {params.num_devices}"
+        raise ValueError(
+            f"[engine] batch_invariant: wanted bfloat16, a processor with AVX512_BF16 and one rank on a CPU, got {here}"
+        )
 
 
 @contextmanager

@@ -155,11 +155,15 @@ def test_a_target_with_a_layer_of_another_kernel_is_refused_by_its_name() -> Non
 
 def test_it_is_refused_where_no_kernel_is_and_where_only_the_environment_asks(monkeypatch, tmp_path) -> None:
     wanted = Speculation(tmp_path, None, Params(batch_invariant=True), "float32", True, None)
-    with pytest.raises(ValueError, match=r"\[engine\] batch_invariant: wanted bfloat16 .* AVX512_BF16, got float32 on"):
+    fault = r"\[engine\] batch_invariant: wanted bfloat16, a processor with AVX512_BF16 and one rank on a CPU, got "
+    with pytest.raises(ValueError, match=fault + "float32, "):
         require_invariance(wanted)
+    two = Params(batch_invariant=True, extra={"tensor_parallel_size": 2})
+    with pytest.raises(ValueError, match=fault + "bfloat16, one .*, 2$"):
+        require_invariance(wanted._replace(dtype="bfloat16", params=two))
     require_invariance(wanted._replace(on_gpu=True))  # where vLLM says what it can't
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    with pytest.raises(ValueError, match="got bfloat16 on one without it"):
+    with pytest.raises(ValueError, match=fault + "bfloat16, one without, 1"):
         require_invariance(wanted._replace(dtype="bfloat16"))
     monkeypatch.setenv(INVARIANT, "1")
     with pytest.raises(ValueError, match=f"{INVARIANT} is 1, .*set .engine. batch_invariant = true"):

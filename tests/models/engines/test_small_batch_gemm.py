@@ -22,7 +22,7 @@ from tests.models.core.layers.published import random_grid
 
 pytestmark = pytest.mark.engine
 
-ROWS = (1, 3, 12, 19, 131)  # one, some, a block's, two blocks', and more than are multiplied by what was unpacked once
+ROWS = (1, 3, 12, 19, 200)  # one, some, a block's, two blocks', and more than are multiplied by what was unpacked once
 # What processors without AVX-512 have.
 PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 

@@ -8,9 +8,10 @@ layers, those of prompts too, since generated tokens read their keys.
 **Attention.** vLLM's kernel reads keys in tiles, as long as its cache has room for beside the query's rows, and divides
 a prompt's rows among threads by what else is in the step. So the sums of a prompt beyond some 600 tokens depend on how
 it was cut, and those of verified rows on how many they are. Here it is told of each few rows as of a sequence of their
-own, which makes tiles of one length.
+own, which makes tiles of one length. Of a prompt of 1,500 tokens that was cut otherwise, 58 of 500 rows had other bits;
+it takes as long with 9 heads over 3, and 1.5 times as long with 8 over 2 (an AMD EPYC).
 
-Norms, rotations and gates are computed by rows. Sums over ranks are not looked after.
+Norms, rotations and gates are computed by rows. Sums over ranks were not looked at, so one rank is wanted.
 
 Replaces: `vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder.build`.
 Tried with: vLLM 0.32.

@@ -35,7 +35,7 @@
 namespace {
 
 constexpr int LANES = 16, VECTORS = 2, PANEL = LANES * VECTORS, GROUP = 32, PAIRS = 16;
-constexpr int64_t CHUNK = 120;  // rows whose inputs stay in the cache while panels are unpacked for them
+constexpr int64_t CHUNK = 192;  // rows at most whose inputs stay in the cache while panels are unpacked for them
 // Bytes of a line of the cache, and groups that weights are fetched ahead; beyond the last one that does nothing.
 constexpr int64_t LINE = 64, AHEAD = 4;
 
@@ -344,8 +344,9 @@ void multiply_panels(
             }
         };
         at::Tensor unpacked;
-        for (int64_t first = 0; first < num_rows; first += CHUNK) {
-            const int64_t num = std::min(CHUNK, num_rows - first);
+        const int64_t num_chunks = (num_rows + CHUNK - 1) / CHUNK;
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            const int64_t first = num_rows * chunk / num_chunks, num = num_rows * (chunk + 1) / num_chunks - first;
             for (int64_t number = begin; number < end; ++number) {
                 if constexpr (std::is_same_v<Input, at::BFloat16> && BITS < 16)
                     if (num_rows > BLOCK<Input>) {
