@@ -20,7 +20,7 @@ from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.core.drafting.draft_families import family_of, name_of
-from models.engines.vllm import PLANNED_BY, Params, patches
+from models.engines.vllm import PLANNED_BY, Params, native_build, patches
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for
 from models.engines.vllm.redraft_vllm.worker import DraftExtension
@@ -33,7 +33,7 @@ from models.params import require_unsaid
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 # vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
-INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's own mode on a GPU, and `patches.batch_invariance` on a CPU
+INVARIANT_GPU = "VLLM_BATCH_INVARIANT"  # vLLM's own mode; on a CPU `patches.batch_invariance` is
 VLLM_DRAFTS = "on a GPU vLLM drafts by itself unless [engine] plan_steps is true"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -154,7 +154,8 @@ def launch(
     patches.install("frontend")
     arguments, setup = engine_arguments(wanted, served_name)
     args = AsyncEngineArgs(**arguments)
-    with set_env_var(INVARIANT, str(int(wanted.params.batch_invariant))):
+    invariant = str(int(wanted.params.batch_invariant))
+    with set_env_var(INVARIANT_GPU if wanted.on_gpu else native_build.INVARIANT, invariant):
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         if wanted.vllm_drafts:
             config.scheduler_config.scheduler_cls = scheduler_of(config)
@@ -173,8 +174,8 @@ def launch(
 def require_invariance(wanted: Speculation) -> None:
     """Raise ValueError if a batch-invariant engine is wanted where no kernel is, or wanted by the environment alone."""
     params, has_kernels = wanted.params, torch.cpu._is_avx512_bf16_supported()
-    if not params.batch_invariant and (asked := os.environ.get(INVARIANT, "0")) != "0":
-        raise ValueError(f"{INVARIANT} is {asked}, wanted 0 or nothing: set [engine] batch_invariant = true")
+    if (asked := os.environ.get(INVARIANT_GPU, "0")) != "0":
+        raise ValueError(f"{INVARIANT_GPU} is {asked}, wanted 0 or nothing: set [engine] batch_invariant")
     if not params.batch_invariant or wanted.on_gpu:
         return
     if wanted.dtype != "bfloat16" or not has_kernels or params.num_devices > 1:

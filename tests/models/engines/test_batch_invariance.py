@@ -1,6 +1,5 @@
 """Attention and products of a batch-invariant engine give a row the same bits, however the step was cut."""
 
-import os
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder, _get_attn_isa
 
 from models.engines.vllm import Params
-from models.engines.vllm.launch import INVARIANT, Speculation, require_invariance
+from models.engines.vllm.launch import INVARIANT_GPU, Speculation, require_invariance
+from models.engines.vllm.native_build import INVARIANT
 from models.engines.vllm.patches import batch_invariance, small_batch_gemm
 
 pytestmark = pytest.mark.engine
@@ -73,7 +73,7 @@ class Layer:
             block_table_tensor=self.blocks[which],
             slot_mapping=torch.cat(slots),
         )
-        metadata = CPUAttentionMetadataBuilder.build(self.builder, 0, common)
+        metadata = CPUAttentionMetadataBuilder.build(self.builder, common_prefix_len=0, common_attn_metadata=common)
         ops.cpu_attn_reshape_and_cache(key, value, self.keys, self.values, metadata.slot_mapping, self.isa)
         output = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
@@ -165,7 +165,7 @@ def test_it_is_refused_where_no_kernel_is_and_where_only_the_environment_asks(mo
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with pytest.raises(ValueError, match=fault + "bfloat16, one without, 1"):
         require_invariance(wanted._replace(dtype="bfloat16"))
-    monkeypatch.setenv(INVARIANT, "1")
-    with pytest.raises(ValueError, match=f"{INVARIANT} is 1, .*set .engine. batch_invariant = true"):
+    require_invariance(wanted._replace(params=Params()))
+    monkeypatch.setenv(INVARIANT_GPU, "1")
+    with pytest.raises(ValueError, match=f"{INVARIANT_GPU} is 1, wanted 0 or nothing: set .engine. batch_invariant"):
         require_invariance(wanted._replace(params=Params()))
-    assert os.environ[INVARIANT] == "1"

@@ -79,7 +79,7 @@ def require_same_bits(form: small_batch_gemm.Form, bias: Tensor | None) -> None:
 @pytest.fixture
 def all_rows(monkeypatch: pytest.MonkeyPatch, limit):
     """The target's products are of the packed weights in any step, as in a batch-invariant engine."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv(native_build.INVARIANT, "1")
     assert small_batch_gemm._is_built()
     limit(0)
     torch.ops.redraft.multiply_all_rows(True)

@@ -1,6 +1,6 @@
 """A row of the target has the same bits whatever else is in its step, on CPUs: `[engine] batch_invariant`.
 
-What a row's bits depend on otherwise, and what is done where `VLLM_BATCH_INVARIANT` is set:
+What a row's bits depend on otherwise, and what is done:
 
 **Products.** oneDNN adds in another order for another number of rows. `small_batch_gemm` multiplies all rows of all
 layers, those of prompts too, since generated tokens read their keys.
@@ -15,7 +15,7 @@ Norms, rotations and gates are computed by rows. Sums over ranks were not looked
 
 Replaces: `vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder.build`.
 Tried with: vLLM 0.32.
-No hook: vLLM's own mode is for GPUs, and changes nothing on a CPU.
+No hook: vLLM's own mode (`VLLM_BATCH_INVARIANT`) puts Triton's kernels in place, which a CPU has not.
 Without it: answers are equal for one stream only, as far as `small_batch_gemm` says.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import envs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -32,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 
+from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace, small_batch_gemm
 
 HEADS = 8  # query heads that the kernel multiplies at once on any processor
@@ -58,10 +58,13 @@ def require(model: nn.Module) -> None:
             raise ValueError(f"[engine] batch_invariant: {name} ({kind}) has no batch-invariant kernel on a CPU")
 
 
-def _build(own: Callable[..., Any], builder: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-    if envs.VLLM_BATCH_INVARIANT and common.causal is True:
-        common = by_few_rows(common, rows_at_once(builder.num_heads // builder.num_kv_heads))
-    return own(builder, common_prefix_len, common, fast_build)
+def _build(
+    own: Callable[..., Any], builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+) -> Any:
+    if native_build.is_batch_invariant() and common_attn_metadata.causal is True:
+        num = rows_at_once(builder.num_heads // builder.num_kv_heads)
+        common_attn_metadata = by_few_rows(common_attn_metadata, num)
+    return own(builder, common_prefix_len, common_attn_metadata, fast_build)
 
 
 def rows_at_once(heads_per_kv: int) -> int:

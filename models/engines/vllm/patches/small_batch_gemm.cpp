@@ -11,8 +11,8 @@
 // Where the processor multiplies pairs of bfloat16 (AVX512_BF16), products with such inputs are of the integers, which
 // bfloat16 holds exactly, and a group's sum is scaled: s * sum(q * x) + m * sum(x). Those of a draft's 8 bits have inputs
 // of 16 bits, rounded to 1/32767 of a row's largest, so that a pair takes one instruction (AVX512_VNNI) in place of four.
-// All others are of the weights, in float32. A row's sums are added in one order, whatever the rows beside it: more rows
-// than a block's have a panel's weights unpacked to 16 bits once, and are multiplied as those of one block are.
+// All others are of the weights, in float32. A row's sums are added in one order, whatever the rows beside it. For more
+// rows than a block's, 8 bits are unpacked to 16 once a panel; 4 bits take hardly an instruction more than 16.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,7 @@
 namespace {
 
 constexpr int LANES = 16, VECTORS = 2, PANEL = LANES * VECTORS, GROUP = 32, PAIRS = 16;
-constexpr int64_t CHUNK = 192;  // rows at most whose inputs stay in the cache while panels are unpacked for them
+constexpr int64_t CHUNK = 192;  // rows at most whose inputs stay in the cache while panels are read
 // Bytes of a line of the cache, and groups that weights are fetched ahead; beyond the last one that does nothing.
 constexpr int64_t LINE = 64, AHEAD = 4;
 
@@ -91,8 +91,9 @@ inline void store(Floats values, at::BFloat16* to, int64_t lanes) {
 }
 
 // Rows that are multiplied at once: more make fewer passes over packed weights, but leave no registers for their sums.
+constexpr int SMALL_BLOCK = 8;
 template <typename Input, bool UNPACKED = false>
-constexpr int BLOCK = std::is_same_v<Input, at::BFloat16> && !UNPACKED ? 12 : 8;
+constexpr int BLOCK = std::is_same_v<Input, at::BFloat16> && !UNPACKED ? 12 : SMALL_BLOCK;
 
 // Panels of weights of BITS; STORED are the bits that their values lie in, 16 where they were unpacked.
 template <int BITS, int STORED = BITS>
@@ -337,7 +338,7 @@ void multiply_panels(
         // In blocks of about one size, since those of few rows wait for their sums.
         const auto multiply_rows = [&](const auto& panel, int64_t number, int64_t first, int64_t num) {
             constexpr int MOST = BLOCK<Input, std::decay_t<decltype(panel)>::UNPACKED>;
-            const int64_t num_blocks = (num + MOST - 1) / MOST;
+            const int64_t most = BITS == 4 && num > 2 * MOST ? SMALL_BLOCK : MOST, num_blocks = (num + most - 1) / most;
             for (int64_t block = 0, done = 0, until; block < num_blocks; ++block, done = until) {
                 until = num * (block + 1) / num_blocks;
                 multiply_block<MOST>(panel, inputs, first + done, until - done, number * PANEL, to, num_outputs);
@@ -348,7 +349,7 @@ void multiply_panels(
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
             const int64_t first = num_rows * chunk / num_chunks, num = num_rows * (chunk + 1) / num_chunks - first;
             for (int64_t number = begin; number < end; ++number) {
-                if constexpr (std::is_same_v<Input, at::BFloat16> && BITS < 16)
+                if constexpr (std::is_same_v<Input, at::BFloat16> && BITS == 8)
                     if (num_rows > BLOCK<Input>) {
                         if (!unpacked.defined()) unpacked = at::empty({panels.groups * Panels<16>::BYTES}, at::kByte);
                         auto* bytes = unpacked.mutable_data_ptr<uint8_t>();

@@ -41,7 +41,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
@@ -138,7 +137,7 @@ class _Target:
                 break
             self.faster = rows
         self._set(max(self.faster, least))
-        torch.ops.redraft.multiply_all_rows(envs.VLLM_BATCH_INVARIANT)
+        torch.ops.redraft.multiply_all_rows(native_build.is_batch_invariant())
         _load.cache_clear()  # from here on the packed ones are enough
         log.info(
             "up to %d rows of generated tokens read the grid of the target's weights; up to %d that is faster, and up "
@@ -195,7 +194,7 @@ def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         if not _target.loads_draft:
-            torch.ops.redraft.multiply_all_rows(envs.VLLM_BATCH_INVARIANT)
+            torch.ops.redraft.multiply_all_rows(native_build.is_batch_invariant())
             _target.forms += [form] if has_grid else []
     if not _target.loads_draft and getattr(layer, "prefix", "") == HEAD and _target.forms:  # the last
         drafting = get_current_vllm_config().speculative_config
@@ -260,7 +259,7 @@ def _draft_grid_of(layer: Any) -> Grid | None:
 def _weights_of(layer: Any) -> Grid | Tensor | None:
     """Return what a layer of the target is packed of; None leaves it to oneDNN."""
     weight: Tensor = layer.weight
-    if (grid := _grid_of(layer)) is not None or not envs.VLLM_BATCH_INVARIANT:
+    if (grid := _grid_of(layer)) is not None or not native_build.is_batch_invariant():
         return grid
     return weight if weight.dtype == torch.bfloat16 and weight.shape[1] % quantized_weights.GROUP == 0 else None
 
