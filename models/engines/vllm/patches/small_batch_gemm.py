@@ -78,13 +78,15 @@ class Form:
     def __init__(
         self, weights: Grid | Tensor, product: Any, dtype: torch.dtype, in_step: bool = False, of_draft: bool = False
     ) -> None:
-        values, scales, least = weights if isinstance(weights, Grid) else (weights, None, None)
+        parts: tuple[Tensor, Tensor | None, Tensor | None]
+        parts = weights if isinstance(weights, Grid) else (weights, None, None)
+        values, scales, least = parts
         self.product, self.num_inputs, self.dtype = product, values.shape[1], dtype
         self.in_step, self.of_draft = in_step, of_draft
         self.packed = _pairs(values) if least is None else _words(values)
         self.scales = values.new_empty(*self.packed.shape[:2], 0, VECTORS * LANES)
-        if parts := [_panels(part) for part in (scales, least) if part is not None]:
-            self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in parts], dim=2).contiguous()
+        if given := [_panels(part) for part in (scales, least) if part is not None]:
+            self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in given], dim=2).contiguous()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
@@ -181,7 +183,7 @@ def install() -> None:
 
 def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None:
     weight: Tensor = layer.weight
-    of = _draft_grid_of if _target.loads_draft else _weights_of
+    of: Callable[[Any], Grid | Tensor | None] = _draft_grid_of if _target.loads_draft else _weights_of
     weights = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else of(layer)
     if weights is None or not _is_built():
         own(layer, remove_weight)
