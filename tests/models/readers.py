@@ -18,7 +18,7 @@ models/core/drafting/heads.py: drafts.hydra = num_heads num_layers; drafts.medus
 models/engines/vllm/engine.py: engines.vllm = dtype
 models/engines/vllm/grammars.py: serving.Structured = enabled max_bytes max_depth max_regex timeout_s max_memory_mib
 models/engines/vllm/launch.py: engines.vllm = num_draft_tokens max_model_len max_num_seqs extra draft_sample_method
-    plan_steps lookup lengths; engines.EngineParams = num_draft_tokens max_model_len
+    plan_steps lookup lengths batch_invariant; engines.EngineParams = num_draft_tokens max_model_len
 models/engines/vllm/measuring.py: engines.LookUp = num_tokens; engines.vllm = enforce_eager
 models/engines/vllm/worker.py: engines.LookUp = shortest longest remembered
 models/core/evaluation/gate.py: recipe.Gate = floor confidence num_resamples floor_conversations alpha_total

@@ -64,6 +64,9 @@ class Params(EngineParams):
         enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`; "auto" compiles
             what serves, see models/engines/vllm/measuring.py.
         kv_cache_gib: memory for keys and values (CPU).
+        batch_invariant: whether a row of the target has the same bits whatever else is in its step, so that a greedy
+            answer is the same at any load, drafted or not. On a CPU in bfloat16 by the kernels of `small_batch_gemm`,
+            where products with 16 rows or more take 1.2 to 1.3 times as long; on a GPU it is vLLM's own mode.
         draft_sample_method: "probabilistic" draws drafted tokens from q, in planned steps by the noise that the target
             draws by, and accepts more at temperature > 0.
         plan_steps: whether each step is drafted as is expected to be fastest; "auto" does so on a CPU. Else vLLM drafts
@@ -80,6 +83,7 @@ class Params(EngineParams):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     enforce_eager: bool | Literal["auto"] = "auto"
     kv_cache_gib: int = Field(1, ge=1)
+    batch_invariant: bool = False
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     plan_steps: bool | Literal["auto"] = "auto"
     lookup: LookUp = LookUp()

@@ -116,6 +116,9 @@ class VllmEngine:
             if num_rows := await engine._call("small_batch_limit"):
                 why = f"{mode.why}; products of up to {num_rows} generated rows read the few bits of the target's file"
                 engine.mode = mode._replace(why=why)
+            if wanted.params.batch_invariant:
+                await engine._call("require_batch_invariant")
+                engine.mode = engine.mode._replace(why=f"{engine.mode.why}; batch invariant")
         except BaseException:
             await engine.close()
             raise

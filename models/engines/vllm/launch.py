@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
+import torch
 import vllm
 from vllm import AsyncEngineArgs
 from vllm.config import StructuredOutputsConfig, VllmConfig
@@ -19,7 +20,7 @@ from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.core.drafting.draft_families import family_of, name_of
-from models.engines.vllm import PLANNED_BY, Params, patches
+from models.engines.vllm import PLANNED_BY, Params, native_build, patches
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for
 from models.engines.vllm.redraft_vllm.worker import DraftExtension
@@ -32,6 +33,7 @@ from models.params import require_unsaid
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 # vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+INVARIANT_GPU = "VLLM_BATCH_INVARIANT"  # vLLM's own mode; on a CPU `patches.batch_invariance` is
 VLLM_DRAFTS = "on a GPU vLLM drafts by itself unless [engine] plan_steps is true"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -150,21 +152,39 @@ def launch(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not wanted.vllm_drafts and (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
         raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
+    require_invariance(wanted)
     patches.install("frontend")
     arguments, setup = engine_arguments(wanted, served_name)
     args = AsyncEngineArgs(**arguments)
-    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    if wanted.vllm_drafts:
-        config.scheduler_config.scheduler_cls = scheduler_of(config)
-    config.additional_config = setup or config.additional_config or WithParent()
-    with nullcontext() if wanted.on_gpu else _worker_inside(config), interruptible():
-        # Annotated with the base class; it makes one of the class it is called on.
-        llm = cast(
-            "InstrumentedLLM", InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
-        )
+    invariant = str(int(wanted.params.batch_invariant))
+    with set_env_var(INVARIANT_GPU if wanted.on_gpu else native_build.INVARIANT, invariant):
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if wanted.vllm_drafts:
+            config.scheduler_config.scheduler_cls = scheduler_of(config)
+        config.additional_config = setup or config.additional_config or WithParent()
+        with nullcontext() if wanted.on_gpu else _worker_inside(config), interruptible():
+            # Annotated with the base class; it makes one of the class it is called on.
+            llm = cast(
+                "InstrumentedLLM",
+                InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER),
+            )
     llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
     llm.rules = wanted.params.rules
     return llm, args, setup
+
+
+def require_invariance(wanted: Speculation) -> None:
+    """Raise ValueError if a batch-invariant engine is wanted where no kernel is, or wanted by the environment alone."""
+    params, has_kernels = wanted.params, torch.cpu._is_avx512_bf16_supported()
+    if (asked := os.environ.get(INVARIANT_GPU, "0")) != "0":
+        raise ValueError(f"{INVARIANT_GPU} is {asked}, wanted 0 or nothing: set [engine] batch_invariant")
+    if not params.batch_invariant or wanted.on_gpu:
+        return
+    if wanted.dtype != "bfloat16" or not has_kernels or params.num_devices > 1:
+        here = f"{wanted.dtype}, {'one with' if has_kernels else 'one without'}, {params.num_devices}"
+        raise ValueError(
+            f"[engine] batch_invariant: wanted bfloat16, a processor with AVX512_BF16 and one rank on a CPU, got {here}"
+        )
 
 
 @contextmanager

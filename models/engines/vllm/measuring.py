@@ -141,9 +141,9 @@ async def _answer(engine: "VllmEngine", draft_options: DraftOptions, num_tokens:
 
 
 def place_of(params: Params, accelerator: str) -> str:
-    """Return what an engine computes on: an accelerator's name, "cpu" for none, and over how many it is spread."""
+    """Return what an engine computes on: an accelerator's name, "cpu" for none, over how many and by which kernels."""
     sizes = [f"{name} {size}" for name, size in sorted(params.extra.items()) if "parallel" in name]
-    return ", ".join([accelerator, *sizes])
+    return ", ".join([accelerator, *sizes, *(["batch invariant"] if params.batch_invariant else [])])
 
 
 def measured_for(

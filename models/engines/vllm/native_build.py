@@ -22,6 +22,8 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 # Linked without OpenMP's library: the process has one, and threads of a second would fight its own for the cores.
 OPENMP = "-fopenmp"
 LIBRARIES = ("c10", "torch_cpu", "torch")
+# Set for the processes of an engine on a CPU, where vLLM's own variable puts kernels for GPUs in place.
+INVARIANT = "CPU_BATCH_INVARIANT"
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +65,18 @@ def version(source: Path) -> str:
     return f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
 
 
+def is_batch_invariant() -> bool:
+    """Whether the engine of this process is; see `patches.batch_invariance`."""
+    return os.environ.get(INVARIANT) == "1"
+
+
 def kernel_for(target: Path) -> str:
-    """Return what tells the kernel that products with a target's weights may use from others; "" if there is no grid.
+    """Return what tells the kernel that products with a target's weights may use from others; "" for oneDNN's alone.
 
     Graphs that were compiled and times that were measured hold for it.
     """
-    return f"{version(FEW_ROWS)}, drafts in 8 bits" if (target / quantized_weights.FILE).is_file() else ""
+    kernel = f"{version(FEW_ROWS)}, drafts in 8 bits" if (target / quantized_weights.FILE).is_file() else ""
+    return f"{kernel}, all rows alike" if is_batch_invariant() else kernel
 
 
 def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:

@@ -112,6 +112,13 @@ class DraftWorker(DraftExtension, Worker):
         return small_batch_gemm.limit()
 
     @answering
+    def require_batch_invariant(self) -> None:
+        """Raise ValueError if the target has a layer whose rows depend on others."""
+        from models.engines.vllm.patches import batch_invariance  # which needs vLLM's layers, wherever they lie
+
+        batch_invariance.require(self.get_model())
+
+    @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
         from models.engines.vllm.patches.proposer import Planned  # which needs vLLM's proposer, wherever that lies

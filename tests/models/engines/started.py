@@ -44,9 +44,11 @@ def running(
         loop.run_until_complete(engine.close())
 
 
-def keep_costs(folder: Path, target: Path, draft: Path, dtype: str, times: Sequence[Time], verified: int = 1) -> Path:
+def keep_costs(
+    folder: Path, target: Path, draft: Path, dtype: str, times: Sequence[Time], verified: int = 1, place: str = "cpu"
+) -> Path:
     """Write what steps of an eager engine take into a folder, and return that."""
-    facts = measured_for(target, draft, dtype, True, vllm.__version__, verified)
+    facts = measured_for(target, draft, dtype, True, vllm.__version__, verified, place)
     save_cost(Cost.measured(times, facts), folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
     return folder
 

@@ -22,7 +22,7 @@ from tests.models.core.layers.published import random_grid
 
 pytestmark = pytest.mark.engine
 
-ROWS = (1, 3, 8, 19)  # one, some, as many as are computed together, and several times as many
+ROWS = (1, 3, 12, 19, 200)  # one, some, a block's, two blocks', and more than are multiplied by what was unpacked once
 # What processors without AVX-512 have.
 PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 
@@ -63,11 +63,56 @@ def test_either_form_gives_the_products_of_the_weights(bits: int, dtype: torch.d
 @pytest.mark.parametrize(("bits", "of_draft"), [(4, False), (8, False), (8, True)])
 def test_a_row_is_the_same_beside_others(bits: int, of_draft: bool, limit) -> None:
     form, _ = form_of(random_grid(64, 128, bits), of_draft=of_draft)
-    x = torch.randn(max(ROWS), 128, dtype=torch.bfloat16)
-    limit(len(x))
-    together = form.multiply(x)
+    limit(max(ROWS))
+    require_same_bits(form, None)
+
+
+def require_same_bits(form: small_batch_gemm.Form, bias: Tensor | None) -> None:
+    """Fail where a row has other bits with more or fewer beside it, or in another place."""
+    x = torch.randn(max(ROWS), form.num_inputs, dtype=torch.bfloat16)
+    together = form.multiply(x, bias)
     for num in range(1, len(x)):
-        assert torch.equal(form.multiply(x[:num]), together[:num])
+        first = num % (len(x) - num)
+        assert torch.equal(form.multiply(x[first : first + num], bias), together[first : first + num])
+
+
+@pytest.fixture
+def all_rows(monkeypatch: pytest.MonkeyPatch, limit):
+    """The target's products are of the packed weights in any step, as in a batch-invariant engine."""
+    monkeypatch.setenv(native_build.INVARIANT, "1")
+    assert small_batch_gemm._is_built()
+    limit(0)
+    torch.ops.redraft.multiply_all_rows(True)
+    yield
+    torch.ops.redraft.multiply_all_rows(False)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_outputs", [96, 72])
+@pytest.mark.parametrize(("bits", "num_inputs"), [(4, 576), (8, 576), (16, 576), (4, 1536), (16, 1536)])
+def test_all_rows_of_a_batch_invariant_target_have_the_packed_product(
+    bits: int, num_inputs: int, num_outputs: int, has_bias: bool, all_rows
+) -> None:
+    if bits == 16 and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("a processor without AVX512_BF16 has no product of bfloat16")
+    bias = torch.randn(num_outputs, dtype=torch.bfloat16) if has_bias else None
+    if bits == 16:
+        weight = torch.randn(num_outputs, num_inputs).bfloat16()
+        layer = layer_of("model.layers.0.mlp.down_proj", weight.clone())
+        form = small_batch_gemm.Form(layer.weight, small_batch_gemm.NoProduct(num_outputs), weight.dtype)
+    else:
+        form, weight = form_of(random_grid(num_outputs, num_inputs, bits), in_step=True)
+    x = torch.randn(max(ROWS), num_inputs, dtype=torch.bfloat16)
+    torch.ops.redraft.tell_step_of_few_rows(len(x), True)  # a prompt's
+    wanted = x.float() @ weight.float().T + (0 if bias is None else bias.float())
+    assert error(form.multiply(x, bias), wanted) < 0.005
+    require_same_bits(form, bias)
+
+
+def test_a_batch_invariant_draft_keeps_its_limit(all_rows) -> None:
+    form, _ = form_of(random_grid(64, 128, 8), of_draft=True)
+    form.packed.zero_()
+    assert form.multiply(torch.randn(4, 128, dtype=torch.bfloat16)).any()  # it read floats
 
 
 def test_a_drafts_products_are_those_of_its_weights_whatever_its_inputs_sizes(limit) -> None:
@@ -189,6 +234,21 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(installed, monkeypa
     assert [form.product.n for form in small_batch_gemm._target.forms] == [192, 512]
     assert [form.in_step for form in small_batch_gemm._target.forms] == [True, False]
     assert small_batch_gemm.limit() in {max(9, rows) for rows in small_batch_gemm.ROWS}  # measured, on tiny layers
+    small_batch_gemm._load.cache_clear()
+
+
+@pytest.mark.parametrize(("dtype", "num_inputs", "packed"), [(torch.bfloat16, 128, True), (torch.bfloat16, 72, False)])
+def test_layers_without_a_grid_are_packed_in_bfloat16_where_all_rows_are_to_be_alike(
+    dtype: torch.dtype, num_inputs: int, packed: bool, installed, all_rows, monkeypatch, tmp_path
+) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=None)
+    monkeypatch.setattr(small_batch_gemm, "get_current_vllm_config", lambda: config)
+    weight, x = torch.randn(64, num_inputs).to(dtype), torch.randn(40, num_inputs).to(dtype)
+    layer = layer_of("model.layers.0.self_attn.o_proj", weight.clone())
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert hasattr(layer, small_batch_gemm.FORM) is packed
+    assert error(layer.cpu_linear(x, layer.weight, None), x.float() @ weight.float().T) < 0.005
+    assert small_batch_gemm._target.forms == []
     small_batch_gemm._load.cache_clear()
 
 

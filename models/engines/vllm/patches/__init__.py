@@ -32,12 +32,15 @@ CHANGES: dict[Role, tuple[str, ...]] = {
         "models.engines.vllm.patches.dflash",
         "models.engines.vllm.patches.last_tap",
         "models.engines.vllm.patches.small_batch_gemm",
+        "models.engines.vllm.patches.batch_invariance",
         "models.engines.vllm.patches.linear_kernels",
     ),
 }
 # Those that an engine can do without: it is slower, or accepts less. Without the others answers may be wrong, or have
 # markers of clients in them, or tell nothing of their steps.
-OPTIONAL = frozenset({"attention", "compiled", "dflash", "inspection", "last_tap", "small_batch_gemm"})
+OPTIONAL = frozenset(
+    {"attention", "batch_invariance", "compiled", "dflash", "inspection", "last_tap", "small_batch_gemm"}
+)
 
 log = logging.getLogger(__name__)
 

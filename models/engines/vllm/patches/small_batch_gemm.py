@@ -11,6 +11,9 @@ verified at once, and up to more where that is faster, which is measured when th
 a sequence may change kernels: in a step that reads another's prompt (to read the weights twice there took 20 to 43 ms
 more of 32), in one of many rows, or when it was preempted and its own tokens are computed again with its prompt.
 
+Where an engine is batch invariant (`patches.batch_invariance`), every product with the target's weights is of the
+kernel here, of any number of rows: weights without a grid are packed for it as they are, in bfloat16.
+
 A draft in bfloat16 beside such a target is rounded to 8 bits, 32 weights to a scale, for products of few rows: half as
 much is read, and what it proposes is verified in any case. A draft that is swapped in is packed as it is loaded.
 
@@ -58,21 +61,32 @@ NUM_TIMES = 3
 log = logging.getLogger(__name__)
 
 
+class NoProduct:
+    """What stands for oneDNN's product with a layer's weights where they are packed for all rows."""
+
+    def __init__(self, num_outputs: int) -> None:
+        self.handler_tensor, self.n = torch.empty(0), num_outputs
+
+
 class Form:
-    """A layer's weights in both forms: integers and what scales them as the source wants them, and oneDNN's product.
+    """A layer's weights as the source wants them, integers and what scales them or bfloat16, and oneDNN's product.
 
     That one's `handler_tensor` is a tensor, so that compiled code does not hold the handle's value. `in_step` says that
     inputs are the rows of a step of the target, not those that are sampled, nor a draft's.
     """
 
     def __init__(
-        self, grid: Grid, product: Any, dtype: torch.dtype, in_step: bool = False, of_draft: bool = False
+        self, weights: Grid | Tensor, product: Any, dtype: torch.dtype, in_step: bool = False, of_draft: bool = False
     ) -> None:
-        self.product, self.num_inputs, self.dtype = product, grid.values.shape[1], dtype
+        parts: tuple[Tensor, Tensor | None, Tensor | None]
+        parts = weights if isinstance(weights, Grid) else (weights, None, None)
+        values, scales, least = parts
+        self.product, self.num_inputs, self.dtype = product, values.shape[1], dtype
         self.in_step, self.of_draft = in_step, of_draft
-        parts = [_panels(part) for part in (grid.scales, grid.least) if part is not None]
-        self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in parts], dim=2).contiguous()
-        self.packed = _pairs(grid.values) if grid.least is None else _words(grid.values)
+        self.packed = _pairs(values) if least is None else _words(values)
+        self.scales = values.new_empty(*self.packed.shape[:2], 0, VECTORS * LANES)
+        if given := [_panels(part) for part in (scales, least) if part is not None]:
+            self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in given], dim=2).contiguous()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
@@ -99,7 +113,7 @@ def _words(values: Tensor) -> Tensor:
 
 
 def _pairs(values: Tensor) -> Tensor:
-    """Pack integers [O, I] of 8 bits by pairs of inputs."""
+    """Pack integers of 8 bits or bfloat16 [O, I] by pairs of inputs."""
     panels = _panels(values)
     inputs = panels.reshape(*panels.shape[:3], -1, PAIRS, 2)  # [panel, vector, lane, group, pair, of pair]
     return inputs.permute(0, 3, 4, 1, 2, 5).contiguous().view(torch.uint8)
@@ -119,11 +133,13 @@ class _Target:
         Up to `least` rows they are read in any case.
         """
         self.faster = 0
+        torch.ops.redraft.multiply_all_rows(False)
         for rows in ROWS:
             if self._seconds(rows, rows) > self._seconds(rows, 0):
                 break
             self.faster = rows
         self._set(max(self.faster, least))
+        torch.ops.redraft.multiply_all_rows(native_build.is_batch_invariant())
         _load.cache_clear()  # from here on the packed ones are enough
         log.info(
             "up to %d rows of generated tokens read the grid of the target's weights; up to %d that is faster, and up "
@@ -167,20 +183,21 @@ def install() -> None:
 
 def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None:
     weight: Tensor = layer.weight
-    of = _draft_grid_of if _target.loads_draft else _grid_of
-    grid = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else of(layer)
-    if grid is None or not _is_built():
+    of: Callable[[Any], Grid | Tensor | None] = _draft_grid_of if _target.loads_draft else _weights_of
+    weights = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else of(layer)
+    if weights is None or not _is_built():
         own(layer, remove_weight)
     else:
-        in_step = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD
-        product = ops.create_onednn_mm(weight.t())
-        form = Form(grid, product, weight.dtype, in_step, _target.loads_draft)
+        in_step, has_grid = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD, isinstance(weights, Grid)
+        product = ops.create_onednn_mm(weight.t()) if has_grid else NoProduct(len(weight))
+        form = Form(weights, product, weight.dtype, in_step, _target.loads_draft)
         layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
         setattr(layer, FORM, form)
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         if not _target.loads_draft:
-            _target.forms.append(form)
+            torch.ops.redraft.multiply_all_rows(native_build.is_batch_invariant())
+            _target.forms += [form] if has_grid else []
     if not _target.loads_draft and getattr(layer, "prefix", "") == HEAD and _target.forms:  # the last
         drafting = get_current_vllm_config().speculative_config
         _target.measure(1 if drafting is None else 1 + drafting.num_speculative_tokens)
@@ -239,6 +256,14 @@ def _draft_grid_of(layer: Any) -> Grid | None:
     if not _target.faster or weight.dtype != torch.bfloat16 or weight.shape[1] % quantized_weights.GROUP:
         return None
     return rounded(weight)
+
+
+def _weights_of(layer: Any) -> Grid | Tensor | None:
+    """Return what a layer of the target is packed of; None leaves it to oneDNN."""
+    weight: Tensor = layer.weight
+    if (grid := _grid_of(layer)) is not None or not native_build.is_batch_invariant():
+        return grid
+    return weight if weight.dtype == torch.bfloat16 and weight.shape[1] % quantized_weights.GROUP == 0 else None
 
 
 def _grid_of(layer: Any) -> Grid | None:
