@@ -263,7 +263,11 @@ class Settings(Frozen):
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            "TORCH_LOGS": "-torch._library.triton",  # else each process says that it has no triton
+            # What libraries tell their developers would stand between a command's lines.
+            "TORCH_LOGS": "-torch._library.triton",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+            "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
             **({} if self.hub else {"HF_HUB_OFFLINE": "1"}),
         }
 

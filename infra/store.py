@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +166,9 @@ def _make_tables(database: Path) -> None:
     MLflow makes them by dozens of migrations, none in a transaction. A process killed in one leaves a file in which
     the next begins it again, and fails: so it has another name until it is made.
     """
-    utils: Any = import_module("mlflow.store.db.utils")  # without types
+    from mlflow.store.db import utils as untyped
 
+    utils: Any = untyped
     database.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(database.with_name(f".{database.name}.lock")):
         if database.exists():  # made by another process meanwhile

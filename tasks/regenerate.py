@@ -38,7 +38,7 @@ from tasks.stages import cached_step, progress, run_logger, task
 from tasks.stages.samples import append_samples, draw_per_domain, read_samples, read_written, write_samples
 from tasks.stages.throttle import device_of, throttled
 
-BATCH = 16
+BATCH = 32
 FILE = "answers.jsonl"
 CUT = "length"  # how an answer ended that has more to say
 
