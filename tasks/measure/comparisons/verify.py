@@ -31,7 +31,15 @@ COLUMNS = {
     "short_pct": "short of that, points ↓ (below 0: not lossless)",
     "lost": "total variation from the target, 0 to 1 ↓",
 }
-RULES = ("rejection", "spectr", "without_replacement", "multi_draft_optimal", "typical", "knowledge_transfer")
+RULES = (
+    "rejection",
+    "coupled",
+    "spectr",
+    "without_replacement",
+    "multi_draft_optimal",
+    "typical",
+    "knowledge_transfer",
+)
 TEMPERATURES = (1.0, 0.5)
 NUM_DRAFTS = (2, 4)
 TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 32, 15
@@ -39,7 +47,7 @@ TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 32, 15
 
 def rows(budget: float) -> list[Row]:
     """Return every rule at every temperature and number of drafts; `budget` scales the places."""
-    ways = [("rejection", 1, "")] + [(name, count, "") for count in NUM_DRAFTS for name in RULES]
+    ways = [("rejection", 1, ""), ("coupled", 1, "")] + [(name, count, "") for count in NUM_DRAFTS for name in RULES]
     ways += [("rejection", count, "certain but one") for count in NUM_DRAFTS]
     return [
         Row(
