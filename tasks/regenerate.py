@@ -1,7 +1,7 @@
 """Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, and anew.
 
-A small window then teaches more: a draft that learnt only how answers begin drafts badly further on, and another
-answer to a prompt is worth about as much as another prompt (docs/results/adaptation.md).
+A small window then teaches more: a draft that learnt only how answers begin drafts badly further on, and a second
+answer to each prompt raises τ too (docs/results/adaptation.md).
 
 Only the challenger learns it: the gate scores what was served. Only prompts of the window's training side are asked,
 which have full consent; an answer that the scrubber would change is thrown away. It is named by its row, so that an

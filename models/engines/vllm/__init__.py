@@ -66,9 +66,9 @@ class Params(EngineParams):
         kv_cache_gib: memory for keys and values (CPU).
         batch_invariant: whether a row of the target has the same bits whatever else is in its step, so that a greedy
             answer is the same at any load, drafted or not. On a CPU in bfloat16 by the kernels of `small_batch_gemm`,
-            where products with 16 rows or more take 1.2 to 1.3 times as long; on a GPU it is vLLM's own mode.
+            whose products with many rows take longer; on a GPU it is vLLM's own mode.
         draft_sample_method: "probabilistic" draws drafted tokens from q, in planned steps by the noise that the target
-            draws by, and accepts more at temperature > 0.
+            draws by, and accepts more at temperature > 0. In other steps on a CPU the likeliest tokens are drafted.
         plan_steps: whether each step is drafted as is expected to be fastest; "auto" does so on a CPU. Else vLLM drafts
             by itself, the same number of tokens in each step. On a GPU, planning takes vLLM's V1 runner, unpadded
             batches and synchronous scheduling; it was not run on one.
