@@ -68,7 +68,7 @@ class Params(EngineParams):
             answer is the same at any load, drafted or not. On a CPU in bfloat16 by the kernels of `small_batch_gemm`,
             whose products with many rows take longer; on a GPU it is vLLM's own mode.
         draft_sample_method: "probabilistic" draws drafted tokens from q, in planned steps by the noise that the target
-            draws by, and accepts more at temperature > 0. In other steps on a CPU the likeliest tokens are drafted.
+            draws by, and accepts more at temperature > 0; "auto" does so but where plan_steps is false on a CPU.
         plan_steps: whether each step is drafted as is expected to be fastest; "auto" does so on a CPU. Else vLLM drafts
             by itself, the same number of tokens in each step. On a GPU, planning takes vLLM's V1 runner, unpadded
             batches and synchronous scheduling; it was not run on one.
@@ -84,7 +84,7 @@ class Params(EngineParams):
     enforce_eager: bool | Literal["auto"] = "auto"
     kv_cache_gib: int = Field(1, ge=1)
     batch_invariant: bool = False
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_sample_method: Literal["auto", "greedy", "probabilistic"] = "auto"
     plan_steps: bool | Literal["auto"] = "auto"
     lookup: LookUp = LookUp()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = goodput.Params()

@@ -76,11 +76,13 @@ class Speculation(NamedTuple):
         drafting = {
             **own,
             "num_speculative_tokens": params.num_draft_tokens,
-            "draft_sample_method": params.draft_sample_method,
+            "draft_sample_method": "greedy" if params.draft_sample_method == "greedy" else "probabilistic",
         }
         setup: Setup | None = None
-        if self.why_unplanned() and not self.vllm_drafts:
-            drafting["draft_sample_method"] = "greedy"  # vLLM's proposer would not draw by the target's noise
+        if not self.vllm_drafts and (why := self.why_unplanned()):  # vLLM's proposer draws by another noise
+            if params.plan_steps is False and params.draft_sample_method == "probabilistic":
+                raise ValueError(f'[engine] draft_sample_method "probabilistic" can\'t be kept on a CPU, since {why}')
+            drafting["draft_sample_method"] = "greedy"
         if not self.why_unplanned():
             drafting["num_speculative_tokens"] = most = max(params.num_draft_tokens, params.lookup.num_tokens)
             facts = measured_for(

@@ -169,7 +169,7 @@ def measured_for(
         **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native_build.kernel_for(target)) else {}),
         "attention": native_build.version(native_build.ATTENTION),
         "passes": native_build.version(native_build.FUSED_EAGLE3),
-        "draws": native_build.version(native_build.GUMBEL_NOISE),
+        "draws": native_build.version(native_build.SAMPLING),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

@@ -14,9 +14,9 @@ from torch.utils import cpp_extension
 from models.core.layers import quantized_weights
 
 # The operators: attention layers in one call, products of few rows, all passes of a draft in one call, what is drawn.
-ATTENTION, FEW_ROWS, FUSED_EAGLE3, GUMBEL_NOISE = (
+ATTENTION, FEW_ROWS, FUSED_EAGLE3, SAMPLING = (
     Path(__file__).with_name("patches") / f"{name}.cpp"
-    for name in ("attention", "small_batch_gemm", "fused_eagle3", "gumbel_noise")
+    for name in ("attention", "small_batch_gemm", "fused_eagle3", "sampling")
 )
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 # Linked without OpenMP's library: the process has one, and threads of a second would fight its own for the cores.

@@ -261,6 +261,32 @@ def test_steps_are_planned_on_a_gpu_where_the_recipe_says_so_and_on_a_cpu_unless
     assert never.why_unplanned() == "[engine] plan_steps is false"
 
 
+@pytest.mark.parametrize(
+    ("said", "plans", "gpu", "drawn"),
+    [
+        ("auto", "auto", False, "probabilistic"),
+        ("probabilistic", "auto", False, "probabilistic"),
+        ("auto", False, False, "greedy"),
+        ("greedy", False, False, "greedy"),
+        ("greedy", "auto", False, "greedy"),
+        ("probabilistic", False, True, "probabilistic"),
+        ("auto", "auto", True, "probabilistic"),
+    ],
+)
+def test_drafts_are_drawn_as_said(
+    tiny_target: Path, tiny_draft: Path, said: str, plans: bool | str, gpu: bool, drawn: str
+) -> None:
+    wanted = on_gpu(tiny_target, tiny_draft, plan_steps=plans, draft_sample_method=said)._replace(on_gpu=gpu)
+    arguments, _ = wanted.arguments()
+    assert arguments["speculative_config"]["draft_sample_method"] == drawn
+
+
+def test_drafts_that_can_not_be_drawn_by_the_targets_noise_are_refused(tiny_target: Path, tiny_draft: Path) -> None:
+    wanted = on_gpu(tiny_target, tiny_draft, plan_steps=False, draft_sample_method="probabilistic")
+    with pytest.raises(ValueError, match=r'draft_sample_method "probabilistic" .* plan_steps is false'):
+        wanted._replace(on_gpu=False).arguments()
+
+
 def test_an_engine_is_spread_over_as_many_gpus_as_it_is_told() -> None:
     assert Params().num_devices == 1
     assert Params(extra={"tensor_parallel_size": 2, "pipeline_parallel_size": 3}).num_devices == 6

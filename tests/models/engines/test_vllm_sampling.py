@@ -10,8 +10,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -151,29 +152,36 @@ def step(
     return RejectionSampler.parse_output(emitted, logits.shape[1])[0]
 
 
+def settings_of(temperatures: Tensor, limits: dict[str, float], **others: Any) -> SamplingMetadata:
+    num, is_greedy = len(temperatures), not temperatures.any()
+    settings: dict[str, Any] = {
+        "temperature": None if is_greedy else temperatures,
+        "all_greedy": is_greedy,
+        "all_random": False,
+        "top_p": torch.full((num,), limits["top_p"]) if "top_p" in limits else None,
+        "top_k": torch.full((num,), int(limits["top_k"])) if "top_k" in limits else None,
+        "generators": {},
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": torch.empty(0),
+        "presence_penalties": torch.empty(0),
+        "repetition_penalties": torch.empty(0),
+        "output_token_ids": [[]] * num,
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**settings | others)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9}], ids=str)
-def test_a_step_that_verifies_says_what_plain_steps_say(limits: dict[str, float]) -> None:
+def test_a_step_that_verifies_says_what_plain_steps_say(limits: dict[str, float], greedy: bool) -> None:
     sampling.install()
     current_platform.register_triton_kernel_overrides()
-    num, size, temperatures = 3, 300, torch.tensor([0.7, 0.0, 1.0])
-    settings = SamplingMetadata(
-        temperature=temperatures,
-        all_greedy=False,
-        all_random=False,
-        top_p=torch.full((num,), limits["top_p"]) if "top_p" in limits else None,
-        top_k=torch.full((num,), int(limits["top_k"])) if "top_k" in limits else None,
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=torch.empty(0),
-        presence_penalties=torch.empty(0),
-        repetition_penalties=torch.empty(0),
-        output_token_ids=[[]] * num,
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
+    num, size, temperatures = 3, 300, torch.tensor([0.7, 0.0, 1.0]) * (not greedy)
+    settings = settings_of(temperatures, limits)
     sampler = Sampler()
     names = ["a", "b", "c"]
     batch = SimpleNamespace(req_ids=names, num_reqs=num, num_tokens_no_spec=np.array([5, 6, 7, 0]))
@@ -198,6 +206,76 @@ def test_a_step_that_verifies_says_what_plain_steps_say(limits: dict[str, float]
         rows = torch.cat([logits[:4, 0], logits[:1, 1], logits[:3, 2]])
         assert step(runner, rows, settings, drafted) == [said[0], said[1][:1], said[2][:2]]
         batch.num_tokens_no_spec = batch.num_tokens_no_spec + 1
+
+
+IN_USE = {"MinTokensLogitsProcessor": "min_toks", "LogitBiasLogitsProcessor": "biases"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reads_logits_only"),
+    [
+        ({}, True),
+        ({"max_num_logprobs": 0}, False),
+        ({"logprob_token_ids": {0: [1]}}, False),
+        ({"no_penalties": False}, False),
+        ({"bad_words_token_ids": {0: [[1]]}}, False),
+        ({"allowed_token_ids_mask": torch.ones(1, 4, dtype=torch.bool)}, False),
+        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)}, False),
+        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: False)}, True),
+        ({"temperature": torch.ones(1), "all_greedy": False}, False),
+    ],
+    ids=str,
+)
+def test_what_a_request_asks_for_beside_its_likeliest_tokens_is_left_to_vllm(
+    asked: dict[str, Any], reads_logits_only: bool
+) -> None:
+    assert sampling._reads_logits_only(settings_of(torch.zeros(1), {}, **asked)) == reads_logits_only
+
+
+@pytest.mark.parametrize("kind", [MinTokensLogitsProcessor, LogitBiasLogitsProcessor])
+def test_a_processor_of_logits_in_use_is_left_to_vllm(kind: Any) -> None:
+    processor = kind(SimpleNamespace(), torch.device("cpu"), False)
+    settings = settings_of(torch.zeros(1), {}, logitsprocs=LogitsProcessors([processor]))
+    assert sampling._reads_logits_only(settings)
+    getattr(processor, IN_USE[kind.__name__])[0] = {}
+    assert not sampling._reads_logits_only(settings)
+    unknown: Any = SimpleNamespace()
+    settings.logitsprocs.non_argmax_invariant[0] = unknown
+    assert not sampling._reads_logits_only(settings)
+
+
+LIMITS = [(None, 0.95), (None, 0.01), (20, None), (20, 0.5), (1, 0.5), (1000, 0.999), (None, 1.0)]
+
+
+def sorts(*args: Any) -> Tensor:
+    raise AssertionError(args)
+
+
+@pytest.mark.parametrize(("k", "p"), LIMITS)
+@pytest.mark.parametrize("size", [1, 7, 1000, 49152])
+def test_as_much_is_kept_without_sorting_as_with_it(size: int, k: int | None, p: float | None) -> None:
+    assert sampling._is_built()
+    scales = torch.tensor([[0.01, 1, 3, 9, 30]]).T
+    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(size)) * scales
+    logits[::2] = logits[::2].bfloat16().float()  # with ties
+    logits[1, : size // 2] = -torch.inf
+    ks = None if k is None else torch.tensor([k, size, k, k, k]).clamp(max=size).int()
+    ps = None if p is None else torch.tensor([p, p, p, 1.0, p])
+    told = sampling.keep_likeliest(sorts, logits.clone(), ks, ps)
+    sorted_by_vllm = apply_top_k_top_p_pytorch(logits.clone(), None if ks is None else ks.clone(), ps, True)
+    kept = told > -torch.inf
+    assert torch.equal(told[kept], logits[kept])
+    probs = logits.softmax(-1, dtype=torch.float64)
+    masses = (probs * kept).sum(1), (probs * (sorted_by_vllm > -torch.inf)).sum(1)
+    assert torch.allclose(*masses, rtol=0, atol=1e-4)  # vLLM adds in 32 bits
+    least, most = logits.where(kept, torch.inf).amin(1), logits.where(~kept, -torch.inf).amax(1)
+    assert (least >= most).all()
+
+
+def test_of_equally_likely_tokens_the_first_are_kept() -> None:
+    kept = sampling.keep_likeliest(sorts, torch.zeros(2, 1000), None, torch.tensor([0.0105, 0.5005])) == 0
+    assert kept.sum(1).tolist() == [11, 501]
+    assert kept[0, :11].all() and kept[1, :501].all()
 
 
 def test_a_step_without_noise_is_vllms_own() -> None:

@@ -50,12 +50,15 @@ def require(model: nn.Module) -> None:
             impl = getattr(layer, "impl", None)
             suits = type(impl) is CPUAttentionBackendImpl and impl.attn_type == AttentionType.DECODER
         else:
-            has_matrix = any(one.ndim > 1 and one.numel() for one in layer.parameters(recurse=False))
-            multiplies = isinstance(layer, LinearBase | VocabParallelEmbedding) or has_matrix
-            suits = not multiplies or isinstance(layer, nn.Embedding) or hasattr(layer, small_batch_gemm.FORM)
+            suits = not _multiplies(layer) or isinstance(layer, nn.Embedding) or hasattr(layer, small_batch_gemm.FORM)
         if not suits:
             kind = type(layer).__name__
             raise ValueError(f"[engine] batch_invariant: {name} ({kind}) has no batch-invariant kernel on a CPU")
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    has_matrix = any(one.ndim > 1 and one.numel() for one in layer.parameters(recurse=False))
+    return has_matrix or isinstance(layer, LinearBase | VocabParallelEmbedding)
 
 
 def _build(

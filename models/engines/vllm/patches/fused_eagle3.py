@@ -159,4 +159,4 @@ def _suits(drafter: Any) -> bool:
 
 @cache
 def _is_built() -> bool:
-    return all(native_build.is_loaded(file, WITHOUT) for file in (native_build.GUMBEL_NOISE, native_build.FUSED_EAGLE3))
+    return all(native_build.is_loaded(file, WITHOUT) for file in (native_build.SAMPLING, native_build.FUSED_EAGLE3))

@@ -1,6 +1,10 @@
-// Draws tokens by noise that is a function of a request's seed, a position and a token, see sampling.py.
+// Keeps a row's likeliest tokens, and draws one by noise that is a function of a request's seed, a position and a token;
+// see sampling.py.
 //
 // Letters: R rows, V tokens.
+//
+// What top-k and top-p keep is found without sorting a row: tokens are counted by how far they are below the largest
+// logit, and only those at the distance at which the limit is reached are sorted.
 //
 // The largest logit + temperature * noise of a row is found without a logarithm for each token: a token wins only if its
 // uniform number is below exp((its logit - the largest sum so far) / temperature), of which a bound is enough. The few
@@ -15,8 +19,13 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <vector>
 
 namespace {
+
+constexpr int DISTANCES = 1024;  // that are told apart, and all beyond as the last
+constexpr float FINENESS = 32;   // distances in a nat
 
 constexpr int64_t BLOCK = 64;     // tokens that are looked at together
 constexpr double GREEDY = 1e-5;   // vLLM's least temperature that draws
@@ -123,11 +132,102 @@ at::Tensor draw_by_noise(
     return winners;
 }
 
+// A row's tokens by their distances below its largest logit.
+struct Distances {
+    std::vector<int16_t> of;
+
+    Distances(const float* logits, int64_t num) : of(num) {
+        const float most = logits[likeliest(logits, num)];
+        for (int64_t at = 0; at < num; ++at) {
+            const float distance = (most - logits[at]) * FINENESS;
+            of[at] = static_cast<int16_t>(distance < DISTANCES - 1 ? distance : DISTANCES - 1);  // what is no number too
+        }
+    }
+
+    // Return the tokens at a distance.
+    std::vector<int64_t> at_distance(int16_t distance) const {
+        std::vector<int64_t> found;
+        for (size_t at = 0; at < of.size(); ++at) {
+            if (of[at] == distance) found.push_back(static_cast<int64_t>(at));
+        }
+        return found;
+    }
+
+    void drop_beyond(int16_t distance, float* logits) const {
+        for (size_t at = 0; at < of.size(); ++at) {
+            logits[at] = of[at] > distance ? -std::numeric_limits<float>::infinity() : logits[at];
+        }
+    }
+};
+
+// Keep the k likeliest tokens, and all that are as likely as the last of them.
+void keep_most(float* logits, int64_t num, int64_t k) {
+    if (k >= num) return;
+    const Distances distances(logits, num);
+    std::vector<int64_t> counts(DISTANCES);
+    for (const int16_t distance : distances.of) ++counts[distance];
+    int16_t last = 0;
+    for (; counts[last] < k; ++last) k -= counts[last];
+    const std::vector<int64_t> tokens = distances.at_distance(last);
+    std::vector<float> values(tokens.size());
+    std::ranges::transform(tokens, values.begin(), [&](int64_t token) { return logits[token]; });
+    std::ranges::nth_element(values, values.begin() + k - 1, std::greater());
+    const float least = values[k - 1];
+    distances.drop_beyond(last, logits);
+    for (const int64_t token : tokens) {
+        if (logits[token] < least) logits[token] = -std::numeric_limits<float>::infinity();
+    }
+}
+
+// Keep each token that has less than p above it. Of equally likely ones the first is above the others.
+void keep_mass(float* logits, const float* probs, int64_t num, double p) {
+    if (p >= 1) return;
+    const Distances distances(logits, num);
+    std::vector<double> masses(DISTANCES);
+    for (int64_t at = 0; at < num; ++at) masses[distances.of[at]] += probs[at];
+    double above = 0;
+    int16_t last = 0;
+    for (; last < DISTANCES - 1 && above + masses[last] < p; ++last) above += masses[last];
+    std::vector<int64_t> tokens = distances.at_distance(last);
+    std::ranges::sort(tokens, [&](int64_t one, int64_t other) {
+        return logits[one] != logits[other] ? logits[one] > logits[other] : one < other;
+    });
+    distances.drop_beyond(last, logits);
+    for (const int64_t token : tokens) {
+        if (above >= p) logits[token] = -std::numeric_limits<float>::infinity();
+        above += probs[token];
+    }
+}
+
+// Apply top-k and then top-p to logits [R, V] in place.
+void keep_likeliest(
+    const at::Tensor& logits, const std::optional<at::Tensor>& k, const std::optional<at::Tensor>& p
+) {
+    const int64_t num_rows = logits.size(0), num = logits.size(1);
+    float* rows = logits.mutable_data_ptr<float>();
+    const auto each = [&](const auto& keep) {
+        at::parallel_for(0, num_rows, 1, [&](int64_t from, int64_t to) {
+            for (int64_t at = from; at < to; ++at) keep(at, rows + at * num);
+        });
+    };
+    if (k) {
+        each([&](int64_t at, float* row) { keep_most(row, num, k->const_data_ptr<int64_t>()[at]); });
+    }
+    if (p) {
+        const at::Tensor probs = at::softmax(logits, -1);
+        each([&](int64_t at, float* row) {
+            keep_mass(row, probs.const_data_ptr<float>() + at * num, num, p->const_data_ptr<float>()[at]);
+        });
+    }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(redraft, library) {
     library.def(
         "draw_by_noise(Tensor logits, Tensor seeds, Tensor positions, Tensor temperatures, Tensor token_ids) -> Tensor"
     );
+    library.def("keep_likeliest(Tensor(a!) logits, Tensor? k, Tensor? p) -> ()");
+    library.impl("keep_likeliest", c10::DispatchKey::CPU, keep_likeliest);
     library.impl("draw_by_noise", c10::DispatchKey::CPU, draw_by_noise);
 }
