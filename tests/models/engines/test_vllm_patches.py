@@ -24,9 +24,8 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from models.core.drafting.lookup import NgramIndex
 from models.core.layers import quantized_weights
 from models.engines.vllm import patches
-from models.engines.vllm.patches import compiled, linear_kernels, replace
+from models.engines.vllm.patches import compiled, linear_kernels, replace, sampling
 from models.engines.vllm.patches.proposer import DRAFTER_READS, READS, Planned
-from models.engines.vllm.patches.sampling import constrain_rows
 from models.engines.vllm.redraft_vllm.sampling import expand
 from tests.imports import ROOT
 
@@ -138,12 +137,15 @@ def test_values_are_repeated_over_the_drafted_tokens(values: list[float], ends: 
     assert output.tolist() == wanted
 
 
-def test_a_step_that_verifies_nothing_has_no_tokens_to_constrain() -> None:
-    def largest_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def test_a_step_that_verifies_nothing_has_no_tokens_to_constrain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def largest_first(logits: torch.Tensor, k: torch.Tensor, p: torch.Tensor | None) -> torch.Tensor:
         return logits.topk(int(k.max())).values
 
-    assert constrain_rows(largest_first, torch.empty(0, 7), torch.empty(0)).shape == (0, 7)
-    assert constrain_rows(largest_first, torch.tensor([[1.0, 3.0]]), torch.tensor([1])).tolist() == [[3.0]]
+    monkeypatch.setattr(sampling, "_is_built", lambda: False)
+    assert sampling.keep_likeliest(largest_first, torch.empty(0, 7), torch.empty(0), None).shape == (0, 7)
+    assert sampling.keep_likeliest(largest_first, torch.tensor([[1.0, 3.0]]), torch.tensor([1]), None).tolist() == [
+        [3.0]
+    ]
 
 
 def bare() -> Any:

@@ -211,21 +211,28 @@ def test_a_step_that_verifies_says_what_plain_steps_say(limits: dict[str, float]
 IN_USE = {"MinTokensLogitsProcessor": "min_toks", "LogitBiasLogitsProcessor": "biases"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "reads_logits_only"),
-    [
-        ({}, True),
-        ({"max_num_logprobs": 0}, False),
-        ({"logprob_token_ids": {0: [1]}}, False),
-        ({"no_penalties": False}, False),
-        ({"bad_words_token_ids": {0: [[1]]}}, False),
-        ({"allowed_token_ids_mask": torch.ones(1, 4, dtype=torch.bool)}, False),
-        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)}, False),
-        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: False)}, True),
-        ({"temperature": torch.ones(1), "all_greedy": False}, False),
-    ],
-    ids=str,
-)
+class Budget:
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def has_tracked_requests(self) -> bool:
+        return self.num > 0
+
+
+ASKED: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({}, True),
+    "log probability": ({"max_num_logprobs": 0}, False),
+    "log probabilities of tokens": ({"logprob_token_ids": {0: [1]}}, False),
+    "penalties": ({"no_penalties": False}, False),
+    "bad words": ({"bad_words_token_ids": {0: [[1]]}}, False),
+    "allowed tokens": ({"allowed_token_ids_mask": torch.ones(1, 4, dtype=torch.bool)}, False),
+    "a budget": ({"thinking_budget_state_holder": Budget(1)}, False),
+    "nobody's budget": ({"thinking_budget_state_holder": Budget(0)}, True),
+    "a draw": ({"temperature": torch.ones(1), "all_greedy": False}, False),
+}
+
+
+@pytest.mark.parametrize(("asked", "reads_logits_only"), ASKED.values(), ids=ASKED)
 def test_what_a_request_asks_for_beside_its_likeliest_tokens_is_left_to_vllm(
     asked: dict[str, Any], reads_logits_only: bool
 ) -> None:
