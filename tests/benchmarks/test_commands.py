@@ -227,6 +227,14 @@ def test_drafts_learn_from_more_and_more_requests_of_a_domain_and_of_a_file(buil
     assert run_script(built[0], "learning", tmp_path / "file", *options)["domains"]["refresh"] == "sums"
 
 
+def test_a_refresh_learns_what_was_served_and_answers_given_again(built, tmp_path):
+    options = ("--requests", "8", "--served", "6", "--anew", "1", "2", "--prompts", "6", "--seeds", "2")
+    found = run_script(built[0], "regeneration", tmp_path / "regeneration", *options)
+    assert found["domain"] == "code" and len(found["arms"]) == 5
+    for arm in found["arms"].values():
+        assert arm.keys() == {"6", "100"} and arm["6"]["tau"] >= 1
+
+
 def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, sums, tmp_path):
     options = ("--requests", "16", "--windows", "2", "--prompts", "6", "--data", sums)
     found = run(served, "drift", tmp_path / "drift", *options)
