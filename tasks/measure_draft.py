@@ -127,7 +127,8 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
 
 def scored_by(recipe: Recipe) -> dict[str, object]:
     """Return what scores of a draft depend on besides the draft and what it is scored on."""
-    rules = [rule.model_dump() for rule in recipe.engine.rules]
+    greedy, sampling, draws = recipe.engine.rules
+    rules = {"greedy": greedy.model_dump(), "sampling": sampling.model_dump(), "draws": draws}
     return {"num_draft_tokens": recipe.num_draft_tokens, "rules": rules}
 
 

@@ -25,10 +25,11 @@ OnFirstToken = Callable[[], None]
 
 
 class Rules(NamedTuple):
-    """The rules that an engine verifies by."""
+    """The rules that an engine verifies by, and how it drafts for them."""
 
     greedy: BaseParams  # at temperature 0
     sampling: BaseParams  # above
+    draws: bool = True  # at temperatures above 0 drafted tokens are drawn from q; else they are its likeliest
 
     def at(self, temperature: float) -> BaseParams:
         """Return the rule of requests of a temperature."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from models import catalog
 from models.core.checkpoints.readout import Readout
@@ -54,7 +55,7 @@ def score(
     with torch.inference_mode():
         scores = greedy_scores(draft, states, chosen, num_draft_tokens, rules.greedy)
         if sampled:
-            scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens, rules.sampling)
+            scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens, rules)
     return [scores[s.id] for s in samples]
 
 
@@ -144,9 +145,9 @@ def _as_score(draft: Draft, sample: Sample, steps: int, accepted: float) -> Scor
 
 
 def _sampled_scores(
-    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
+    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rules: Rules
 ) -> dict[str, Score]:
-    device = draft.vocabulary.device
+    device, rule = draft.vocabulary.device, rules.sampling
     readout, vocab_size = Readout.load(target_dir, device), target_config(target_dir).vocab_size
     expected_accepted = catalog.load("verify", rule.name).expected_accepted
     scores = {}
@@ -160,6 +161,8 @@ def _sampled_scores(
             for step, (running, logits, *_) in enumerate(drafted):
                 here = (running >= start) & (running < start + STARTS)
                 law = (logits[here] / sample.temperature).softmax(-1)
+                if not rules.draws:
+                    law = one_hot(law.argmax(-1), law.shape[-1]).to(law)
                 q[(running[here] - start)[:, None], step, draft.vocabulary] = law
             places = torch.arange(int(index[0]) + 1, int(index[-1]) + 1 + num_steps, device=device)
             told = final[0, places.clamp(max=final.shape[1] - 1)]  # past the answer's end nothing is drafted

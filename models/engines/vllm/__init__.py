@@ -93,7 +93,9 @@ class Params(EngineParams):
     @property
     def rules(self) -> Rules:
         """What drafted tokens are verified by, where vLLM does not draft by itself."""
-        return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "coupled")))
+        greedy, coupled = (catalog.parse("verify", {"name": name}) for name in ("greedy", "coupled"))
+        draws = self.draft_sample_method == "probabilistic" or (self.draft_sample_method == "auto" and self.plan_steps)
+        return Rules(greedy, coupled, draws=bool(draws))
 
     @property
     def num_devices(self) -> int:

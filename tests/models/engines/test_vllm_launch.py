@@ -279,6 +279,7 @@ def test_drafts_are_drawn_as_said(
     wanted = on_gpu(tiny_target, tiny_draft, plan_steps=plans, draft_sample_method=said)._replace(on_gpu=gpu)
     arguments, _ = wanted.arguments()
     assert arguments["speculative_config"]["draft_sample_method"] == drawn
+    assert gpu or wanted.params.rules.draws == (drawn == "probabilistic")
 
 
 def test_drafts_that_can_not_be_drawn_by_the_targets_noise_are_refused(tiny_target: Path, tiny_draft: Path) -> None:

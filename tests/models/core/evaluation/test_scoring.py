@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.core.evaluation.scoring import score, trace
+from models.core.evaluation.scoring import STANDARD, score, trace
 from models.core.learning.hidden import Sample
 from models.drafts import Draft, Drafter, KeepRows, Rows, Unrolled
 
@@ -29,8 +29,9 @@ class Table(Draft):
     taps = ()
     vocabulary = torch.tensor([0, 2, 3])
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool = True) -> None:
         super().__init__()
+        self.draws = draws  # or drafts the likeliest token
         self.logits = 1.5 * torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(4))
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
@@ -54,8 +55,10 @@ class Table(Draft):
 
     def q(self, last: int, temperature: float) -> list[float]:
         """[V]."""
-        law = torch.zeros(SIZE).index_copy_(0, self.vocabulary, (self.logits[last] / temperature).softmax(-1))
-        return law.tolist()
+        law = (self.logits[last] / temperature).softmax(-1)
+        if not self.draws:
+            law = (law == law.max()).float()
+        return torch.zeros(SIZE).index_copy_(0, self.vocabulary, law).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +109,20 @@ def accepted(laws: Laws, draft: Table, told: tuple[int, ...], num_steps: int, te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_steps", "temperature"), [(3, 0.7), (1, 1.0), (4, 1.3)])
+@pytest.mark.parametrize(
+    ("num_steps", "temperature", "draws"), [(3, 0.7, True), (1, 1.0, True), (4, 1.3, True), (3, 0.7, False)]
+)
 def test_the_score_of_sampled_answers_is_what_speculation_accepts(
-    target: Path, laws: Laws, tmp_path: Path, num_steps: int, temperature: float
+    target: Path, laws: Laws, tmp_path: Path, num_steps: int, temperature: float, draws: bool
 ) -> None:
-    draft = Table()
+    draft = Table(draws)
     exact = sum(
         chance(laws, told, temperature) * accepted(laws, draft, told, min(num_steps, LENGTH - begun), temperature)
         for begun in range(1, LENGTH)
         for told in product(range(SIZE), repeat=begun)
     )
     samples = [Sample(str(n), "d", list(PROMPT), list(answer), temperature) for n, answer in enumerate(ANSWERS)]
-    scored = score(draft, target, samples, num_steps, tmp_path)
+    scored = score(draft, target, samples, num_steps, tmp_path, rules=STANDARD._replace(draws=draws))
     assert {one.steps for one in scored} == {LENGTH - 1}
     values = torch.tensor([one.accepted for one in scored], dtype=torch.float64)
     chances = torch.tensor([chance(laws, answer, temperature) for answer in ANSWERS], dtype=torch.float64)
