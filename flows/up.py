@@ -90,21 +90,24 @@ def start(recipe: str, settings: Settings, attached: Attached | None = None) -> 
 def supervisor_argv(recipe: str, settings: Settings, attached: Attached | None = None) -> list[str]:
     """Return how the supervisor is started.
 
-    ValueError if something runs here already, or the service can't be started, see `require_served` and
+    ValueError if something runs here already, or the service can't be started, see `configure_service` and
     `require_startable`; or if the token of the servers to attach to is not set.
     """
     if (running := read_state(settings.home)) is not None:
         at = running.url(SERVICE) or "an address that is not known yet"
         raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
     parsed = load_recipe(recipe)
-    parsed.require_served()
     argv = [sys.executable, "-m", "flows.up", "--recipe", recipe]
     if attached is None:
         require_startable(settings, parsed.serve.port)
-        return argv
-    if not os.environ.get(ATTACH_TOKEN):
+    elif not os.environ.get(ATTACH_TOKEN):
         raise ValueError(f"set {ATTACH_TOKEN} to the token that the server was started with")
-    return [*argv, "--attached", attached.model_dump_json()]
+    else:
+        argv += ["--attached", attached.model_dump_json()]
+    from tasks.check_recipe import configure_service  # brings transformers, which takes seconds
+
+    configure_service.fn(parsed)
+    return argv
 
 
 def stop(settings: Settings) -> None:
@@ -156,7 +159,7 @@ def programs_of(recipe: str, settings: Settings, attached: Attached | None) -> l
     programs = pages(settings)
     orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
     parsed = load_recipe(recipe)
-    from tasks.check_recipe import configure_service  # brings transformers, which takes seconds
+    from tasks.check_recipe import configure_service
 
     config = configure_service.fn(parsed, orchestrated["PREFECT_API_URL"])
     served = _service(parsed, settings, config) if attached is None else _attached(settings, config, attached)

@@ -168,6 +168,8 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
 
 
 def _unpack(file: Path, work: Path) -> Contents:
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
     try:
         with tarfile.open(file) as archive:
             archive.extractall(work, filter=_taken_out)  # noqa: S202 - which checks each file

@@ -49,11 +49,12 @@ def run(tmp_path, monkeypatch, own_environment):
 
 
 @pytest.mark.slow
-def test_up_in_the_foreground_becomes_the_supervisor_which_says_what_is_missing(tmp_path: Path) -> None:
+def test_up_in_the_foreground_says_what_is_missing_before_anything_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "flows.cli", "up", "--foreground", "--recipe", "tiny"]
     done = subprocess.run(command, env=os.environ | {"REDRAFT_HOME": str(tmp_path)}, capture_output=True, check=False)
-    missing = b"the registry has no champion target and draft yet; run: redraft build --recipe FILE\n"
-    assert (done.returncode, done.stdout) == (2, missing), done.stderr
+    missing = b"redraft: the registry has no champion target and draft yet; run: redraft build --recipe FILE\n"
+    assert (done.returncode, done.stderr) == (2, missing), done.stdout
+    assert not (tmp_path / "logs").exists()
 
 
 def test_help_groups_the_commands_and_each_has_an_example_that_parses(run):
@@ -130,6 +131,7 @@ def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before
         ("traffic --recipe tiny", "no service was started yet; run: redraft serve"),
         ("import-draft none --recipe tiny", "redraft: there is no folder none"),
         slow("refresh --recipe tiny", "no champion target and draft yet; run: redraft build --recipe FILE"),
+        slow("up --recipe tiny", "no champion target and draft yet; run: redraft build --recipe FILE"),
         slow("import-logs old.jsonl --recipe tiny", "no champion target yet"),
         slow("import-logs old.txt --recipe tiny", "old.txt: wanted a file ending in .jsonl, .json, .csv"),
         slow("promote 7", "draft 7"),
