@@ -34,7 +34,7 @@ from models.lengths import Plan, SequenceState, View
 from models.params import BaseParams
 
 PAPER = "arXiv:2406.14066, section 4"
-PLANS = ("margin", "rest_after")
+PLANS = ("margin", "rest_after", "end_early")
 
 RECENT = 32  # steps of a sequence that drafted, which its estimate rests on
 DWELL = 16  # steps between two changes of k, unless load or draft changed
@@ -52,6 +52,8 @@ class Params(BaseParams):
     Attributes:
         margin: share of goodput that another number of tokens must promise to be taken.
         explore: share of the time that may be lost for learning.
+        end_early: whether a greedy chain ends where the draft, as far as it is right in such cases, is too unsure of it
+            for another pass to pay.
         rest_after: what the draft may take at 0 to keep its keys, in steps without a draft; then it makes no pass.
     """
 
@@ -59,6 +61,7 @@ class Params(BaseParams):
     margin: float = Field(0.01, ge=0)
     explore: float = Field(0.005, ge=0, lt=1)
     rest_after: float = Field(0.5, ge=0)
+    end_early: bool = True
 
 
 class _Memory(NamedTuple):
@@ -163,6 +166,7 @@ def plan(
         plain_tokens_per_s=1000 * num / line.target_ms(num),
         why="explores" if explores else "pays" if options[settled].rows > num else "loses",
         memory=memory._replace(price=price),
+        stops=_stops(acceptance, groups, line, price) if params.end_early and passes > 1 else {},
         lasts=LOOK_EVERY - memory.since % LOOK_EVERY if skip and not asks else 1,
     )
 
@@ -180,8 +184,16 @@ def _groups(acceptance: Acceptance, running: Sequence[SequenceState], limit: int
             )
             for one in lookups
         ]
-        groups.append(Group(num, domain, whole, head, found))
+        groups.append(Group(num, domain, whole, head, found, acceptance.made(domain, limit)))
     return groups
+
+
+def _stops(acceptance: Acceptance, groups: Sequence[Group], line: Line, price: Price) -> dict[str, float]:
+    """Return where chains end: a row more is each one's own, and a pass is shared by all that go on."""
+    num = line.num_sequences
+    row_ms = line.target_ms(price.rows + 1) - line.target_ms(price.rows)
+    worth = price.goodput * (row_ms + (line.pass_ms or 0.0) / num)
+    return {group.domain: acceptance.least(group.domain, worth) for group in groups}
 
 
 def _settle(

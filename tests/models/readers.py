@@ -32,7 +32,7 @@ models/core/learning/training.py: stages.Select = learning_rate warmup num_epoch
     stages.Finetune = learning_rate warmup num_epochs batch_tokens max_length
 models/core/learning/rollouts.py: answers.mixed_requests = rounds temperature; answers.mixed_tokens = rounds
     temperature; answers.on_policy = rounds temperature
-models/lengths/goodput.py: lengths.goodput = margin explore rest_after
+models/lengths/goodput.py: lengths.goodput = margin explore rest_after end_early
 models/lengths/specdec_pp.py: lengths.specdec_pp = head threshold num_layers rejection_weight
 models/regimes/checkpointing.py: regimes.checkpointing = every
 models/regimes/paged_state.py: regimes.paged_state = folder

@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from models.core.throughput.steps import Curve, Line, ascending, between, passes_made
+from models.core.throughput.isotonic import ascending
+from models.core.throughput.steps import Curve, Line, between, passes_made
 from models.types import Frozen, Positive
 
 PAPER = "Kalman 1960, A new approach to linear filtering and prediction problems"

@@ -30,6 +30,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Literal, NamedTuple
 
+from models.core.throughput.certainty import Certainty
 from models.types import MIN_STEPS, Speed
 
 Source = Literal["head", "lookup"]
@@ -97,6 +98,8 @@ class Acceptance:
         self._before: dict[str, list[float]] = {}
         self._domains: set[str] = set()
         self._looked_up: dict[str, list[list[float]]] = {}  # by class: how often, tokens that matched, tokens proposed
+        self._made: dict[str, list[_Place]] = defaultdict(_places)  # of the head's chains: those that came to a place
+        self._certainty: dict[str, Certainty] = defaultdict(Certainty)
         self.num_swaps = 0
 
     def start(self, accepted: Mapping[str, Sequence[float]]) -> None:
@@ -111,6 +114,8 @@ class Acceptance:
             self.promise(domain, shares)
         self._places = defaultdict(_places, {key: one for key, one in self._places.items() if key[1] != "head"})
         self._pooled = defaultdict(_places, {key: one for key, one in self._pooled.items() if key[0] != "head"})
+        self._made.clear()
+        self._certainty.clear()
         self.num_swaps += 1
 
     def promise(self, domain: str, accepted: Sequence[float]) -> None:
@@ -120,21 +125,54 @@ class Acceptance:
         self._before[domain] = [min(share / last, 1.0) if last else 0.0 for last, share in pairwise([1.0, *accepted])]
 
     def see(
-        self, domain: str, source: Source, num_drafted: int, num_accepted: int, match: int = 0, whole: bool = True
+        self,
+        domain: str,
+        source: Source,
+        num_drafted: int,
+        num_accepted: int,
+        match: int = 0,
+        whole: bool = True,
+        num_wanted: int = 0,
+        chances: Sequence[float] = (),
     ) -> None:
         """Take in one verified proposal; of one with no drafted tokens there is nothing to see.
 
         `match` is how many tokens had matched, of look-up, and `whole` whether the head has all keys of the sequence.
-        ValueError if more was accepted than drafted, or less than nothing.
+        The head's chain may have ended before the tokens that were wanted: it emits no more where it does, so that what
+        was not drafted counts as not accepted. `chances` are its own of each drafted token. ValueError if more was
+        accepted than drafted, or less than nothing.
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(f"wanted accepted tokens from 0 to the {num_drafted} drafted, got {num_accepted}")
         key = self._known(domain), source, kind_of(source, match, whole)
         own, pooled = self._places[key], self._pooled[key[1:]]
-        for place in range(min(num_accepted + 1, num_drafted, NUM_PLACES)):
+        num_wanted = max(num_wanted, num_drafted)
+        for place in range(min(num_accepted + 1, num_wanted, NUM_PLACES)):
             accepted = place < num_accepted
             own[place].see(accepted, self._keep)
             pooled[place].see(accepted, self._keep)
+        if source == "head":
+            for place in range(1, min(num_drafted + 1, num_wanted, NUM_PLACES)):
+                self._made[key[0]][place].see(num_drafted > place, self._keep)
+            if chances:
+                self._certainty[key[0]].see(chances[:num_drafted], num_accepted)
+
+    def made(self, domain: str, num_tokens: int) -> list[float]:
+        """Return how many of the head's chains come to each of so many tokens and don't end before; empty if all do."""
+        places = self._made.get(self._known(domain))
+        if places is None:
+            return []
+        shares = (places[min(place, NUM_PLACES - 1)].chance(1.0, GUESS_WEIGHT) for place in range(1, num_tokens))
+        return list(accumulate([1.0, *shares], mul))[:num_tokens]
+
+    def least(self, domain: str, worth: float) -> float:
+        """Return the head's own chance below which a chain is ended; `worth` is what another token has to give.
+
+        That is in tokens; see `models.core.throughput.certainty`.
+        """
+        first = self.chances(domain, "head", 1)[0]
+        certainty = self._certainty.get(self._known(domain))
+        return (certainty or Certainty()).least(worth / first) if first > 0 else 1.0
 
     def chances(self, domain: str, source: Source, num_tokens: int, match: int = 0, whole: bool = True) -> list[float]:
         """Return a_1 … a_num_tokens."""

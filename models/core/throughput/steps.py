@@ -7,6 +7,7 @@ of tokens and time. What rows take is asked at the rows that the other sequences
 sequence's step is expected to take what a step of that length does.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -99,23 +100,6 @@ def between(numbers: Sequence[int], number: int) -> list[tuple[int, float]]:
     return [(after - 1, 1 - share), (after, share)]
 
 
-def ascending(points: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return the nearest points that never fall: those that do are pooled with those before them."""
-    if all(left <= right for left, right in pairwise(points)):
-        return tuple(points)
-    pools: list[list[tuple[float, float]]] = []
-    for one in zip(points, weights or [1.0] * len(points), strict=True):
-        pools.append([one])
-        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
-            last = pools.pop()
-            pools[-1].extend(last)
-    return tuple(_mean(pool) for pool in pools for _ in pool)
-
-
-def _mean(pool: Sequence[tuple[float, float]]) -> float:
-    return sum(weight * point for point, weight in pool) / sum(weight for _, weight in pool)
-
-
 class Price(NamedTuple):
     """What time is worth.
 
@@ -135,13 +119,21 @@ class Price(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sequences of which the same is known; of each proposal the chances that all tokens up to a place are accepted."""
+    """Sequences of which the same is known; of each proposal the chances that all tokens up to a place are accepted.
+
+    `made` are the chances that the head's chain comes to a place before it ends by itself; all 1 where it is empty.
+    """
 
     num: int
     domain: str
     whole: bool
     head: list[float]
     lookups: list[tuple[Lookup, int, list[float]]]
+    made: Sequence[float] = ()
+
+    def num_made(self, length: int) -> float:
+        """Return how many tokens the head's chains of a length have on average."""
+        return sum(self.made[:length]) if self.made else length
 
 
 class Option(NamedTuple):
@@ -190,7 +182,7 @@ def _longest(groups: Sequence[Group], passes: int, costs: Sequence[float]) -> di
     longest: dict[tuple[str, Source, int], int] = {}
     for group in groups:
         head, *lookups = _keys(group)
-        longest[head], worth = _best_length(group.head[:passes], costs)
+        longest[head], worth = _best_length(group.head[:passes], costs, group.made)
         for key, (lookup, _, chances) in zip(lookups, group.lookups, strict=True):
             length, gain = _best_length(chances, costs)
             if lookup.num_tokens < length:
@@ -199,8 +191,11 @@ def _longest(groups: Sequence[Group], passes: int, costs: Sequence[float]) -> di
     return longest
 
 
-def _best_length(chances: Sequence[float], costs: Sequence[float]) -> tuple[int, float]:
+def _best_length(chances: Sequence[float], costs: Sequence[float], made: Sequence[float] = ()) -> tuple[int, float]:
     """Return how many tokens of a proposal are worth most beyond their costs, and how much that is."""
+    if made:  # rows that are not always there cost as much less
+        steps = zip(made, pairwise(costs), strict=False)
+        costs = list(accumulate((share * (more - less) for share, (less, more) in steps), initial=0.0))
     totals = accumulate(chances[: len(costs) - 1])
     worth = [0.0, *(total - cost for total, cost in zip(totals, costs[1:], strict=False))]
     most = max(worth)
@@ -211,10 +206,11 @@ def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tu
     """Return what a step gives on average in which these lengths are verified."""
     num = line.num_sequences
     tokens, rows, all_looked_up = float(num), float(num), 1.0
-    cases: list[list[tuple[float, int]]] = []  # of a sequence of each group: chance and length of what is drafted
+    cases: list[list[tuple[float, float]]] = []  # of a sequence of each group: chance and length of what is drafted
     for group in groups:
         head, *keys = _keys(group)
-        rest, drafted = 1.0, []
+        rest = 1.0
+        drafted: list[tuple[float, float]] = []
         for key, (lookup, _, chances) in zip(keys, group.lookups, strict=True):
             length = min(longest[key], lookup.num_tokens)
             if length:
@@ -222,7 +218,7 @@ def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tu
                 drafted.append((lookup.chance, length))
                 rest -= lookup.chance
         tokens += group.num * rest * sum(group.head[: longest[head]])
-        cases.append([*drafted, (rest, longest[head])])
+        cases.append([*drafted, (rest, group.num_made(longest[head]))])
         rows += group.num * sum(chance * length for chance, length in cases[-1])
         all_looked_up *= max(1 - rest, 0.0)
     target_ms = 0.0
@@ -230,9 +226,20 @@ def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tu
         others = rows - sum(chance * length for chance, length in drafted)
         target_ms += group.num / num * sum(chance * line.target_ms(others + length) for chance, length in drafted)
     # The first pass keeps the draft's keys, also where look-up proposes for every sequence.
-    mean_passes = 1 + (passes - 1) * (1 - all_looked_up) if passes else 0
+    mean_passes = 1 + (_num_passes(groups, passes) - 1) * (1 - all_looked_up) if passes else 0
     prompts_ms = tokens * line.prompt_ms if passes else 0.0
     return Option(tokens, target_ms + line.passes_ms(mean_passes) + prompts_ms, rows, longest)
+
+
+def _num_passes(groups: Sequence[Group], passes: int) -> float:
+    """Return how many passes are made on average, each for as long as a chain goes on."""
+    if not any(group.made for group in groups):
+        return passes
+    ended = [
+        math.prod((1 - group.made[place] if group.made else 0.0) ** group.num for group in groups)
+        for place in range(passes)
+    ]
+    return passes - sum(ended)
 
 
 def everything(groups: Iterable[Group], passes: int) -> dict[tuple[str, Source, int], int]:

@@ -44,6 +44,8 @@ NUM_READ = "redraft_num_read"
 # A way of drafting that measures what rows and passes cost; the planner's `MeasuredStep` says how, step by step. The
 # request's domain says how many there are.
 MEASURE = "measure"
+# In place of the chance below which a chain ends, where chances tell nothing.
+UNTOLD = -1.0
 # Kind of traffic of answers that a grammar constrains, behind a domain and a "/", which no domain's name has.
 STRUCTURED = "structured"
 # How a request's tokens are chosen, as far as that takes time.
@@ -144,16 +146,31 @@ class Row(NamedTuple):
     num_found: int  # tokens that followed it
     looked_up: bool  # whether `token_ids` are those; else they are the head's
     token_ids: list[int]
+    num_wanted: int = 0  # of the head, which may have ended its chain before
+    chances: Sequence[float] = ()  # the head's own, to the thousandth, that its tokens up to each are right
+
+    def of_head(self, token_ids: Sequence[int], num_wanted: int, chances: Sequence[float]) -> "Row":
+        """Return the row with the tokens that the head drafted of those wanted; -1 stands where it drafted none."""
+        drafted = [token for token in token_ids[:num_wanted] if token >= 0]
+        return self._replace(token_ids=drafted, num_wanted=num_wanted, chances=chances[: len(drafted)])
+
+    def cut(self, num: int) -> "Row":
+        """Return the row with so many tokens at most, as if no more had been wanted."""
+        if num >= len(self.token_ids):
+            return self
+        return self._replace(token_ids=self.token_ids[:num], num_wanted=min(self.num_wanted, num))
 
     def packed(self) -> list[int]:
         """Return the row as it travels."""
-        return [self.match, self.num_found, int(self.looked_up), *self.token_ids]
+        told = (len(self.chances), *(round(1000 * chance) for chance in self.chances))
+        return [self.match, self.num_found, int(self.looked_up), self.num_wanted, *told, *self.token_ids]
 
     @classmethod
     def unpacked(cls, travelled: Sequence[int]) -> "Row":
         """Return what `packed` was called on."""
-        match, num_found, looked_up, *token_ids = travelled
-        return cls(match, num_found, bool(looked_up), token_ids)
+        match, num_found, looked_up, num_wanted, num_told, *rest = travelled
+        chances = tuple(told / 1000 for told in rest[:num_told])
+        return cls(match, num_found, bool(looked_up), rest[num_told:], num_wanted, chances)
 
 
 NOTHING = Row(0, 0, False, [])

@@ -194,7 +194,8 @@ class Planner:
         num_drafted = len(row.token_ids)
         if num_drafted and draft_options.drafting != MEASURE:
             num_accepted = min(num_accepted, num_drafted)
-            self._acceptance.see(draft_options.domain, source, num_drafted, num_accepted, row.match, whole)
+            told = (row.match, whole, row.num_wanted, row.chances)
+            self._acceptance.see(draft_options.domain, source, num_drafted, num_accepted, *told)
 
     def looked_up(self, draft_options: DraftOptions, row: Row) -> None:
         """Take what look-up found for a sequence."""

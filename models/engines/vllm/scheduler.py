@@ -100,7 +100,7 @@ class TracingScheduler(Scheduler):
                 self.planner.looked_up(draft_options, rows[place])
                 if not rows[place].looked_up:
                     most = self.planner.num_kept(draft_options, GAPS not in request.__dict__)
-                    rows[place] = rows[place]._replace(token_ids=rows[place].token_ids[:most])
+                    rows[place] = rows[place].cut(most)
                 request.__dict__[ROW] = rows[place]
             draft_token_ids.draft_token_ids = [row.token_ids for row in rows]
         super().update_draft_token_ids(draft_token_ids)
@@ -151,7 +151,7 @@ class TracingScheduler(Scheduler):
             emitted = request.num_output_tokens - before
             if before > 0 and emitted > 0:  # the first token comes from the prefill
                 token_ids = [token for token in drafts.get(request_id, ()) if token >= 0]
-                row = request.__dict__.get(ROW, fields.NOTHING)._replace(token_ids=token_ids)  # fewer may fit the step
+                row = request.__dict__.get(ROW, fields.NOTHING).cut(len(token_ids))  # fewer may fit the step
                 match = row.match if row.looked_up and token_ids else 0
                 counts = bool(token_ids) or request.__dict__.get(DRAFTED, True)
                 steps[request_id] = [match if counts else UNDRAFTED, emitted, *token_ids]

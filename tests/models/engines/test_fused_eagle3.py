@@ -154,10 +154,10 @@ def both(pair: Pair, num_tokens: int, step: Mapping[str, Any]) -> tuple[Tensor, 
     wanted = pair.cache.clone()
     assert not torch.equal(wanted, before.bfloat16())
     pair.cache.copy_(before)
-    ours = pair.fused.propose(num_tokens, step, None)
-    assert ours is not None
+    proposal = pair.fused.propose(num_tokens, step, None)
+    assert proposal is not None and (proposal[1] == 1).all()
     error = float((pair.cache.float() - wanted.float()).abs().max() / wanted.float().abs().max())
-    return ours, theirs, error
+    return proposal[0], theirs, error
 
 
 @pytest.fixture(scope="module")
@@ -263,14 +263,49 @@ def test_what_is_sampled_is_drawn_by_the_noise_of_its_place_in_one_call_as_in_ca
     drawn = set()
     for seed in range(12):
         noise = Noise(torch.tensor([seed, seed]), torch.tensor([9, 64]), torch.tensor([1.5, 0.0]))
-        ours = pair.fused.propose(K, step, noise)
-        assert ours is not None
+        proposal = pair.fused.propose(K, step, noise)
+        assert proposal is not None
+        ours, _ = proposal
         planned._noise = noise
         theirs = by_vllm(pair, K, step)
         assert torch.equal(ours, theirs)
         assert torch.equal(ours[1], greedy[1])
         drawn.add(tuple(ours[0].tolist()))
     assert len(drawn) > 6
+
+
+def told_by_vllm(pair: Pair, step: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Return [B, K] the chances of vLLM's passes that all tokens up to each are right."""
+    told, model = [], pair.drafter.model
+
+    def likeliest(hidden: Tensor) -> Tensor:
+        logits = model.logits_processor(model.lm_head, hidden).float()
+        told.append(logits.softmax(-1).amax(-1))
+        return logits.argmax(-1) + model.draft_id_to_target_id[logits.argmax(-1)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.drafter, "_greedy_sample", likeliest)
+        by_vllm(pair, K, step)
+    return torch.stack(told, dim=1).cumprod(dim=1)
+
+
+def test_a_chain_ends_behind_a_token_that_makes_it_unlikely_to_be_right(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of(pair)
+    whole, _, _ = both(pair, K, step)
+    wanted = told_by_vllm(pair, step, monkeypatch)
+    num, never = len(whole), torch.zeros(len(whole))
+    told = pair.fused.propose(K, step, None, never)
+    assert told is not None and torch.equal(told[0], whole)
+    assert torch.allclose(told[1], wanted, rtol=0.02)
+    for limits in (torch.full((num,), 2.0), told[1][:, 1] * 1.001, told[1][:, 1] * 0.999, torch.eye(num)[0] * 2):
+        ended = pair.fused.propose(K, step, None, limits)
+        assert ended is not None
+        lengths = (told[1] >= limits[:, None]).cumprod(dim=1).sum(dim=1).add(1).clamp(max=K)
+        drafted = torch.arange(K) < lengths[:, None]
+        assert torch.equal(ended[0], whole.where(drafted, -1))
+        assert torch.equal(ended[1][drafted], told[1][drafted])
 
 
 def test_what_a_step_plans_is_drafted_so_whichever_sequences_a_pass_is_over(

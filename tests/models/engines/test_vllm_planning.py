@@ -483,11 +483,19 @@ def test_the_first_rows_beyond_one_a_sequence_are_measured_for_themselves(num: i
 
 
 def test_rows_and_wishes_travel_as_lists_and_without_a_wish_a_request_is_drafted_by_the_head() -> None:
-    for row in (Row(5, 8, True, [3, 1, 4]), Row(2, 6, False, [7]), NOTHING):
+    for row in (Row(5, 8, True, [3, 1, 4]), Row(2, 6, False, [7]), NOTHING, Row(0, 0, False, [7, 9], 3, (0.5, 0.25))):
         assert Row.unpacked(row.packed()) == row
     params = SimpleNamespace(extra_args={OPTIONS: ["auto", "code", "alice", 1.5]})
     assert DraftOptions.of(params) == DraftOptions("auto", "code", "alice", 1.5)
     assert DraftOptions.of(object()) == DraftOptions("head")
+
+
+def test_a_chain_that_ended_by_itself_is_told_from_one_that_was_cut() -> None:
+    ended = NOTHING.of_head([7, 9, -1], 3, [0.5, 0.1, 1.0])
+    assert ended == Row(0, 0, False, [7, 9], 3, [0.5, 0.1])
+    assert ended.cut(2) == ended.cut(3) == ended
+    assert ended.cut(1) == ended._replace(token_ids=[7], num_wanted=1)
+    assert NOTHING.of_head([7, 9, 4], 2, ()) == Row(0, 0, False, [7, 9], 2)
 
 
 @pytest.mark.parametrize(

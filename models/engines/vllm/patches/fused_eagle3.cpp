@@ -18,12 +18,14 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace {
 
 constexpr int64_t ALONE = 4;         // sequences up to which one thread drafts
 constexpr int64_t NOT_WRITTEN = -1;  // vLLM's slot of a key that is not kept
+constexpr int64_t NOT_DRAFTED = -1;  // in a token's place
 
 using MaybeTensor = std::optional<at::Tensor>;
 using BFloat16 = at::BFloat16;
@@ -165,12 +167,11 @@ at::Tensor choose(
     const Draft& draft, const at::Tensor& logits, int64_t pass, const MaybeTensor& seeds, const MaybeTensor& positions,
     const MaybeTensor& temperatures
 ) {
-    const at::Tensor floats = logits.to(at::kFloat);  // of which the largest is found three times as fast
-    if (!seeds) return floats.argmax(1);
+    if (!seeds) return logits.argmax(1);
     using Draw =
         at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&);
     static const auto draw = find<Draw>("redraft::draw_by_noise");
-    return draw.call(floats, *seeds, positions->add(pass), *temperatures, draft.token_ids);
+    return draw.call(logits, *seeds, positions->add(pass), *temperatures, draft.token_ids);
 }
 
 // Write the next places [B] of sequences; none is written and attended to beyond the longest that there may be.
@@ -195,11 +196,11 @@ struct Threads {
     ~Threads() { omp_set_num_threads(before); }
 };
 
-at::Tensor propose(
+std::tuple<at::Tensor, at::Tensor> propose(
     int64_t number, int64_t num_passes, const at::Tensor& token_ids, const at::Tensor& next_token_ids,
     const at::Tensor& target_positions, const at::Tensor& target_states, const at::Tensor& borders,
     const at::Tensor& target_lengths, const at::Tensor& blocks, const at::Tensor& target_slots,
-    const MaybeTensor& seeds, const MaybeTensor& first_positions, const MaybeTensor& temperatures
+    const MaybeTensor& seeds, const MaybeTensor& first_positions, const MaybeTensor& temperatures, const MaybeTensor& least
 ) {
     const Draft& draft = drafts.at(number);
     const int64_t num_tokens = token_ids.size(0), num = next_token_ids.size(0);
@@ -216,19 +217,27 @@ at::Tensor propose(
     begin(draft, each, lengths, blocks, slots);
     states = states.index_select(0, lasts);
     at::Tensor attended = attend(draft, qkv.index_select(0, lasts), qkv);
-    at::Tensor tokens = at::empty({num, num_passes}, lasts.options()), positions;
-    if (num_passes == 0) return tokens;
+    at::Tensor tokens = at::full({num, num_passes}, NOT_DRAFTED, lasts.options()), positions;
+    at::Tensor chances = at::ones({num, num_passes}, at::kFloat), chance = at::ones({num}, at::kFloat);
+    at::Tensor goes_on = at::ones({num}, at::kBool);
+    if (num_passes == 0) return {tokens, chances};
     for (int64_t pass = 0;; ++pass) {
         at::Tensor hidden = add_and_normalise(draft, states, multiply(draft.out, attended), draft.middle_gain);
         at::Tensor gates = multiply(draft.gate_up, hidden);
         const int64_t width = gates.size(1) / 2;
         hidden = at::silu(gates.narrow(1, 0, width)).mul_(gates.narrow(1, width, width));
         hidden = add_and_normalise(draft, states, multiply(draft.down, hidden), draft.last_gain);
-        const at::Tensor logits = multiply(draft.head, hidden).narrow(1, 0, draft.token_ids.size(0));
+        const at::Tensor logits =  // in float, of which the largest is found three times as fast
+            multiply(draft.head, hidden).narrow(1, 0, draft.token_ids.size(0)).to(at::kFloat);
         const at::Tensor chosen = choose(draft, logits, pass, seeds, first_positions, temperatures);
         ids = draft.token_ids.index_select(0, chosen);
-        tokens.select(1, pass).copy_(ids);
-        if (pass + 1 == num_passes) return tokens;
+        tokens.select(1, pass).copy_(at::where(goes_on, ids, NOT_DRAFTED));
+        if (least) {
+            chance.mul_(at::softmax(logits, 1).amax(1));
+            chances.select(1, pass).copy_(chance);
+            goes_on.logical_and_(chance.ge(*least));
+        }
+        if (pass + 1 == num_passes || (least && !goes_on.any().item<bool>())) return {tokens, chances};
         if (pass == 0) {
             positions = target_positions.index_select(0, lasts);
             slots = at::empty_like(positions);
@@ -266,7 +275,7 @@ TORCH_LIBRARY_FRAGMENT(redraft, library) {
     library.def(
         "propose(int draft, int num_passes, Tensor token_ids, Tensor next_token_ids, Tensor positions, Tensor states, "
         "Tensor borders, Tensor lengths, Tensor blocks, Tensor slots, Tensor? seeds, Tensor? first_positions, "
-        "Tensor? temperatures) -> Tensor"
+        "Tensor? temperatures, Tensor? least) -> (Tensor, Tensor)"
     );
     library.impl("propose", c10::DispatchKey::CPU, propose);
 }

@@ -57,16 +57,20 @@ class FusedDraft:
             log.warning("%s: vLLM has another layout: %s", WITHOUT, error)
             return None
 
-    def propose(self, num_tokens: int, step: Mapping[str, Any], noise: Noise | None) -> Tensor | None:
-        """Return the draft's tokens [B, num_tokens] as vLLM's proposer does; None leaves it to that.
+    def propose(
+        self, num_tokens: int, step: Mapping[str, Any], noise: Noise | None, least: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the draft's tokens [B, num_tokens] as vLLM's proposer does, and chances; None leaves it to that.
 
+        A chance [B, num_tokens] is the draft's own that a sequence's tokens up to there are all right. One that is
+        below `least` [B] float32 ends the sequence's chain: what would follow is -1. Without `least` all are 1.
         `step` is what vLLM's `propose` gets, and `noise` of the first tokens; without it they are the likeliest.
         """
         drafter, metadata, token_ids = self._drafter, step["common_attn_metadata"], step["target_token_ids"]
         if len(token_ids) > small_batch_gemm.limit() or metadata.causal is not True or not self._tell():
             return None
         attention.tell_cache(drafter.model.model.layers[0].self_attn.attn)
-        tokens: Tensor = torch.ops.redraft.propose(
+        proposal: tuple[Tensor, Tensor] = torch.ops.redraft.propose(
             NUMBER,
             num_tokens,
             token_ids,
@@ -78,8 +82,9 @@ class FusedDraft:
             metadata.block_table_tensor,
             metadata.slot_mapping[: len(token_ids)],
             *((None, None, None) if noise is None else noise),
+            least,
         )
-        return tokens
+        return proposal
 
     def _tell(self) -> bool:
         """Tell of the weights that are loaded now, unless that was done; return whether all are packed."""

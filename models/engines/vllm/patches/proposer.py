@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from models.core.drafting.lookup import NgramIndex
 from models.engines.vllm.capture import Ring
-from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, DraftOptions, Row, StepPlan
+from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, UNTOLD, DraftOptions, Row, StepPlan
 from models.engines.vllm.patches import require
 from models.engines.vllm.patches.fused_eagle3 import FusedDraft
 from models.engines.vllm.patches.sampling import Noise
@@ -99,22 +99,30 @@ class Planned:
             places = [place for place, name in enumerate(names) if passes.over(name)]
             num_tokens = min(passes.num, max((wanted[place] for place in places), default=0))
             self._noise = noise and noise.of_rows(places)
-            drafted = self._by_head(num_tokens, *args, **_of_rows(kwargs, places)) if places else torch.empty(0, 0)
-            for place, head in zip(places, drafted.tolist(), strict=True):
+            if not places:
+                continue
+            least = [self._least(requests[names[place]], step) for place in places]
+            drafted = self._by_head(num_tokens, torch.tensor(least), *args, **_of_rows(kwargs, places))
+            for place, limit, tokens, chances in zip(places, least, *(one.tolist() for one in drafted), strict=True):
                 if not rows[place].looked_up:
-                    rows[place] = rows[place]._replace(token_ids=head[: wanted[place]])
+                    rows[place] = rows[place].of_head(tokens, wanted[place], chances if limit >= 0 else ())
         return [row.packed() for row in rows]
 
-    def _by_head(self, num_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
+    def _by_head(self, num_tokens: int, least: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return [B, num_tokens] of the draft; for 0 it makes the pass that keeps its keys whole, and no more.
+
+        The chances beside them, and what `least` does, are said at `FusedDraft.propose`; drafts of other kinds have no
+        chances [B, 0] and all of their tokens.
 
         Masked places of P-EAGLE see those before them alone, so there are as many as are wanted. Those of DFlash all
         see each other: a block is whole, as in training, and its first tokens are taken.
         """
         asked, drafter = num_tokens, self._drafter
         block = getattr(drafter.draft_model_config.hf_config, "block_size", 0)
-        if self._fused is not None and (fused := self._fused.propose(num_tokens, kwargs, self._noise)) is not None:
-            return fused
+        if self._fused is not None:
+            fused = self._fused.propose(num_tokens, kwargs, self._noise, least if (least >= 0).any() else None)
+            if fused is not None:
+                return fused
         if not drafter.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
             kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())
@@ -124,7 +132,7 @@ class Planned:
             drafter.extra_slots_per_request = max(num_tokens, 1)
             drafter.net_num_new_slots_per_request = drafter.extra_slots_per_request - 1
         tokens: Tensor = self._propose(asked, *args, **kwargs)
-        return tokens[:, :num_tokens]
+        return tokens[:, :num_tokens], tokens.new_empty(len(tokens), 0)
 
     def _look_up(self, step: StepPlan) -> list[Row]:
         """Follow the sequences of a step and look them up; a row each, an empty one where that is not to be used."""
@@ -173,6 +181,13 @@ class Planned:
         if draft_options.drafting == "auto":
             return max(step.plan.num_kept(draft_options.domain, "head", whole=whole) for whole in (True, False))
         return step.num_passes if draft_options.drafting in ("head", MEASURE) else 0
+
+    def _least(self, request: Any, step: StepPlan) -> float:
+        """Return the chance below which a request's chain ends; below 0 where its chances tell nothing."""
+        draft_options = DraftOptions.of(request.sampling_params)
+        if draft_options.drafting != "auto" or request.sampling_params.temperature > 0:
+            return UNTOLD
+        return step.plan.stops.get(draft_options.domain, 0.0)
 
     def _looked_up(self, place: int, step: StepPlan) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""

@@ -33,6 +33,20 @@ def test_what_is_accepted_is_expected_place_by_place() -> None:
     assert acceptance.expected("code", "head", 3) == pytest.approx(3 / 4 + 2 / 4 + 1 / 4, abs=0.01)
 
 
+def test_a_chain_that_ended_by_itself_emits_no_more_and_takes_no_more_rows() -> None:
+    acceptance = Acceptance()
+    assert acceptance.made("code", 3) == []
+    for number in range(2000):  # of four chains one goes on, and is right to its end
+        goes_on = number % 4 == 0
+        acceptance.see("code", "head", 3 if goes_on else 1, 3 if goes_on else 1, num_wanted=3, chances=[0.9, 0.8, 0.7])
+    assert acceptance.chances("code", "head", 3) == pytest.approx([1.0, 0.25, 1.0], abs=0.02)
+    assert acceptance.made("code", 3) == pytest.approx([1.0, 0.25, 0.25], abs=0.02)
+    assert acceptance.made("code", 1) == [1.0]
+    assert acceptance.least("code", 0.5) < 0.9
+    acceptance.start({})
+    assert acceptance.made("code", 3) == []
+
+
 def test_a_swapped_draft_begins_with_what_the_gate_saw_of_it() -> None:
     acceptance = seen(0.1, 400)
     acceptance.start({"code": [0.6, 0.3], "chat": [0.4, 0.0]})
