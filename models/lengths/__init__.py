@@ -87,7 +87,7 @@ class Plan:
         why: "explores" drafts otherwise than it pays, to learn; "unmeasured" as long as `cost` can't tell;
             "fixed" looks at neither.
         memory: the policy's own.
-        stops: domain to the draft's own chance of a greedy chain's tokens below which it drafts none after them.
+        stops: domain to the draft's own chance of a chain's tokens below which it drafts none after them.
         lasts: steps that it may be followed for, as long as the same sequences run and none of them reads its prompt.
         followed: steps that it was, as whoever asks for the next one says.
     """

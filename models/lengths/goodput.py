@@ -52,8 +52,8 @@ class Params(BaseParams):
     Attributes:
         margin: share of goodput that another number of tokens must promise to be taken.
         explore: share of the time that may be lost for learning.
-        end_early: whether a greedy chain ends where the draft, as far as it is right in such cases, is too unsure of it
-            for another pass to pay.
+        end_early: whether a chain ends where the draft, as far as it is right in such cases, is too unsure of it for
+            another pass to pay; a chain of an EAGLE-3 head on a CPU does.
         rest_after: what the draft may take at 0 to keep its keys, in steps without a draft; then it makes no pass.
     """
 

@@ -274,6 +274,25 @@ def test_what_is_sampled_is_drawn_by_the_noise_of_its_place_in_one_call_as_in_ca
     assert len(drawn) > 6
 
 
+def test_a_chains_chance_is_that_of_the_tokens_that_were_drawn(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, told = planned_for(pair, ["a", "b"], monkeypatch), list[Tensor]()
+    step, draw = step_of(pair, (1, 4), (9, 64), temperatures=(1.5, 0.0)), Noise.draw
+
+    def seen(noise: Noise, logits: Tensor, *args: Any) -> Tensor:
+        drawn = draw(noise, logits, *args)
+        law = (logits.float() / noise.temperatures.where(noise.temperatures > 0, 1)[:, None]).softmax(-1)
+        told.append(law.gather(1, drawn[:, None])[:, 0])
+        return drawn
+
+    noise = Noise(torch.tensor([3, 3]), torch.tensor([9, 64]), torch.tensor([1.5, 0.0]))
+    proposal = pair.fused.propose(K, step, noise, torch.zeros(2))
+    assert proposal is not None
+    planned._noise = noise
+    monkeypatch.setattr(Noise, "draw", seen)
+    assert torch.equal(by_vllm(pair, K, step), proposal[0])
+    assert torch.allclose(proposal[1], torch.stack(told, dim=1).cumprod(dim=1), rtol=0.02)
+
+
 def told_by_vllm(pair: Pair, step: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Return [B, K] the chances of vLLM's passes that all tokens up to each are right."""
     told, model = [], pair.drafter.model

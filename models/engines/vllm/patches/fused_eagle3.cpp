@@ -219,7 +219,8 @@ std::tuple<at::Tensor, at::Tensor> propose(
     at::Tensor attended = attend(draft, qkv.index_select(0, lasts), qkv);
     at::Tensor tokens = at::full({num, num_passes}, NOT_DRAFTED, lasts.options()), positions;
     at::Tensor chances = at::ones({num, num_passes}, at::kFloat), chance = at::ones({num}, at::kFloat);
-    at::Tensor goes_on = at::ones({num}, at::kBool);
+    at::Tensor goes_on = at::ones({num}, at::kBool), scales = at::ones({num, 1}, at::kFloat);  // of logits, by rows
+    if (temperatures) scales = at::where(*temperatures > 0, *temperatures, 1.0).to(at::kFloat).unsqueeze(1);
     if (num_passes == 0) return {tokens, chances};
     for (int64_t pass = 0;; ++pass) {
         at::Tensor hidden = add_and_normalise(draft, states, multiply(draft.out, attended), draft.middle_gain);
@@ -233,7 +234,8 @@ std::tuple<at::Tensor, at::Tensor> propose(
         ids = draft.token_ids.index_select(0, chosen);
         tokens.select(1, pass).copy_(at::where(goes_on, ids, NOT_DRAFTED));
         if (least) {
-            chance.mul_(at::softmax(logits, 1).amax(1));
+            const at::Tensor law = at::softmax(logits / scales, 1);
+            chance.mul_(law.gather(1, chosen.unsqueeze(1)).squeeze(1));
             chances.select(1, pass).copy_(chance);
             goes_on.logical_and_(chance.ge(*least));
         }

@@ -62,8 +62,9 @@ class FusedDraft:
     ) -> tuple[Tensor, Tensor] | None:
         """Return the draft's tokens [B, num_tokens] as vLLM's proposer does, and chances; None leaves it to that.
 
-        A chance [B, num_tokens] is the draft's own that a sequence's tokens up to there are all right. One that is
-        below `least` [B] float32 ends the sequence's chain: what would follow is -1. Without `least` all are 1.
+        A chance [B, num_tokens] is the draft's own that a sequence's tokens up to there are all right: the product of
+        their probabilities, at the noise's temperatures. One that is below `least` [B] float32 ends the sequence's
+        chain: what would follow is -1. Without `least` all are 1.
         `step` is what vLLM's `propose` gets, and `noise` of the first tokens; without it they are the likeliest.
         """
         drafter, metadata, token_ids = self._drafter, step["common_attn_metadata"], step["target_token_ids"]

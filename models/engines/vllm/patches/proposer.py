@@ -185,9 +185,7 @@ class Planned:
     def _least(self, request: Any, step: StepPlan) -> float:
         """Return the chance below which a request's chain ends; below 0 where its chances tell nothing."""
         draft_options = DraftOptions.of(request.sampling_params)
-        if draft_options.drafting != "auto" or request.sampling_params.temperature > 0:
-            return UNTOLD
-        return step.plan.stops.get(draft_options.domain, 0.0)
+        return step.plan.stops.get(draft_options.domain, 0.0) if draft_options.drafting == "auto" else UNTOLD
 
     def _looked_up(self, place: int, step: StepPlan) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
