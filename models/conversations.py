@@ -38,6 +38,7 @@ PLAIN: dict[str, tuple[object, ...]] = {
 }
 # What is read of a row beside its chat, as of a request.
 BESIDE = ("tools", "functions", "chat_template_kwargs", "user", "safety_identifier")
+NO_ANSWER = "without an answer"  # why a row is left out
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 can't
 
 
@@ -240,7 +241,7 @@ def _answer(
     if message.reasoning:
         return answer._replace(unknown="with reasoning in the answer")
     if not message.content and not token_ids:
-        raise Unusable("without an answer", f"{where}: the answer is empty")
+        raise Unusable(NO_ANSWER, f"{where}: the answer is empty")
     if any("\ufffd" in text for text in message.texts):
         return answer._replace(unknown="with bytes that are no text in the answer")
     if isinstance(stopped, str):

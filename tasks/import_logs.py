@@ -32,7 +32,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.conversations import Answer, Conversation, given, paired, read_conversation, structure
+from models.conversations import NO_ANSWER, Answer, Conversation, given, paired, read_conversation, structure
 from models.engines import Engine, Sampling
 from models.recipe import Recipe
 from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, read_rows
@@ -217,7 +217,7 @@ class _Reader:
             if self._answers:
                 return None
             if answer is None:
-                raise Unusable("without an answer", "wanted a question, and last the assistant's answer")
+                raise Unusable(NO_ANSWER, "wanted a question, and last the assistant's answer")
             fault = "the answer's text doesn't tell its tokens; with token_ids it would be taken"
             raise Unusable(answer.unknown, fault)
         if told:

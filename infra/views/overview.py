@@ -150,7 +150,9 @@ def _show_service(service: RunningService, trained: Mapping[int, int | None], ou
         out.print(f"  steps are not planned: {service.unplanned}", markup=False)
     if service.speculating and (plan := service.throughput) is not None and plan.plain_tokens_per_s:
         gain = plan.tokens_per_s / plan.plain_tokens_per_s
-        out.print(f"  drafts {plan.num_draft_tokens} tokens a step ({plan.why}): {gain:.2f}× the tokens without drafts")
+        alone = "nothing" if plan.why == "loses" else "with look-up alone"
+        drafts = f"up to {plan.num_draft_tokens} tokens a step" if plan.num_draft_tokens else alone
+        out.print(f"  drafts {drafts} ({plan.why}): {gain:.2f}× the tokens without drafts")
     for verdict in verdicts(service).values():
         out.print(f"  {verdict}", soft_wrap=True, markup=False)
     answered = counts(service.requests)
