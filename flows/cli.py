@@ -200,7 +200,6 @@ def import_logs(
     Example: redraft import-logs old.jsonl --domain chat
     """
     _, parsed = prepare(recipe)
-    from models.conversations import NO_ANSWER
     from tasks.import_logs import import_logs as add
 
     report = add.fn(files, parsed.engine.max_model_len, domain, strict, parsed if answer else None)
@@ -208,7 +207,7 @@ def import_logs(
         typer.echo(f"skipped {report.skipped[reason]} {reason}; the first: {first}", err=True)
     out.print(report.line(), soft_wrap=True, markup=False)
     if report.num_read and sum(report.skipped.values()) == report.num_read:
-        hint = "; --answer lets the target answer prompts" if NO_ANSWER in report.skipped and not answer else ""
+        hint = "; --answer lets the target answer prompts" if report.lacks_answers and not answer else ""
         raise RuntimeError(f"none of the rows could be used{hint}")
 
 

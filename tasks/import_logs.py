@@ -62,6 +62,11 @@ class ImportReport(Frozen):
     skipped: dict[str, int]
     first: dict[str, str]
 
+    @property
+    def lacks_answers(self) -> bool:
+        """Whether some were skipped for want of an answer."""
+        return NO_ANSWER in self.skipped
+
     def line(self) -> str:
         """Return the report in one line."""
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self.skipped.items()))
