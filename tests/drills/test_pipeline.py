@@ -16,9 +16,9 @@ from infra.consent import QueryRow
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from tests.drills.scene import filled, small_disk
-from tests.flows.conftest import Cli, registry_of
+from tests.flows.conftest import ENDS_S, Cli, registry_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
 
 
@@ -43,10 +43,10 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
         assert log.windows.cursor() == 0
 
     first = cli.start("refresh", "--recipe", recipe)
-    wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, 120, None, "the claim")
+    wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, ENDS_S, None, "the claim")
     os.kill(first.pid, signal.SIGSTOP)  # it holds the window while another one asks for it
     with cli.start("refresh", "--recipe", recipe) as second:
-        told, _ = second.communicate(timeout=120)
+        told, _ = second.communicate(timeout=ENDS_S)
     assert (second.returncode, "the open window belongs to refresh" in told) == (2, True), told
     os.kill(first.pid, signal.SIGCONT)
     _kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
@@ -87,7 +87,7 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         assert error in cli.run("status")
 
     with cli.start("refresh", "--recipe", str(wild)) as diverging:
-        told, _ = diverging.communicate(timeout=120)
+        told, _ = diverging.communicate(timeout=ENDS_S)
     assert (diverging.returncode, "the draft is discarded and its parent stays" in told) == (1, True), told
     require_unchanged(1, "the loss is")
 
@@ -98,9 +98,9 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         shutil.copytree(home / "aside", artifacts, dirs_exist_ok=True)
         with cli.start("refresh", "--recipe", recipe) as full:
             begun = (artifacts / "work").glob
-            wait_until(lambda: any(begun("*/checkpoint.safetensors")), 120, None, "a step of the training")
+            wait_until(lambda: any(begun("*/checkpoint.safetensors")), ENDS_S, None, "a step of the training")
             with filled(artifacts):
-                told, _ = full.communicate(timeout=120)
+                told, _ = full.communicate(timeout=ENDS_S)
         assert (full.returncode != 0, "No space left on device" in told) == (True, True), told
         require_unchanged(2, "No space left on device")
         cli.run("refresh", "--recipe", recipe)

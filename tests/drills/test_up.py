@@ -33,7 +33,7 @@ from infra.settings import Settings, load_settings
 from infra.supervisor import ProcessRecord, read_state
 from infra.trigger_store import TriggerStore
 from tests.drills.machine import Memory, seen_with
-from tests.flows.conftest import Cli
+from tests.flows.conftest import ENDS_S, Cli
 
 pytestmark = pytest.mark.engine
 CLIENTS_KEY = "the-key-of-a-client"
@@ -132,7 +132,7 @@ def _run_short_of_memory_while_it_trains(settings: Settings, memory: Memory) -> 
         with closing(sqlite3.connect(settings.querylog)) as db:
             return bool(db.execute("SELECT count(*) FROM claim").fetchone()[0])
 
-    wait_until(trains, 120, None, "a refresh that reads rows")
+    wait_until(trains, ENDS_S, None, "a refresh that reads rows")
     memory.use(0.92)
     wait_until(lambda: trigger.state().waits_for_memory, 60, None, "the trainer's end")
     assert overview(settings).waiting.what == "memory"

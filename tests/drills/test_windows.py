@@ -10,9 +10,9 @@ import pytest
 
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
-from tests.flows.conftest import Cli, registry_of
+from tests.flows.conftest import ENDS_S, Cli, registry_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 NO_TOKEN = 1_000_000
 
 
@@ -28,7 +28,7 @@ def test_f30_a_window_whose_training_always_fails_is_set_aside_after_three_attem
         assert not log.windows.fail(window, "IndexError")
     log.append(rows)
     with cli.start("refresh", "--recipe", "tiny") as failing:
-        told, _ = failing.communicate(timeout=120)
+        told, _ = failing.communicate(timeout=ENDS_S)
     assert failing.returncode != 0, told
     assert [version.number for version in registry_of(home).versions("draft")] == [1]
     [aside] = log.stats().set_aside
@@ -56,7 +56,7 @@ def test_f31_what_a_person_does_while_a_refresh_trains_is_never_overwritten(
         os.kill(refresh.pid, signal.SIGSTOP)  # held up in its work
         cli.run("promote", str(second.number), "--force", "a person says so")
         os.kill(refresh.pid, signal.SIGCONT)
-        told, _ = refresh.communicate(timeout=120)
+        told, _ = refresh.communicate(timeout=ENDS_S)
     assert (refresh.returncode, "outdated: draft 3" in told) == (0, True), told
     champion = registry.champion("draft")
     assert champion is not None
