@@ -16,6 +16,8 @@ are cut at different lengths in one step, see `models.core.throughput.steps`.
   after a swap or a change of load. Where nothing pays, only sequences whose keys are whole are drafted for, since those
   that lack some accept too little to learn from: at rest they are those whose prompt is read in a step, and then the
   next steps are drafted, until 32 proposals were seen.
+- A chain ends early where the draft is too unsure of it (`models.core.throughput.certainty`); what is expected of a
+  step counts the rows and passes that chains come to.
 """
 
 import math

@@ -128,9 +128,9 @@ def say_likeliest(
     said = sampler.sampler.greedy_sample(logits.float())
     last = said[verified.bonus_logits_indices].int()
     emitted = torch.full((len(ends), most + 1), -1, dtype=torch.int32, device=logits.device)
-    judged = said[verified.target_logits_indices]
+    at_drafted = said[verified.target_logits_indices]
     rejection_sampler._rejection_greedy_sample(
-        emitted, ends, verified.draft_token_ids, judged, last, None, most, None, None
+        emitted, ends, verified.draft_token_ids, at_drafted, last, None, most, None, None
     )
     return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=None)
 
